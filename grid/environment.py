@@ -1,0 +1,86 @@
+"""What a launcher tells a process through its environment: torchrun, Open MPI or Slurm. No torch here.
+
+This file and the launcher are the only ones that read the environment; everything else is handed a ``Grid``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process's place among the processes that were launched together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    restarts: int
+    launcher: str
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
+    """Read torchrun's variables, else Open MPI's, else Slurm's; None when no launcher started this process.
+
+    Raises:
+        ValueError: a launcher's variables are there in part only; the message names what is missing.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Environment(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(env.get("MASTER_PORT", _DEFAULT_PORT)),
+            restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            launcher="torchrun",
+        )
+    if "OMPI_COMM_WORLD_RANK" in env:
+        size = int(env["OMPI_COMM_WORLD_SIZE"])
+        local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+        if "MASTER_ADDR" not in env and local_size < size:
+            raise ValueError(
+                f"mpirun started {size} processes, {local_size} of them on this host, and none knows where rank 0 "
+                "is: add -x MASTER_ADDR=<host of rank 0> to mpirun"
+            )
+        return Environment(
+            rank=int(env["OMPI_COMM_WORLD_RANK"]),
+            world_size=size,
+            local_rank=int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")),
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(env.get("MASTER_PORT", _DEFAULT_PORT)),
+            restarts=0,
+            launcher="mpirun",
+        )
+    if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
+        # Jobs that share a host must not share a port: derive it from the job's number.
+        port = int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
+        return Environment(
+            rank=int(env["SLURM_PROCID"]),
+            world_size=int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
+            local_rank=int(env.get("SLURM_LOCALID", "0")),
+            master_addr=env.get("MASTER_ADDR") or _first_host(env),
+            master_port=port,
+            restarts=int(env.get("SLURM_RESTART_COUNT", "0")),
+            launcher="srun",
+        )
+    return None
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    """The first host of Slurm's list: ``node[03-05,9],other`` -> ``node03``."""
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    if not nodes:
+        return "127.0.0.1"
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    assert match is not None  # the pattern takes any text that is not empty and starts with a name
+    name, first, tail = match.groups()
+    return name + (first or "") + (tail or "" if first else "")

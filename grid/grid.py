@@ -1,0 +1,219 @@
+"""Grid: the topology bound to this process, with its device and its communicators."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .axis import Axis
+from .environment import Environment, read_environment
+from .topology import DEFAULT_AXES, Topology
+
+_FAILURE = "triax/failure"
+
+
+class Grid:
+    """This process's place on a grid of processes, and the groups it communicates in.
+
+    Under torchrun (or mpirun, or srun) every process builds the same ``Grid``; it initialises torch's process
+    group if nobody has: NCCL where there is CUDA, gloo elsewhere. Without a launcher, ``Grid()`` is one process
+    and needs no process group.
+
+    Args:
+        pipe: stages of layers.
+        data: replicas; None takes all the processes that pipe and tensor leave.
+        tensor: shards of one layer.
+        order: the axes, outermost first. The last one's groups are neighbouring ranks.
+        device: where this rank computes; by default its GPU, else the CPU.
+        timeout: seconds that any wait may take before it is an error.
+
+    Attributes:
+        pipe, data, tensor: the ``Axis`` of that name: ``.rank``, ``.size``, ``.group``, ``.ranks``.
+        world: all ranks of the grid, joined.
+        rank, size: this process and their number.
+        coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
+        mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 beside triax; None on one process.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of processes.
+    """
+
+    def __init__(
+        self,
+        pipe: int = 1,
+        data: int | None = None,
+        tensor: int = 1,
+        *,
+        order: Sequence[str] = DEFAULT_AXES,
+        device: torch.device | str | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        environment = None if dist.is_initialized() else read_environment()
+        self.rank, self.size = _place(environment)
+        sizes = {"pipe": pipe, "data": data, "tensor": tensor}
+        if sorted(order) != sorted(sizes):
+            raise ValueError(f"order={tuple(order)} must name pipe, data and tensor once each")
+        sizes["data"] = _replicas(pipe, data, tensor, self.size)
+        self.topology = Topology(**{name: sizes[name] or 1 for name in order})
+        self.coordinate = self.topology.coordinate(self.rank)
+        self.device = _device(device, environment)
+        self.timeout = timeout
+        self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
+        self._store: dist.Store | None = None
+
+        if self.size > 1:
+            if environment is not None:
+                self._store = _initialise(environment, self.device, timeout)
+                atexit.register(self.close)
+            else:
+                self._store = dist.distributed_c10d._get_default_store()
+        self.mesh = self._mesh()
+        self.world = Axis("x".join(order), range(self.size), self.rank, dist.group.WORLD if self.size > 1 else None)
+        self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
+        if self.device.type == "cuda":
+            # NCCL makes a communicator at its first collective, which every rank of it must join: do it now,
+            # in the same order everywhere, and not in the middle of a schedule.
+            for axis in (self.world, self.pipe, self.data, self.tensor):
+                axis.all_reduce(torch.zeros(1, device=self.device))
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        if name not in DEFAULT_AXES:
+            raise ValueError(f"no axis {name!r}; the axes are {', '.join(DEFAULT_AXES)}")
+        axis: Axis = getattr(self, name)
+        return axis
+
+    def joint(self, *axes: str) -> Axis:
+        """Several axes as one group: ``joint("pipe", "tensor")`` is one replica's ranks.
+
+        Making a group is collective: every rank of the grid must call this, in the same order.
+        """
+        key = ("x".join(axes), ())
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make(key[0], self.topology.groups(*axes))
+        joint = self._subgroups[key]
+        assert joint is not None  # every rank is in one of an axis's groups
+        return joint
+
+    def subgroup(self, axis: str, members: Sequence[int]) -> Axis | None:
+        """The ranks at positions ``members`` of an axis, e.g. the stages that hold a tie; None for the others.
+
+        Making a group is collective: every rank of the grid must call this, in the same order.
+        """
+        key = (axis, tuple(members))
+        if key not in self._subgroups:
+            groups = [[group[i] for i in members] for group in self.topology.groups(axis)]
+            self._subgroups[key] = self._make(f"{axis}{list(members)}", groups)
+        return self._subgroups[key]
+
+    def describe(self, rank: int | None = None) -> str:
+        """A rank by name: ``rank 5 (pipe 1, data 0, tensor 1)``."""
+        rank = self.rank if rank is None else rank
+        place = self.topology.coordinate(rank)
+        return f"rank {rank} ({', '.join(f'{axis} {at}' for axis, at in place._asdict().items())})"
+
+    def report_failure(self, message: str) -> None:
+        """Tell the other ranks why this one stops; the first message stays."""
+        if self._store is not None:
+            self._store.compare_set(_FAILURE, "", message)
+
+    def reported_failure(self) -> str | None:
+        """What the first rank that failed said, if one did and its word can still be read."""
+        try:
+            if self._store is not None and self._store.check([_FAILURE]):
+                return self._store.get(_FAILURE).decode()
+        except RuntimeError:
+            # The store went away with the process that held it: then there is nothing to read.
+            return None
+        return None
+
+    def close(self) -> None:
+        """Leave the process group, if one is there. Called at exit where the grid initialised it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _mesh(self) -> DeviceMesh | None:
+        if self.size == 1:
+            return None
+        return init_device_mesh(self.device.type, self.topology.shape, mesh_dim_names=self.topology.names)
+
+    def _axis(self, name: str) -> Axis:
+        ranks = next(group for group in self.topology.groups(name) if self.rank in group)
+        return Axis(name, ranks, self.rank, self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None)
+
+    def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine = Axis(name, ranks, self.rank, group)
+        return mine
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.topology.axes.items())
+        return f"Grid({sizes}; {self.describe()}, {self.device})"
+
+
+def _place(environment: Environment | None) -> tuple[int, int]:
+    """This process's rank, and the number of processes."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return (environment.rank, environment.world_size) if environment else (0, 1)
+
+
+def _replicas(pipe: int, data: int | None, tensor: int, processes: int) -> int:
+    """The data axis's size, once the sizes are known to fit the processes."""
+    Topology(pipe=pipe, data=1 if data is None else data, tensor=tensor)  # refuses sizes below 1
+    replica = pipe * tensor
+    if data is None and processes % replica == 0:
+        return processes // replica
+    if data is not None and replica * data == processes:
+        return data
+    asked = f"pipe {pipe} x data {data if data is not None else '?'} x tensor {tensor}"
+    if data is None:
+        need = f"a multiple of {replica} processes"
+        nearest = math.ceil(processes / replica) * replica
+    else:
+        nearest = replica * data
+        need = f"{nearest} processes"
+    raise ValueError(
+        f"a grid of {asked} needs {need}, and there "
+        f"{'is 1' if processes == 1 else f'are {processes}'}: start it with torchrun --nproc-per-node {nearest}, "
+        "or give other sizes"
+    )
+
+
+def _device(device: torch.device | str | None, environment: Environment | None) -> torch.device:
+    if device is None and torch.cuda.is_available():
+        local = environment.local_rank if environment else int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local % torch.cuda.device_count())
+    chosen = torch.device(device or "cpu")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _initialise(environment: Environment, device: torch.device, timeout: float) -> Any:
+    """Join the process group; returns its store.
+
+    The store's keys are prefixed by the number of restarts: torchrun keeps one store over a restart, and new
+    workers would read the addresses of the dead ones.
+    """
+    limit = timedelta(seconds=timeout)
+    url = f"tcp://{environment.master_addr}:{environment.master_port}"
+    if environment.launcher == "torchrun":
+        url = "env://"  # torchrun may hold the store itself; only env:// knows
+    rendezvous = dist.rendezvous(url, environment.rank, environment.world_size, timeout=limit)
+    store, rank, size = next(iter(rendezvous))
+    store = dist.PrefixStore(f"triax/{environment.restarts}", store)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    return store

@@ -1,0 +1,126 @@
+"""Rank <-> coordinate arithmetic: which rank sits where on the grid, and who talks to whom.
+
+A topology is a value: it needs neither torch nor processes, so a layout can be looked at before it is paid for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from itertools import product
+from typing import Any
+
+DEFAULT_AXES = ("pipe", "data", "tensor")
+
+
+class Topology:
+    """A grid of ranks with named axes, the outermost first: the last axis's neighbours have neighbouring ranks.
+
+    ``Topology(pipe=2, data=2, tensor=2)`` numbers its ranks as a row-major array of shape (2, 2, 2), so the
+    ranks of a tensor group are consecutive: the axis that talks most stays inside a host.
+
+    Args:
+        axes: size of each axis (an int of at least 1), in the order of the keywords. Of ``pipe``, ``data`` and
+            ``tensor``, those left out have size 1 (unless axes with other names are given: then the topology
+            has just the axes named).
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(self, **axes: int) -> None:
+        if set(axes) <= set(DEFAULT_AXES):
+            axes |= {name: 1 for name in DEFAULT_AXES if name not in axes}
+        for name, size in axes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"axis {name} has size {size!r}; a size is a whole number of at least 1")
+        self.axes: dict[str, int] = dict(axes)
+        self._coordinate: Any = namedtuple("Coordinate", list(axes))  # noqa: PYI024 - its fields are the caller's
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
+        return tuple(self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first."""
+        return tuple(self.axes.values())
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks: the product of the sizes."""
+        return math.prod(self.shape)
+
+    def size(self, axis: str) -> int:
+        """The size of one axis."""
+        self._check(axis)
+        return self.axes[axis]
+
+    def coordinate(self, rank: int) -> Any:
+        """Where a rank sits: a named tuple with one field an axis.
+
+        >>> Topology(pipe=2, data=2, tensor=2).coordinate(5)
+        Coordinate(pipe=1, data=0, tensor=1)
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not on a grid of {self.world_size} ranks (0 to {self.world_size - 1})")
+        place = []
+        for size in reversed(self.shape):
+            rank, at = divmod(rank, size)
+            place.append(at)
+        return self._coordinate(*reversed(place))
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate; axes of size 1 may be left out.
+
+        >>> Topology(pipe=2, data=2, tensor=2).rank(pipe=1, data=0, tensor=1)
+        5
+        """
+        ranks = self.ranks(**coordinate)
+        if len(ranks) != 1:
+            missing = [name for name, size in self.axes.items() if size > 1 and name not in coordinate]
+            raise ValueError(f"{self} has {len(ranks)} ranks with {coordinate}: name {', '.join(missing)} too")
+        return ranks[0]
+
+    def ranks(self, **fixed: int) -> list[int]:
+        """All ranks with the given coordinates, in order: a slice of the grid.
+
+        >>> Topology(pipe=2, data=2, tensor=2).ranks(pipe=0)
+        [0, 1, 2, 3]
+        """
+        for axis, at in fixed.items():
+            self._check(axis)
+            if not 0 <= at < self.axes[axis]:
+                raise ValueError(f"{axis}={at} is not on an axis of size {self.axes[axis]} (0 to {self.axes[axis] - 1})")
+        spans = [(fixed[name],) if name in fixed else range(size) for name, size in self.axes.items()]
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*spans)]
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The rank lists of every communicator of an axis (or of several axes joined), in a fixed order.
+
+        Every rank is in exactly one of them. Several axes give the joint groups, for instance
+        ``groups("pipe", "tensor")``: the ranks that together hold one replica of the model.
+
+        >>> Topology(pipe=2, tensor=2).groups("pipe")
+        [[0, 2], [1, 3]]
+        """
+        for axis in axes:
+            self._check(axis)
+        others = [range(size) for name, size in self.axes.items() if name not in axes]
+        names = [name for name in self.axes if name not in axes]
+        return [self.ranks(**dict(zip(names, place, strict=True))) for place in product(*others)]
+
+    def _check(self, axis: str) -> None:
+        if axis not in self.axes:
+            raise ValueError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.axes)}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and list(self.axes.items()) == list(other.axes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
+    def __repr__(self) -> str:
+        return f"Topology({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
