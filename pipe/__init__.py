@@ -1,0 +1,1 @@
+"""Stages in time: schedules as values, and what runs them."""

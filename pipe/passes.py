@@ -1,0 +1,159 @@
+"""A bare order of computation -> the program a rank runs, by small passes over lists of ops.
+
+    schedule   0F0                       0B0
+    reduce     0F0                       0B0          0REDUCE
+    gather     0GATHER 0F0 0RELEASE      0GATHER 0B0  0REDUCE0 0RELEASE     (ZeRO 3)
+    tie        ...                       0TIED0 0REDUCE, at the end
+    message    0F0 0SEND_F0   0RECV_B0   0B0 ...
+
+What the ops mean to the one who runs them: RECV only posts a receive and returns; the compute op that
+reads it waits. SEND never blocks compute. Each channel (a boundary and a direction) is a queue of its
+own, on which both ends see the messages in the same order.
+
+Why no program hangs: take one linear order of the whole step, the simulation's. The messages of an op
+happen right after it in that order, on both ends, so replaying the order never blocks. Each rank's
+program is this order seen from that rank, except that receives are posted one compute op earlier, so
+that the transfer overlaps computation, and that relaxes: a receive posted earlier blocks nobody.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .ops import BACKWARD, COMPUTE, GATHER, RECV_B, RECV_F, REDUCE, RELEASE, SEND_B, SEND_F, TIED, Op
+from .schedules import Schedule
+from .simulate import timeline
+
+Ties = tuple[tuple[int, ...], ...]
+Orders = Sequence[Sequence[Op]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule with all it needs to run: messages, ZeRO's collectives, the sums of tied gradients."""
+
+    schedule: Schedule
+    ops: tuple[tuple[Op, ...], ...]  # per rank
+    ties: Ties = ()  # for each tie, the stages that hold it, ascending
+
+    def __str__(self) -> str:
+        rows = (f"rank {r}: {' '.join(map(str, ops))}" for r, ops in enumerate(self.ops))
+        return "\n".join((f"program of {str(self.schedule).splitlines()[0]}", *rows))
+
+
+def lower(schedule: Schedule, zero: int = 0, ties: Iterable[Iterable[int]] = ()) -> Program:
+    """The program of `schedule` under ZeRO stage `zero`, with weights tied between stages.
+
+    `ties[k]` are the stages that hold tied weight k.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero is the stage of ZeRO, 0, 1, 2 or 3, not {zero}")
+    sorted_ties = tuple(tuple(sorted(set(tie))) for tie in ties)
+    for k, tie in enumerate(sorted_ties):
+        if not tie or tie[0] < 0 or tie[-1] >= schedule.stages:
+            stages = f"the stages are 0 to {schedule.stages - 1}"
+            raise ValueError(f"tie {k} is held by stages {list(tie)}, but {stages}")
+    ops: Orders = schedule.orders
+    ops = [reduce_pass(order, sorted_ties, schedule.placement, each=zero >= 2) for order in ops]
+    if zero == 3:
+        ops = [gather_pass(order) for order in ops]
+    ops = [tie_pass(order, rank, sorted_ties, schedule.placement) for rank, order in enumerate(ops)]
+    ops = message_pass(schedule, ops)
+    return Program(schedule, tuple(map(tuple, ops)), sorted_ties)
+
+
+def crossing(ties: Ties, placement: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The ties whose stages lie on more than one rank: those that need a message.
+
+    Stages of one rank share one parameter, so a tie within a rank sums by itself.
+    """
+    return {k: tie for k, tie in enumerate(ties) if len({placement[s] for s in tie}) > 1}
+
+
+def reduce_pass(order: Sequence[Op], ties: Ties, placement: Sequence[int], each: bool) -> list[Op]:
+    """REDUCE a stage's gradients after its last backward, or (`each`) after every backward.
+
+    What a tie still has to sum is not final yet: `tie_pass` reduces those stages at the end.
+    """
+    tied = {s for tie in crossing(ties, placement).values() for s in tie}
+    last = {op.stage: i for i, op in enumerate(order) if op.kind in "BW"}
+    out: list[Op] = []
+    for i, op in enumerate(order):
+        out.append(op)
+        if op.kind in "BW":
+            if each:
+                out.append(Op(REDUCE, op.stage, op.microbatch))
+            elif last[op.stage] == i and op.stage not in tied:
+                out.append(Op(REDUCE, op.stage))
+    return out
+
+
+def gather_pass(order: Sequence[Op]) -> list[Op]:
+    """GATHER a stage's weights before each run of its compute ops, RELEASE them after it."""
+    out: list[Op] = []
+    whole = None  # the stage whose weights are whole
+    for op in order:
+        if op.kind in COMPUTE and op.stage != whole:
+            if whole is not None:
+                out.append(Op(RELEASE, whole))
+            out.append(Op(GATHER, op.stage))
+            whole = op.stage
+        out.append(op)
+    if whole is not None:
+        out.append(Op(RELEASE, whole))
+    return out
+
+
+def tie_pass(order: Sequence[Op], rank: int, ties: Ties, placement: Sequence[int]) -> list[Op]:
+    """At the end, sum the gradients of the ties between ranks, then REDUCE the stages that hold them.
+
+    One TIED per rank and tie, named by the first of its stages there, and all ranks in the order of
+    the ties: these are collectives over the ranks that hold the tie.
+    """
+    out, stages = list(order), set()
+    if not any(op.kind in "BW" for op in order):
+        return out  # nothing goes backward: there is no gradient
+    for k, tie in crossing(ties, placement).items():
+        here = [s for s in tie if placement[s] == rank]
+        if here:
+            out.append(Op(TIED, here[0], k))
+            stages.update(here)
+    return out + [Op(REDUCE, s) for s in sorted(stages)]
+
+
+def message_pass(schedule: Schedule, orders: Orders) -> list[list[Op]]:
+    """SEND after each op whose result is read on another rank; RECV there, where the message arrives."""
+    placement, end = schedule.placement, {}
+    for row in timeline(schedule).rows:
+        for span in row:
+            end[span.op] = span.end
+    sends: dict[Op, Op] = {}
+    arrivals: list[list[tuple[float, Op]]] = [[] for _ in orders]  # per rank: when, and its RECV
+    for op, at in sorted(end.items(), key=lambda item: (item[1], item[0])):
+        kind, s, mb = op
+        if kind == "F" and s + 1 < len(placement) and placement[s] != placement[s + 1]:
+            sends[op] = Op(SEND_F, s, mb)
+            arrivals[placement[s + 1]].append((at, Op(RECV_F, s + 1, mb)))
+        elif kind in BACKWARD and s > 0 and placement[s] != placement[s - 1]:
+            sends[op] = Op(SEND_B, s, mb)
+            arrivals[placement[s - 1]].append((at, Op(RECV_B, s - 1, mb)))
+    out: list[list[Op]] = []
+    for order, coming in zip(orders, arrivals, strict=True):
+        ends = [end[op] for op in order if op.kind in COMPUTE]
+        posts: dict[int, list[Op]] = {}  # compute op -> the receives posted before it
+        for at, recv in coming:
+            # before the first op that ends after the arrival, and one earlier
+            posts.setdefault(max(bisect_right(ends, at) - 1, 0), []).append(recv)
+        ops: list[Op] = []
+        i = 0
+        for op in order:
+            if op.kind in COMPUTE:
+                ops += posts.get(i, ())
+                i += 1
+            ops.append(op)
+            if op in sends:
+                ops.append(sends[op])
+        out.append(ops)
+    return out
