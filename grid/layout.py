@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+# Not plain `layout`: every tensor has that attribute already (torch.strided), and it cannot be written.
+_ATTRIBUTE = "triax_layout"
+
 
 class Box(NamedTuple):
     """An n-d slice of a whole tensor, and where it lies in this rank's part: both as one slice a dim."""
@@ -121,13 +124,13 @@ class Layout:
 
 def layout_of(parameter: Tensor) -> Layout:
     """The layout of a parameter; one that no parallel layer marked is whole on every rank."""
-    layout = getattr(parameter, "layout", None)
+    layout = getattr(parameter, _ATTRIBUTE, None)
     return layout if isinstance(layout, Layout) else Layout(tuple(parameter.shape))
 
 
 def set_layout(parameter: nn.Parameter, layout: Layout) -> None:
     """Attach a layout: the one attribute that triax puts on a parameter."""
-    parameter.layout = layout  # type: ignore[attr-defined]
+    setattr(parameter, _ATTRIBUTE, layout)
 
 
 def rename(parameter: nn.Parameter, name: str, tie: str | None) -> None:
