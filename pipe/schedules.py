@@ -107,7 +107,9 @@ class Schedule:
             for op in order:
                 home = ranks.setdefault(op.stage, rank)
                 if home != rank:
-                    raise ValueError(f"{op} is on line {rank + 1}, but stage {op.stage} runs on line {home + 1}")
+                    raise ValueError(
+                        f"{op} is on line {rank + 1}, but stage {op.stage} runs on line {home + 1}"
+                    )
         stages = max(ranks, default=-1) + 1
         if not stages or stages % len(orders) or len(ranks) != stages:
             raise ValueError(
