@@ -103,15 +103,16 @@ class Grid:
         assert joint is not None  # every rank is in one of an axis's groups
         return joint
 
-    def subgroup(self, axis: str, members: Sequence[int]) -> Axis | None:
+    def subgroup(self, axis: str, members: Sequence[int], purpose: str = "") -> Axis | None:
         """The ranks at positions ``members`` of an axis, e.g. the stages that hold a tie; None for the others.
 
-        Making a group is collective: every rank of the grid must call this, in the same order.
+        Making a group is collective: every rank of the grid must call this, in the same order. Another
+        ``purpose`` makes another group of the same ranks, whose operations wait for none of this one's.
         """
-        key = (axis, tuple(members))
+        key = (axis + purpose, tuple(members))
         if key not in self._subgroups:
             groups = [[group[i] for i in members] for group in self.topology.groups(axis)]
-            self._subgroups[key] = self._make(f"{axis}{list(members)}", groups)
+            self._subgroups[key] = self._make(f"{axis}{list(members)}{purpose}", groups)
         return self._subgroups[key]
 
     def describe(self, rank: int | None = None) -> str:
@@ -119,6 +120,11 @@ class Grid:
         rank = self.rank if rank is None else rank
         place = self.topology.coordinate(rank)
         return f"rank {rank} ({', '.join(f'{axis} {at}' for axis, at in place._asdict().items())})"
+
+    def synchronise(self) -> None:
+        """Wait until the device has done all it was given: for measuring."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""

@@ -1,0 +1,60 @@
+"""Where a stage's autograd graph begins: gradients that reach it go to the stage before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .nest import Schema, flatten, unflatten
+
+
+class Boundary:
+    """The inputs of one stage for one microbatch, and after the backward pass their gradients.
+
+    The tensors that want a gradient enter the graph through one node, as results and not as leaves: a layer may
+    change them in place, as it may in an uncut model, and all their gradients arrive in one call.
+    """
+
+    def __init__(self, value: Any, schema: Schema) -> None:
+        tensors, _ = flatten(value)
+        self._wanted = [i for i, spec in enumerate(schema.tensors) if spec.grad]
+        self._specs = [schema.tensors[i] for i in self._wanted]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._gradients: list[Tensor | None] = [None] * len(self._wanted)
+        if self._wanted:
+            anchor = torch.zeros((), requires_grad=True)
+            entered = _Enter.apply(self, anchor, *(tensors[i] for i in self._wanted))  # type: ignore[no-untyped-call]
+            for i, tensor in zip(self._wanted, entered, strict=True):
+                tensors[i] = tensor
+            value = unflatten(schema, tensors)
+        self.value = value
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """One gradient a tensor that wants it; zeros where nothing depended on it."""
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
+            for spec, gradient in zip(self._specs, self._gradients, strict=True)
+        ]
+
+    def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """What the graph's first node was handed."""
+        self._gradients = list(gradients)
+
+
+class _Enter(torch.autograd.Function):
+    """Hands tensors into a graph, and their gradients to the boundary. The anchor only makes it part of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, boundary: Boundary, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.boundary = boundary
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.boundary.fill(gradients)  # type: ignore[attr-defined]
+        return (None,) * (2 + len(gradients))

@@ -1,0 +1,281 @@
+"""One loop over a program: ``handlers[op.kind](op)``.
+
+Nothing here depends on which schedule the program came from. ZeRO is reached through ``DataAxis``, which the
+engine hands in; the loss is divided by nobody here (the engine divides once, by the whole batch's weight).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..grid import Axis
+from .boundary import Boundary
+from .module import PipelineModule
+from .nest import Schema, flatten, map_tensors, unflatten
+from .ops import COMPUTE, Op
+from .p2p import Channel, Receive, receive_gradients, receive_value
+from .passes import Program
+from .simulate import Span
+
+# Gradients on their way from one channel before its next send waits for the oldest. The stage before posts its
+# receives early, so this bounds memory and is not met in step.
+_UNDER_WAY = 8
+
+
+class DataAxis(Protocol):
+    """What a program needs of the data axis: ZeRO's ops, as the engine's ``zero/`` implements them."""
+
+    def arm(self, stage: int) -> None:
+        """The stage's last backward comes next: its gradients may be reduced as they become final."""
+
+    def reduce(self, stage: int, microbatch: int) -> None:
+        """REDUCE: the stage's gradients are final (of this microbatch, or, at -1, of all)."""
+
+    def tied(self, tie: int) -> None:
+        """TIED: sum the gradients of a tie over the stages that hold it."""
+
+    def gather(self, stage: int) -> None:
+        """GATHER: make the stage's parameters whole."""
+
+    def release(self, stage: int) -> None:
+        """RELEASE: keep only this rank's shard of them."""
+
+
+class Microbatch:
+    """One microbatch as this rank sees it.
+
+    Attributes:
+        inputs: for the first stage; None elsewhere.
+        labels: for the last stage; None elsewhere.
+        kind: alike for microbatches whose inputs look alike.
+        samples: their numbers in the global batch, which key dropout; None if unknown.
+    """
+
+    def __init__(self, inputs: Any, labels: Any, kind: Hashable, samples: range | None = None) -> None:
+        self.inputs, self.labels, self.kind, self.samples = inputs, labels, kind, samples
+
+
+class Result:
+    """What a run leaves on this rank: nothing but zeros where the last stage is not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over microbatches, not divided
+        self.weight = torch.zeros((), dtype=torch.float64, device=device)  # what to divide it by
+        self.outputs: dict[int, Any] = {}  # microbatch -> the last layer's output, if asked for
+
+
+class Executor:
+    """Runs programs over a ``PipelineModule``'s stages on this rank.
+
+    Attributes:
+        spans: when each compute op of the last run ran, in seconds since its start, if ``record`` was set.
+        held: activations of (stage, microbatch) held now; ``peak`` the most of the last run.
+    """
+
+    def __init__(self, module: PipelineModule, data: DataAxis) -> None:
+        self._module, self._data = module, data
+        self._grid = module.grid
+        self._last_stage = len(module.placement) - 1
+        self._outgoing, self._incoming = _channels(module, "F"), _channels(module, "B")
+        self._channels = [*self._outgoing.values(), *self._incoming.values()]
+        self._handlers: dict[str, Callable[[Op], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+            "REDUCE": lambda op: data.reduce(op.stage, op.microbatch),
+            "TIED": lambda op: data.tied(op.microbatch),
+            "GATHER": lambda op: data.gather(op.stage),
+            "RELEASE": lambda op: data.release(op.stage),
+        }
+        self.record = False
+        self.spans: list[Span] = []
+        self.held: dict[tuple[int, int], tuple[Boundary | None, list[GradientEdge]]] = {}
+        self.peak = 0
+
+    def forget_schemas(self) -> None:
+        """What stages exchange may look different from now on (layers were frozen, say): both ends must forget."""
+        for channel in self._channels:
+            channel.schemas.clear()
+
+    def run(self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False) -> Result:
+        """Run this rank's part of a program.
+
+        Args:
+            program: verified; of this module's placement.
+            microbatches: one for each of the program's.
+            outputs: keep the last layer's outputs, on the ranks that hold the last stage.
+
+        Raises:
+            RuntimeError: an op failed; the message names this rank, its coordinate and the op.
+        """
+        ops = program.ops[self._grid.pipe.rank]
+        self._microbatches, self._keep_outputs = microbatches, outputs
+        self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
+        self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
+        self._result = Result(self._grid.device)
+        # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
+        self._arriving: dict[tuple[int, int], Receive] = {}  # its input
+        self._returning: dict[tuple[int, int], Receive] = {}  # the gradients of its output
+        self._outputs: dict[tuple[int, int], Any] = {}  # its output
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
+        self.held.clear()
+        self.spans, self.peak = [], 0
+        if self.record:
+            self._grid.pipe.barrier()
+        origin = time.perf_counter()
+        for op in ops:
+            try:
+                self._begin = time.perf_counter()
+                self._handlers[op.kind](op)
+            except Exception as error:
+                raise self._failed(op, error) from error
+            if self.record and op.kind in COMPUTE:
+                self._grid.synchronise()
+                self.spans.append(Span(op, self._begin - origin, time.perf_counter() - origin))
+        for channel in self._channels:
+            channel.limit(0)
+        return self._result
+
+    def _forward(self, op: Op) -> None:
+        """``outputs = stage(inputs)``; after the last stage, ``loss = loss_fn(outputs, labels)``."""
+        _, stage, index = op
+        microbatch = self._microbatches[index]
+        boundary = None
+        if stage == 0:
+            value = microbatch.inputs
+        else:
+            value, schema = self._input(stage, index)
+            if self._training:
+                boundary = Boundary(value, schema)
+                value = boundary.value
+        self._begin = time.perf_counter()
+        self._module.dropout_state.samples = microbatch.samples
+        value = self._module.run_stage(stage, value)
+        if stage < self._last_stage:
+            self._outputs[stage, index] = value
+            tensors, _ = flatten(value)
+        else:
+            tensors = self._loss(value, index)
+        if self._training:
+            edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+            self.held[stage, index] = boundary, edges
+            self.peak = max(self.peak, len(self.held))
+
+    def _backward(self, op: Op) -> None:
+        """``backward(outputs, gradients)``: one call over all outputs, whatever their number."""
+        _, stage, index = op
+        gradients = self._gradients_of_outputs(stage, index)
+        self._begin = time.perf_counter()
+        boundary, edges = self.held.pop((stage, index))
+        if self._last_backward[stage] == op:
+            self._data.arm(stage)
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        if boundary is not None:
+            self._gradients[stage, index] = boundary.gradients
+
+    def _send_forward(self, op: Op) -> None:
+        """``isend(outputs)``, to the next stage."""
+        _, stage, index = op
+        kind = self._kind(index)
+        self._outgoing[stage + 1].send(self._outputs.pop((stage, index)), kind, index)
+        if not self._training:
+            self._outgoing[stage + 1].limit(_UNDER_WAY)
+
+    def _receive_forward(self, op: Op) -> None:
+        """``inputs = irecv()``, from the stage before."""
+        _, stage, index = op
+        self._arriving[stage, index] = receive_value(self._outgoing[stage], self._kind(index))
+
+    def _send_backward(self, op: Op) -> None:
+        """``isend(gradients of the inputs)``, to the stage before."""
+        _, stage, index = op
+        self._incoming[stage].send_tensors(self._gradients.pop((stage, index)), index)
+        self._incoming[stage].limit(_UNDER_WAY)
+
+    def _receive_backward(self, op: Op) -> None:
+        """``gradients of the outputs = irecv()``, from the next stage."""
+        _, stage, index = op
+        channel, outputs = self._incoming[stage + 1], self._outgoing[stage + 1]
+        self._returning[stage, index] = receive_gradients(channel, outputs, self._kind(index))
+
+    def _input(self, stage: int, index: int) -> tuple[Any, Schema]:
+        """What the stage before made: received, or made on this rank."""
+        receive = self._arriving.pop((stage, index), None)
+        if receive is not None:
+            tensors = receive.wait()
+            schema = self._outgoing[stage].schemas[self._kind(index)]
+            return unflatten(schema, tensors), schema
+        tensors, schema = flatten(self._outputs.pop((stage - 1, index)))
+        return unflatten(schema, [tensor.detach() for tensor in tensors]), schema
+
+    def _gradients_of_outputs(self, stage: int, index: int) -> Sequence[Tensor | None]:
+        """What the next stage sends back; None for a loss, whose own gradient is 1."""
+        if stage == self._last_stage:
+            return [None]
+        receive = self._returning.pop((stage, index), None)
+        if receive is None:
+            return self._gradients.pop((stage + 1, index))
+        gradients = receive.wait()
+        self._outgoing[stage + 1].settle(index)
+        return gradients
+
+    def _loss(self, outputs: Any, index: int) -> list[Tensor]:
+        """Add one microbatch's loss to the result; returns what the backward pass starts from."""
+        microbatch, module = self._microbatches[index], self._module
+        if self._keep_outputs:
+            kept = outputs if module.output_fn is None else module.output_fn(outputs)
+            self._result.outputs[index] = map_tensors(torch.Tensor.detach, kept)
+        if microbatch.labels is None and module.loss_fn is not None:
+            return []  # outputs alone were asked for
+        value = outputs if module.loss_fn is None else module.loss_fn(outputs, microbatch.labels)
+        loss, weight = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, 1.0)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"the loss is {shape}; loss_fn returns a mean (0-dim) or a pair (sum, weight)")
+        self._result.loss += loss.detach().double()
+        self._result.weight += weight.detach().double() if isinstance(weight, Tensor) else weight
+        return [loss]
+
+    def _kind(self, index: int) -> Hashable:
+        # Without gradients the same outputs look different: none of them wants one.
+        return self._microbatches[index].kind, self._training
+
+    def _failed(self, op: Op, error: Exception) -> RuntimeError:
+        """This rank names itself, its coordinate and its op; or, if another failed first, says what that one said."""
+        reported = self._grid.reported_failure()
+        message = f"{self._grid.describe()} failed at {op}: {type(error).__name__}: {error}"
+        if reported is not None and reported != message:
+            return RuntimeError(f"{self._grid.describe()} stopped at {op}, because {reported}")
+        self._grid.report_failure(message)
+        return RuntimeError(message)
+
+
+def _channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
+    """This rank's channels in one direction, by the stage after the boundary.
+
+    On gloo a tag tells the channels between two ranks apart. NCCL has no tags, and runs what a communicator is
+    given in order: there each channel has a communicator of its own, so that one channel never waits for another.
+    """
+    grid, channels = module.grid, {}
+    for stage in range(1, len(module.placement)):
+        ranks = module.placement[stage - 1], module.placement[stage]
+        if ranks[0] == ranks[1]:
+            continue
+        axis: Axis | None = grid.pipe
+        if grid.device.type == "cuda":
+            axis = grid.subgroup("pipe", sorted(ranks), purpose=f"{direction}{stage}")
+        if axis is not None and grid.pipe.rank in ranks:
+            other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]
+            peer = axis.ranks.index(grid.pipe.ranks[other])
+            channels[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
+    return channels

@@ -1,0 +1,337 @@
+"""PipelineModule: a list of layers of which each rank builds only its own, under whole-model names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..grid import Axis, Grid, Layout, layout_of
+from ..grid.layout import rename
+from ..grid.random import Dropout, DropoutState, seeded
+from .partition import boundaries
+from .schedules import loop, zigzag
+from .spec import LayerSpec, TiedLayerSpec
+
+Layer = LayerSpec | nn.Module | Callable[[Any], Any]
+
+
+class Placed(NamedTuple):
+    """A parameter of this rank, and what the data axis must know of it."""
+
+    parameter: nn.Parameter
+    layout: Layout
+    stages: tuple[int, ...]  # the stages of this rank that use it
+    tie: int | None  # index into PipelineModule.ties, where other ranks hold it too
+    counted: bool  # whether this rank's stage is the one that counts it (a tie is counted once)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Weights that several stages hold."""
+
+    key: str
+    stages: tuple[int, ...]
+
+
+class PipelineModule(nn.Module):
+    """A model as a list of layers, cut into stages along the pipe axis.
+
+    Each layer is called with one argument: what the layer before returned. A rank builds its own layers only,
+    each from random numbers that depend on ``seed`` and on the layer's place in the list, so every grid starts
+    from bitwise the same weights. Parameters go by whole-model names: ``layers.3.up.weight`` is in the fourth
+    entry of the list, wherever it runs.
+
+    A module listed twice, and the ``TiedLayerSpec`` s of one key, are one layer: built once, its weights the same
+    wherever it runs. So is a parameter that two listed modules share. (``[LayerSpec(...)] * 4`` is four layers.)
+
+    Args:
+        layers: ``LayerSpec`` s, ``nn.Module`` s, and functions of one argument. Modules that are already built
+            take rank 0's weights, as in DDP.
+        grid: by default ``Grid()``: every process a replica.
+        loss_fn: ``loss_fn(outputs, labels)`` returns a mean (every microbatch then weighs alike), or a pair
+            ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns that.
+        partition: where to cut: ``"parameters"`` (least largest stage), ``"uniform"``, ``"type:REGEX"``, or
+            boundaries such as ``[0, 8, 16, 23, 30]``.
+        chunks: stages per rank of the pipe axis.
+        placement: the rank of each stage: ``"loop"`` deals them round, ``"v"`` goes to and fro, or a list.
+        seed: of the initial weights. (The configuration's ``seed`` is that of data order and dropout.)
+        dtype: of parameters; None leaves what the layers make.
+        output_fn: applied to the last layer's output where ``eval_batch`` is asked for outputs, e.g. to gather
+            a vocabulary that is sharded.
+
+    Raises:
+        ValueError: the layers cannot be cut so; the message says how they can.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        grid: Grid | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        partition: str | Sequence[int] = "parameters",
+        *,
+        chunks: int = 1,
+        placement: str | Sequence[int] = "loop",
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        output_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid if grid is not None else Grid()
+        self.loss_fn, self.output_fn = loss_fn, output_fn
+        self.seed, self.dtype = seed, dtype
+        self.chunks = chunks
+        self.placement = place(placement, self.grid.pipe.size, chunks)
+        self.dropout_state = DropoutState(seed)
+        self._list = list(layers)
+        self._sources = _sources(self._list)
+        names = [_typename(layer) for layer in self._list]
+        self.boundaries = boundaries(partition, len(self.placement), names, self._count)
+        self._synchronise_built()
+        self.ties, self._shared = self._find_ties()
+        self.layers = nn.ModuleDict()
+        self._build()
+        self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages of this rank."""
+        return [stage for stage, rank in enumerate(self.placement) if rank == self.grid.pipe.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage, which reads the inputs."""
+        return self.placement[0] == self.grid.pipe.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, which reads the labels."""
+        return self.placement[-1] == self.grid.pipe.rank
+
+    def run_stage(self, stage: int, x: Any) -> Any:
+        """Run the layers of one of this rank's stages."""
+        for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
+            entry = self._list[index]
+            if not isinstance(entry, (LayerSpec, nn.Module)):
+                x = entry(x)
+                continue
+            layer = self.layers[str(self._sources[index])]
+            forward_fn = entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
+            x = layer(x) if forward_fn is None else forward_fn(layer, x)
+        return x
+
+    def forward(self, x: Any) -> Any:
+        """The whole model, where this rank holds all of it; a pipeline is run by the engine."""
+        if self.grid.pipe.size > 1:
+            raise RuntimeError(
+                f"the model is cut into {len(self.placement)} stages over {self.grid.pipe.size} ranks: run it with "
+                "engine.train_batch or engine.eval_batch"
+            )
+        for stage in self.stages:
+            x = self.run_stage(stage, x)
+        return x
+
+    def placed(self) -> list[Placed]:
+        """This rank's parameters, each once, in the order of the list."""
+        stages: dict[nn.Parameter, list[int]] = {}
+        for stage in self.stages:
+            for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
+                if isinstance(self._list[index], (LayerSpec, nn.Module)):
+                    for parameter in self.layers[str(self._sources[index])].parameters():
+                        used = stages.setdefault(parameter, [])
+                        if stage not in used:
+                            used.append(stage)
+        keys = {tie.key: i for i, tie in enumerate(self.ties)}
+        placed = []
+        for parameter, used in stages.items():
+            layout = layout_of(parameter)
+            tie = keys.get(layout.tie) if layout.tie is not None else None
+            counted = True
+            if tie is not None:
+                counted = self.placement[self.ties[tie].stages[0]] == self.grid.pipe.rank
+                tie = tie if self.tie_axes[tie] is not None else None
+            placed.append(Placed(parameter, layout, tuple(used), tie, counted))
+        return placed
+
+    def extra_repr(self) -> str:
+        """Which layers this rank holds."""
+        cuts = [f"stage {s}: layers {self.boundaries[s]} to {self.boundaries[s + 1] - 1}" for s in self.stages]
+        return "; ".join(cuts)
+
+    def _stage_of(self, index: int) -> int:
+        return next(stage for stage, stop in enumerate(self.boundaries[1:]) if index < stop)
+
+    def _count(self) -> list[float]:
+        """The parameters of each layer (whole, not this rank's shard), counted on the meta device."""
+        counts: dict[int, float] = {}
+        for index, entry in enumerate(self._list):
+            if id(entry) in counts:
+                continue
+            if isinstance(entry, LayerSpec):
+                try:
+                    with seeded(self.seed), torch.device("meta"):
+                        layer: nn.Module | None = entry.build(self.grid)
+                except NotImplementedError as error:
+                    raise ValueError(
+                        f"layer {index}, {entry}, cannot be built on the meta device to count its parameters "
+                        f"({error}): pass partition='uniform' or boundaries"
+                    ) from error
+            else:
+                layer = entry if isinstance(entry, nn.Module) else None
+            parameters = layer.parameters() if layer is not None else ()
+            counts[id(entry)] = float(sum(torch.Size(layout_of(p).shape).numel() for p in parameters))
+        return [counts[id(entry)] for entry in self._list]
+
+    def _synchronise_built(self) -> None:
+        """Give modules that came built the weights of rank 0: each process made its own."""
+        if self.grid.size == 1:
+            return
+        for source, entry in enumerate(self._list):
+            if isinstance(entry, nn.Module) and self._sources[source] == source:
+                for tensor in [*entry.parameters(), *entry.buffers()]:
+                    # A shard differs from one tensor rank to the next: take it from its own tensor rank.
+                    sharded = layout_of(tensor).sharded
+                    axis = self.grid.joint("pipe", "data") if sharded else self.grid.world
+                    data = tensor.detach().to(self.grid.device).contiguous()
+                    axis.broadcast(data)
+                    tensor.data.copy_(data)
+
+    def _find_ties(self) -> tuple[list[Tie], dict[tuple[int, str], tuple[str, str]]]:
+        """The ties between stages, and for each shared parameter (source, attribute) its whole name and its key.
+
+        Every rank finds the same, from the list alone.
+        """
+        holders: dict[str, set[int]] = {}  # key -> stages
+        shared: dict[tuple[int, str], tuple[str, str]] = {}
+        first: dict[str, int] = {}  # TiedLayerSpec's key -> the first source
+        owner: dict[int, tuple[int, str]] = {}  # a built module's parameter -> where it stood first
+        for index, entry in enumerate(self._list):
+            source, stage = self._sources[index], self._stage_of(index)
+            if isinstance(entry, (LayerSpec, nn.Module)):
+                holders.setdefault(f"layers.{source}", set()).add(stage)
+            if isinstance(entry, TiedLayerSpec):
+                home = first.setdefault(entry.key, source)
+                if any(self._sources[i] != home for i, e in enumerate(self._list) if _has_key(e, entry.key)):
+                    for attribute in entry.tied_weight_attr:
+                        name = f"layers.{home}.{attribute}"
+                        shared[source, attribute] = (name, name)
+                        holders.setdefault(name, set()).add(stage)
+            elif isinstance(entry, nn.Module):
+                for attribute, parameter in entry.named_parameters():
+                    home, original = owner.setdefault(id(parameter), (source, attribute))
+                    if home != source:
+                        name = f"layers.{home}.{original}"
+                        shared[source, attribute] = shared[home, original] = (name, name)
+                        held = holders.setdefault(name, set(holders[f"layers.{home}"]))
+                        held.add(stage)
+        ties = [Tie(key, tuple(sorted(stages))) for key, stages in holders.items() if len(stages) > 1]
+        return ties, shared
+
+    def _build(self) -> None:
+        """Build this rank's layers, share what they share, and give every parameter its whole-model name."""
+        keys = {tie.key for tie in self.ties}
+        for stage in self.stages:
+            for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
+                source = self._sources[index]
+                if isinstance(self._list[source], (LayerSpec, nn.Module)) and str(source) not in self.layers:
+                    layer = self._make(source)
+                    self.layers[str(source)] = layer
+                    for attribute, parameter in layer.named_parameters():
+                        name, key = self._shared.get((source, attribute), (f"layers.{source}.{attribute}", ""))
+                        key = key or f"layers.{source}"
+                        rename(parameter, name, key if key in keys else None)
+                    for name, module in layer.named_modules():
+                        if isinstance(module, Dropout):
+                            module.bind(f"layers.{source}.{name}", self.dropout_state)
+
+    def _make(self, source: int) -> nn.Module:
+        """Build one layer, the same on every rank that does."""
+        entry = self._list[source]
+        if isinstance(entry, LayerSpec):
+            with seeded(self.seed, f"layers.{source}"), torch.device("cpu"):
+                layer = entry.build(self.grid)
+        else:
+            assert isinstance(entry, nn.Module)
+            layer = entry
+        layer = layer.to(device=self.grid.device, dtype=self.dtype)
+        if isinstance(entry, TiedLayerSpec):
+            for attribute in entry.tied_weight_attr:
+                name, _ = self._shared.get((source, attribute), ("", ""))
+                home = int(name.split(".")[1]) if name else source
+                if home != source:
+                    # Another class's layer owns this weight: take it from there, or build it as it is built there.
+                    owner = self.layers[str(home)] if str(home) in self.layers else self._make(home)
+                    _share(owner, layer, attribute, self._list[home], entry)
+        return layer
+
+    def _tie_axis(self, tie: Tie) -> Axis | None:
+        """The ranks that hold a tie; None where this rank does not, or holds all of it. Collective."""
+        ranks = sorted({self.placement[stage] for stage in tie.stages})
+        return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
+
+
+def place(placement: str | Sequence[int], pipe: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each stage.
+
+    >>> place("loop", 3, 2), place("v", 3, 2)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks}: a rank holds at least one stage")
+    if placement == "loop":
+        return loop(pipe, chunks)
+    if placement == "v":
+        return zigzag(pipe, chunks)
+    ranks = () if isinstance(placement, str) else tuple(placement)
+    if sorted(ranks) != sorted(loop(pipe, chunks)):
+        raise ValueError(
+            f"placement={placement!r} does not give each of {pipe} ranks {chunks} stages: use 'loop', 'v' or a list "
+            f"such as {list(loop(pipe, chunks))}"
+        )
+    return ranks
+
+
+def _sources(layers: Sequence[Layer]) -> list[int]:
+    """For each place in the list, the first place of the same layer: its own, unless it is tied or listed twice."""
+    sources = []
+    seen: dict[Any, int] = {}
+    for index, entry in enumerate(layers):
+        if not callable(entry) and not isinstance(entry, LayerSpec):
+            raise TypeError(f"layer {index} is a {type(entry).__name__}, not a LayerSpec, an nn.Module or a function")
+        identity: Any = index
+        if isinstance(entry, TiedLayerSpec):
+            identity = (entry.key, entry.cls)
+        elif isinstance(entry, nn.Module):
+            identity = ("module", id(entry))
+        sources.append(seen.setdefault(identity, index))
+    if not sources:
+        raise ValueError("a PipelineModule needs at least one layer")
+    return sources
+
+
+def _has_key(entry: Layer, key: str) -> bool:
+    return isinstance(entry, TiedLayerSpec) and entry.key == key
+
+
+def _typename(layer: Layer) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def _share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entry: Layer) -> None:
+    """Make ``layer.attribute`` the owner's parameter."""
+    for module, what in ((owner, home), (layer, entry)):
+        if not isinstance(getattr(module, attribute, None), Tensor):
+            raise ValueError(f"{what} has no parameter {attribute!r} to tie: name it in tied_weight_attr")
+    theirs, ours = getattr(owner, attribute), getattr(layer, attribute)
+    if layout_of(theirs).shape != layout_of(ours).shape or theirs.shape != ours.shape:
+        raise ValueError(
+            f"{home} and {entry} tie {attribute!r} of shapes {tuple(theirs.shape)} and {tuple(ours.shape)}: "
+            "they must be alike"
+        )
+    setattr(layer, attribute, theirs)

@@ -1,0 +1,109 @@
+"""What travels between stages: nests of tuples, lists and dicts of tensors <-> a flat list and its schema.
+
+A schema is plain data that says all a receiver must know: the nest, and each tensor's shape, dtype and whether a
+gradient comes back for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The shape of a message: the nest as JSON, in which a tensor is its place in the list of tensors."""
+
+    nest: str
+    tensors: tuple[TensorSpec, ...]
+
+    def encode(self) -> bytes:
+        """As bytes, for the wire."""
+        rows = [[list(spec.shape), str(spec.dtype).removeprefix("torch."), spec.grad] for spec in self.tensors]
+        return json.dumps([self.nest, rows]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Schema:
+        """The inverse of ``encode``."""
+        nest, rows = json.loads(data)
+        return cls(nest, tuple(TensorSpec(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in rows))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.tensors)) or "no tensors"
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Schema]:
+    """The tensors of a nest, in order, and the schema that puts them back.
+
+    Raises:
+        TypeError: something in it is neither a tensor, a tuple, list or dict (with str keys), nor a constant
+            that JSON can hold.
+    """
+    tensors: list[Tensor] = []
+    nest = _encode(value, tensors)
+    specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return tensors, Schema(json.dumps(nest), specs)
+
+
+def unflatten(schema: Schema, tensors: list[Tensor]) -> Any:
+    """The nest again."""
+    return _decode(json.loads(schema.nest), tensors)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The nest with each tensor replaced by ``function(tensor)``; anything else stays as it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+def _encode(value: Any, tensors: list[Tensor]) -> Any:
+    # A node is [kind, content], so that no content can be taken for a kind.
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, (tuple, list)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(item, tensors) for item in value]]
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"a dict between stages has str keys, not {[key for key in value if not isinstance(key, str)]}")
+        return ["dict", [[key, _encode(item, tensors)] for key, item in value.items()]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["constant", value]
+    raise TypeError(
+        f"a {type(value).__name__} cannot travel between stages: return a tensor, or tuples, lists and dicts of tensors"
+    )
+
+
+def _decode(node: Any, tensors: list[Tensor]) -> Any:
+    kind, content = node
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _decode(item, tensors) for key, item in content}
+    if kind == "constant":
+        return content
+    items = [_decode(item, tensors) for item in content]
+    return items if kind == "list" else tuple(items)

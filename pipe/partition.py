@@ -1,0 +1,143 @@
+"""Layers -> stages: where to cut the list. Boundaries ``[0, 8, 16, 23, 30]`` mean stage 0 has layers 0 to 7."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+
+def uniform(layers: int, parts: int) -> list[int]:
+    """Boundaries that give each part as many layers as any other, or one more (the first parts do).
+
+    >>> uniform(30, 4)
+    [0, 8, 16, 23, 30]
+    """
+    _check(layers, parts)
+    size, extra = divmod(layers, parts)
+    return [part * size + min(part, extra) for part in range(parts + 1)]
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """Boundaries whose heaviest part is as light as any contiguous cut can make it, and no part empty.
+
+    Among those, the parts are as even as can be (the least sum of squares).
+
+    >>> balanced([5, 1, 1, 1, 1, 5], 3)
+    [0, 1, 5, 6]
+    """
+    layers = len(weights)
+    _check(layers, parts)
+    if any(not math.isfinite(weight) or weight < 0 for weight in weights):
+        raise ValueError(f"weights are finite numbers of at least 0, not {list(weights)}")
+    prefix = [0, *accumulate(weights)]
+    cap = _least_maximum(prefix, parts)
+
+    # The most even of the cuts under the cap: best[i] is the least sum of squares of the first i layers.
+    best = [0.0] + [math.inf] * layers
+    cuts: list[list[int]] = []
+    for part in range(1, parts + 1):
+        row, cut = [math.inf] * (layers + 1), [0] * (layers + 1)
+        for stop in range(part, layers - (parts - part) + 1):
+            for start in range(stop - 1, part - 2, -1):
+                load = prefix[stop] - prefix[start]
+                if load > cap:
+                    break
+                if best[start] + load * load < row[stop]:
+                    row[stop], cut[stop] = best[start] + load * load, start
+        best = row
+        cuts.append(cut)
+    boundaries = [layers]
+    for cut in reversed(cuts):
+        boundaries.append(cut[boundaries[-1]])
+    return boundaries[::-1]
+
+
+def boundaries(
+    method: str | Sequence[int], stages: int, typenames: Sequence[str], weights: Callable[[], Sequence[float]]
+) -> list[int]:
+    """The boundaries that a ``PipelineModule``'s ``partition`` asks for.
+
+    Args:
+        method: ``"uniform"``, ``"parameters"``, ``"type:REGEX"`` (balances the layers whose class name matches,
+            in any case), or the boundaries themselves.
+        stages: how many.
+        typenames: of each layer.
+        weights: counts the parameters of each layer; asked only for ``"parameters"``.
+
+    Raises:
+        ValueError: fewer layers than stages, a method that does not exist, or boundaries that do not place every
+            layer exactly once.
+    """
+    layers = len(typenames)
+    if not isinstance(method, str):
+        return _explicit(list(method), stages, layers)
+    if method == "uniform":
+        return uniform(layers, stages)
+    if method == "parameters":
+        _check(layers, stages)
+        return balanced(weights(), stages)
+    if method.startswith("type:"):
+        pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+        matches = [1.0 if pattern.search(name) else 0.0 for name in typenames]
+        if not any(matches):
+            raise ValueError(f"partition={method!r} matches no layer; the layers are {', '.join(sorted(set(typenames)))}")
+        return balanced(matches, stages)
+    raise ValueError(
+        f"partition={method!r} is not a way to cut: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
+        f"as {uniform(layers, stages) if layers >= stages else [0, layers]}"
+    )
+
+
+def _explicit(cuts: list[int], stages: int, layers: int) -> list[int]:
+    if len(cuts) != stages + 1 or cuts[0] != 0 or cuts[-1] != layers:
+        sizes = f"{stages + 1} boundaries from 0 to {layers}"
+        hint = f", for instance {uniform(layers, stages)}" if layers >= stages else ""
+        raise ValueError(f"partition={cuts} does not cut {layers} layers into {stages} stages: give {sizes}{hint}")
+    for stage, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        if start >= stop:
+            raise ValueError(f"partition={cuts} leaves stage {stage} empty: boundaries must increase")
+    return cuts
+
+
+def _least_maximum(prefix: Sequence[float], parts: int) -> float:
+    """The least cap under which ``parts`` contiguous parts suffice: bisection, then steps down to the exact sum."""
+    low, high = prefix[-1] / parts, prefix[-1]
+    best = _heaviest(prefix, parts, high)
+    assert best is not None  # everything fits under the whole
+    for _ in range(64):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        found = _heaviest(prefix, parts, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    while (found := _heaviest(prefix, parts, math.nextafter(best, -math.inf))) is not None:
+        best = found
+    return best
+
+
+def _heaviest(prefix: Sequence[float], parts: int, cap: float) -> float | None:
+    """Fill each part up to the cap: the heaviest part's load, or None if ``parts`` parts do not suffice."""
+    start = 0
+    heaviest = 0.0
+    for _ in range(parts):
+        stop = start
+        while stop + 1 < len(prefix) and prefix[stop + 1] - prefix[start] <= cap:
+            stop += 1
+        heaviest = max(heaviest, prefix[stop] - prefix[start])
+        start = stop
+    return heaviest if start == len(prefix) - 1 else None
+
+
+def _check(layers: int, parts: int) -> None:
+    if parts < 1:
+        raise ValueError(f"cannot cut into {parts} stages: at least 1")
+    if layers < parts:
+        raise ValueError(
+            f"{layers} layers cannot fill {parts} stages (each needs at least one): use a pipe axis of {layers} or "
+            "less, fewer chunks, or more layers"
+        )

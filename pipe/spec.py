@@ -1,0 +1,85 @@
+"""LayerSpec: a layer not built yet, so that each rank builds only its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..grid import Grid
+
+
+class LayerSpec:
+    """A layer to be built where it runs: ``LayerSpec(nn.Linear, 64, 256)``.
+
+    Args:
+        cls: the class of the layer, or any callable that returns an ``nn.Module``. If it takes a keyword
+            ``grid`` that is not among ``kwargs``, it gets the grid of the ``PipelineModule`` that builds it.
+        args, kwargs: handed to ``cls``.
+    """
+
+    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+        if not callable(cls) or isinstance(cls, nn.Module):
+            raise TypeError(
+                f"LayerSpec takes a class and its arguments, not {type(cls).__name__}: put a built module into the "
+                "list as it is"
+            )
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def build(self, grid: Grid | None = None) -> nn.Module:
+        """Build the layer, on the current default device."""
+        kwargs = self.kwargs
+        if grid is not None and "grid" not in kwargs and _takes_grid(self.cls):
+            kwargs = {**kwargs, "grid": grid}
+        layer = self.cls(*self.args, **kwargs)
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"{self} built a {type(layer).__name__}, not an nn.Module")
+        return layer
+
+    @property
+    def typename(self) -> str:
+        """The class's name, which ``partition="type:REGEX"`` matches."""
+        return getattr(self.cls, "__name__", type(self.cls).__name__)
+
+    def __repr__(self) -> str:
+        words = [self.typename, *map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        return f"{type(self).__name__}({', '.join(words)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose weights are shared by all the specs of the same key, wherever they run.
+
+    Specs of one key and one class are one layer, with all its parameters: built from the first spec, run by
+    each spec's own ``forward_fn``. Specs of one key and different classes (an embedding and a linear head) are
+    layers of their own that share the parameters named by ``tied_weight_attr``.
+
+    Args:
+        key: names the tie.
+        cls, args, kwargs: as in ``LayerSpec``.
+        forward_fn: called as ``forward_fn(layer, x)`` instead of ``layer(x)`` at this place of the list.
+        tied_weight_attr: the parameter (or several) that layers of different classes share.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        cls: Callable[..., nn.Module],
+        *args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(cls, *args, **kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
+
+
+def _takes_grid(cls: Callable[..., Any]) -> bool:
+    try:
+        return "grid" in inspect.signature(cls).parameters
+    except ValueError:
+        # Some classes written in C have no signature; none of them knows our grid.
+        return False
