@@ -1,0 +1,214 @@
+"""Linear layers sharded over the tensor axis: by columns (outputs) or by rows (inputs) of the paper's Y = XA.
+
+Shoeybi et al. 2019, arXiv:1909.08053, section 3: a column-parallel layer followed by a row-parallel one needs
+one all-reduce forward (f-bar) and one backward (f). Both do their product, and so their weight gradient,
+through ``F.linear``: whoever swaps that function (the split backward) reaches them too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..grid import Grid
+from ..grid.layout import Layout, set_layout
+from ..grid.random import Normal, Uniform, initialise
+from .regions import all_reduce_copy, copy_all_reduce, gather_split, split_gather
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x A^T + b`` with A's rows (the outputs) sharded over the tensor axis.
+
+    On a grid with tensor=1 it is ``nn.Linear``. Initial values are drawn for the whole weight, with the whole
+    fan-in, so that they do not depend on the tensor axis's size.
+
+    Args:
+        in_features: K, of the whole layer.
+        out_features: N, of the whole layer; the tensor axis's size t divides it (and each of ``parts``).
+        bias: whether to add one, sharded as the outputs are.
+        grid: its tensor axis shards the layer.
+        gather_output: return all N outputs on every rank, rather than this rank's N / t.
+        parts: lengths of layers fused along the outputs (q, k and v, say), each sharded on its own: a rank
+            then holds a slice of q, one of k and one of v, in this order. They add up to N.
+        init: distribution of the weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K).
+        bias_init: distribution of the bias; by default the same as ``nn.Linear``'s.
+        device, dtype: of the parameters, as for ``nn.Linear``.
+
+    Attributes:
+        weight: (N / t, K).
+        bias: (N / t,), or None.
+
+    Shape:
+        (..., K), the same on every tensor rank -> (..., N / t), or (..., N) if ``gather_output``.
+
+    Raises:
+        ValueError: t does not divide N or one of the parts, or the parts do not add up to N.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        grid: Grid,
+        gather_output: bool = False,
+        parts: Sequence[int] | None = None,
+        init: Normal | Uniform | None = None,
+        bias_init: Normal | Uniform | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = grid.tensor
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output = gather_output
+        self.parts = None if parts is None else tuple(parts)
+        what = "out_features" if parts is None else "a part"
+        for length in self.parts or (out_features,):
+            _divisible(type(self).__name__, what, length, self.axis.size)
+        weight = Layout((out_features, in_features), shard_dim=0, parts=self.parts)
+        self.weight = self._parameter(weight, init or _default(in_features), device, dtype)
+        self.bias = None
+        if bias:
+            layout = Layout((out_features,), shard_dim=0, parts=self.parts)
+            self.bias = self._parameter(layout, bias_init or _default(in_features), device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's outputs, or all of them: see Shape."""
+        y = F.linear(copy_all_reduce(x, self.axis), self.weight, self.bias)  # (..., N / t)
+        return self._gather(y) if self.gather_output and self.axis.size > 1 else y
+
+    def _gather(self, y: Tensor) -> Tensor:
+        y = gather_split(y, self.axis, length=self.out_features)  # (..., N): rank by rank
+        if self.parts is None:
+            return y
+        by_rank = y.unflatten(-1, (self.axis.size, -1))  # (..., t, N / t)
+        local = [length // self.axis.size for length in self.parts]
+        return torch.cat([part.flatten(-2) for part in by_rank.split(local, dim=-1)], dim=-1)  # part by part
+
+    def _parameter(
+        self,
+        layout: Layout,
+        init: Normal | Uniform,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> nn.Parameter:
+        return sharded_parameter(layout, init, self.axis.rank, self.axis.size, device, dtype)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows: whole sizes, and the number of shards."""
+        parts = "" if self.parts is None else f", parts={self.parts}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+            f"{parts}, tensor={self.axis.size}"
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x A^T + b`` with A's columns (the inputs) sharded over the tensor axis.
+
+    On a grid with tensor=1 it is ``nn.Linear``. The bias is whole on every rank and is added behind the
+    all-reduce: in front of it, it would count t times.
+
+    Args:
+        in_features: K, of the whole layer; the tensor axis's size t divides it.
+        out_features: N.
+        bias: whether to add one.
+        grid: its tensor axis shards the layer.
+        input_is_parallel: the input is this rank's K / t already, as a column-parallel layer leaves it; else
+            it is whole, and this rank's slice is taken.
+        init: distribution of the weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K), the whole K.
+        bias_init: distribution of the bias; by default the same as ``nn.Linear``'s.
+        device, dtype: of the parameters, as for ``nn.Linear``.
+
+    Attributes:
+        weight: (N, K / t).
+        bias: (N,), or None.
+
+    Shape:
+        (..., K / t), or (..., K) unless ``input_is_parallel`` -> (..., N), the same on every tensor rank.
+
+    Raises:
+        ValueError: t does not divide K.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        grid: Grid,
+        input_is_parallel: bool = True,
+        init: Normal | Uniform | None = None,
+        bias_init: Normal | Uniform | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = grid.tensor
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        rank, size = self.axis.rank, self.axis.size
+        _divisible(type(self).__name__, "in_features", in_features, size)
+        default = _default(in_features)
+        layout = Layout((out_features, in_features), shard_dim=1)
+        self.weight = sharded_parameter(layout, init or default, rank, size, device, dtype)
+        self.bias = None
+        if bias:
+            layout = Layout((out_features,))
+            self.bias = sharded_parameter(layout, bias_init or default, rank, size, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole output, on every rank: see Shape."""
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        if not self.input_is_parallel:
+            x = split_gather(x, self.axis)  # (..., K / t)
+        y = all_reduce_copy(F.linear(x, self.weight), self.axis)  # (..., N)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows: whole sizes, and the number of shards."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, tensor={self.axis.size}"
+        )
+
+
+def sharded_parameter(
+    layout: Layout,
+    init: Normal | Uniform,
+    rank: int,
+    size: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """Tensor rank ``rank`` of ``size``'s part of a new parameter, holding its part of the initial values."""
+    parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size), device=device, dtype=dtype))
+    set_layout(parameter, layout)
+    initialise(parameter, layout, rank, size, init)
+    return parameter
+
+
+def _default(fan_in: int) -> Uniform:
+    """``nn.Linear``'s distribution, for weight and bias alike."""
+    return Uniform(1 / math.sqrt(fan_in) if fan_in else 0.0)
+
+
+def _divisible(layer: str, what: str, length: int, size: int) -> None:
+    if length % size:
+        below, above = length // size * size, (length // size + 1) * size
+        near = f"{below} or {above}" if below else f"{above}"
+        fits = ", ".join(str(t) for t in range(1, size) if length % t == 0)
+        raise ValueError(
+            f"{layer}: {what} of {length} over tensor={size} leaves {length % size} over; make it {near}, "
+            f"or give the grid tensor={fits}"
+        )
