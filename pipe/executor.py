@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +32,8 @@ _UNDER_WAY = 8
 class DataAxis(Protocol):
     """What a program needs of the data axis: ZeRO's ops, as the engine's ``zero/`` implements them."""
 
-    def arm(self, stage: int) -> None:
-        """The stage's last backward comes next: its gradients may be reduced as they become final."""
+    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+        """Within it the stage's last backward runs: its gradients may be reduced as they become final."""
 
     def reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE: the stage's gradients are final (of this microbatch, or, at -1, of all)."""
@@ -176,10 +177,10 @@ class Executor:
         gradients = self._gradients_of_outputs(stage, index)
         self._begin = time.perf_counter()
         boundary, edges = self.held.pop((stage, index))
-        if self._last_backward[stage] == op:
-            self._data.arm(stage)
-        if edges:
-            torch.autograd.backward(edges, gradients)
+        last = self._data.last_backward(stage) if self._last_backward[stage] == op else nullcontext()
+        with last:
+            if edges:
+                torch.autograd.backward(edges, gradients)
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
 

@@ -88,7 +88,9 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
         return [kind, [_encode(item, tensors) for item in value]]
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"a dict between stages has str keys, not {[key for key in value if not isinstance(key, str)]}")
+            raise TypeError(
+                f"a dict between stages has str keys, not {[key for key in value if not isinstance(key, str)]}"
+            )
         return ["dict", [[key, _encode(item, tensors)] for key, item in value.items()]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["constant", value]

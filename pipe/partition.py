@@ -82,7 +82,9 @@ def boundaries(
         pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
         matches = [1.0 if pattern.search(name) else 0.0 for name in typenames]
         if not any(matches):
-            raise ValueError(f"partition={method!r} matches no layer; the layers are {', '.join(sorted(set(typenames)))}")
+            raise ValueError(
+                f"partition={method!r} matches no layer; the layers are {', '.join(sorted(set(typenames)))}"
+            )
         return balanced(matches, stages)
     raise ValueError(
         f"partition={method!r} is not a way to cut: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "

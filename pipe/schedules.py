@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import classic
+from . import classic, v_shaped, zero_bubble
 from .ops import COMPUTE, Op
 
 Order = list[Op]
@@ -107,9 +107,7 @@ class Schedule:
             for op in order:
                 home = ranks.setdefault(op.stage, rank)
                 if home != rank:
-                    raise ValueError(
-                        f"{op} is on line {rank + 1}, but stage {op.stage} runs on line {home + 1}"
-                    )
+                    raise ValueError(f"{op} is on line {rank + 1}, but stage {op.stage} runs on line {home + 1}")
         stages = max(ranks, default=-1) + 1
         if not stages or stages % len(orders) or len(ranks) != stages:
             raise ValueError(
@@ -161,6 +159,15 @@ RECIPES: dict[str, Recipe] = {
     "gpipe": Recipe(classic.gpipe, loop),
     "1f1b": Recipe(classic.one_f_one_b, loop),
     "eager-1f1b": Recipe(classic.eager_1f1b, loop),
+    "interleaved": Recipe(classic.interleaved, loop, 2, lambda chunks: chunks >= 2),
+    "looped-bfs": Recipe(classic.looped_bfs, loop, 2, lambda chunks: chunks >= 2),
+    "zb-h1": Recipe(zero_bubble.zb_h1, loop),
+    "zb-h2": Recipe(zero_bubble.zb_h2, loop),
+    "zb-v": Recipe(v_shaped.zb_v, zigzag, 2, lambda chunks: chunks == 2),
+    "v-half": Recipe(v_shaped.v_half, zigzag, 2, lambda chunks: chunks == 2),
+    "v-min": Recipe(v_shaped.v_min, zigzag, 2, lambda chunks: chunks == 2),
+    "dualpipe-v": Recipe(v_shaped.dualpipe_v, zigzag, 2, lambda chunks: chunks == 2),
+    "forward": Recipe(classic.forward, loop, 1, lambda chunks: chunks >= 1),
 }
 
 

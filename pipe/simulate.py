@@ -55,9 +55,7 @@ class Costs:
         boundaries = len(placement) - 1
         times = list(self.COMM) if isinstance(self.COMM, Sequence) else [float(self.COMM)] * boundaries
         if len(times) != boundaries:
-            raise ValueError(
-                f"COMM has {len(times)} values, but {len(placement)} stages have {boundaries} boundaries"
-            )
+            raise ValueError(f"COMM has {len(times)} values, but {len(placement)} stages have {boundaries} boundaries")
         return [0.0 if placement[s] == placement[s + 1] else t for s, t in enumerate(times)]
 
     def _per_stage(self, name: str, stages: int, chunks: int) -> list[float]:
@@ -65,9 +63,7 @@ class Costs:
         if not isinstance(value, Sequence):
             return [value / chunks] * stages
         if len(value) != stages:
-            raise ValueError(
-                f"{name} has {len(value)} values for {stages} stages: give each one, or one number"
-            )
+            raise ValueError(f"{name} has {len(value)} values for {stages} stages: give each one, or one number")
         return list(value)
 
 

@@ -83,15 +83,11 @@ def _placement(schedule: Schedule) -> None:
     held = [0] * schedule.pipe
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < schedule.pipe:
-            raise ScheduleError(
-                f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.pipe - 1}"
-            )
+            raise ScheduleError(f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.pipe - 1}")
         held[rank] += 1
     for rank, stages in enumerate(held):
         if stages != schedule.chunks:
-            raise ScheduleError(
-                f"rank {rank} holds {stages} stages, not {schedule.chunks}: {schedule.placement}"
-            )
+            raise ScheduleError(f"rank {rank} holds {stages} stages, not {schedule.chunks}: {schedule.placement}")
 
 
 def _complete(schedule: Schedule, orders: Orders) -> None:
@@ -144,9 +140,7 @@ def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
 def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float]) -> None:
     limits = [float(memory)] * schedule.pipe if isinstance(memory, int | float) else list(memory)
     if len(limits) != schedule.pipe:
-        raise ValueError(
-            f"memory has {len(limits)} limits for {schedule.pipe} ranks: give one number, or one each"
-        )
+        raise ValueError(f"memory has {len(limits)} limits for {schedule.pipe} ranks: give one number, or one each")
     backward = any(op.kind != "F" for order in orders for op in order)
     for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
         held, most = 0, int(limit * schedule.chunks + 1e-9)
@@ -227,9 +221,7 @@ def _deadlock(orders: Orders, at: Sequence[int], waits: Callable[[int], Wait | N
         op = orders[r][at[r]]
         where.append((r, op))
         wait = waits(r)
-        lines.append(
-            f"rank {r} stands at {op}" + (f" and waits for {wait[0]} of rank {wait[1]}" if wait else "")
-        )
+        lines.append(f"rank {r} stands at {op}" + (f" and waits for {wait[0]} of rank {wait[1]}" if wait else ""))
     return ScheduleError("deadlock: " + "; ".join(lines), where)
 
 
@@ -281,13 +273,9 @@ def _weights(program: Program) -> None:
     ties = crossing(program.ties, schedule.placement)
     for rank, ops in enumerate(program.ops):
         whole: set[int] = set()
-        open_: dict[int, set[int]] = defaultdict(
-            set
-        )  # stage -> microbatches whose gradient is not reduced yet
+        open_: dict[int, set[int]] = defaultdict(set)  # stage -> microbatches whose gradient is not reduced yet
         unsummed = {
-            s: {k for k, tie in ties.items() if s in tie}
-            for s, r in enumerate(schedule.placement)
-            if r == rank
+            s: {k for k, tie in ties.items() if s in tie} for s, r in enumerate(schedule.placement) if r == rank
         }
         gathers = any(op.kind == GATHER for op in ops)
         for op in ops:
@@ -309,25 +297,19 @@ def _weights(program: Program) -> None:
             elif kind == TIED:
                 tie = ties.get(mb, ())
                 if stage not in tie or stage not in unsummed:
-                    raise ScheduleError(
-                        f"rank {rank} has {op}, but stage {stage} holds no tie {mb} here", [(rank, op)]
-                    )
+                    raise ScheduleError(f"rank {rank} has {op}, but stage {stage} holds no tie {mb} here", [(rank, op)])
                 for s in tie:
                     unsummed.get(s, set()).discard(mb)
             elif kind == REDUCE:
                 if mb >= 0 and mb not in open_[stage]:
-                    raise ScheduleError(
-                        f"rank {rank}: {op} reduces a gradient that is not there", [(rank, op)]
-                    )
+                    raise ScheduleError(f"rank {rank}: {op} reduces a gradient that is not there", [(rank, op)])
                 if mb < 0 and unsummed[stage]:
                     first = min(unsummed[stage])
                     raise ScheduleError(f"rank {rank}: {op} comes before tie {first} is summed", [(rank, op)])
                 open_[stage] = open_[stage] - {mb} if mb >= 0 else set()
         for stage, left in open_.items():
             if left or unsummed[stage]:
-                what = (
-                    f"the gradient of {Op('F', stage, min(left))}" if left else f"tie {min(unsummed[stage])}"
-                )
+                what = f"the gradient of {Op('F', stage, min(left))}" if left else f"tie {min(unsummed[stage])}"
                 raise ScheduleError(f"rank {rank}: {what} is never reduced")
 
 
@@ -337,9 +319,7 @@ def _rendezvous(program: Program) -> None:
     ties = crossing(program.ties, placement)
     holders = {k: {placement[s] for s in tie} for k, tie in ties.items()}
     at = [0] * len(program.ops)
-    posted: dict[tuple[str, int], list[int]] = defaultdict(
-        list
-    )  # channel, named by its sender -> microbatches
+    posted: dict[tuple[str, int], list[int]] = defaultdict(list)  # channel, named by its sender -> microbatches
     sent: dict[tuple[str, int], int] = defaultdict(int)  # channel -> messages so far
     arrived: set[Op] = set()  # RECVs that were met
     standing: dict[int, set[int]] = defaultdict(set)  # tie -> ranks that have reached it
@@ -392,9 +372,7 @@ def _rendezvous(program: Program) -> None:
         op = program.ops[rank][at[rank]]
         if op.kind == TIED:
             there = min(holders[op.microbatch] - standing[op.microbatch])
-            return next(
-                Op(TIED, s, op.microbatch) for s in ties[op.microbatch] if placement[s] == there
-            ), there
+            return next(Op(TIED, s, op.microbatch) for s in ties[op.microbatch] if placement[s] == there), there
         needed = op if op.kind in SENDS else needs(op, rank)
         return None if needed is None else (_peer(needed), placement[_peer(needed).stage])
 

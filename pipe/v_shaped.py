@@ -1,0 +1,168 @@
+"""Two stages on each rank in a V: rank 0 holds the first and the last, so the turn needs no message.
+
+    stage   0 1 2 3 4 5 6 7
+    rank    0 1 2 3 3 2 1 0
+
+On rank r the way down is stage r, the way up stage 2p-1-r. What a microbatch holds on its way down it
+holds long on rank 0 and short on rank p-1, on its way up the other way round: so all ranks hold alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from .ops import Op
+from .squeeze import Letter, squeeze
+
+Orders = list[list[Op]]
+PERIOD = 6  # F, I and W of both stages: a rank's work for one microbatch, in units
+
+
+def zb_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """No idle time but the first microbatch's way down (Qi 2023, ZB-V).
+
+    Idle (p-1)F/2 at F = I = W, peak p on every rank.
+
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3F2 0I1 3I2 3W1 0I2 0W1 3W2 0W2
+    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 1F2 2F2 2I2 1I2 2W0 1W0 2W1 1W1 2W2 1W2
+    """
+    patterns = []
+    for r in range(pipe):
+        down, up = r, 2 * pipe - 1 - r
+        f, g, i, j = ("F", down), ("F", up), ("I", down), ("I", up)
+        warm = [f] * (2 * (pipe - r) - 1) + [g, f] * r + [g, j] * (pipe - r)
+        patterns.append(first(microbatches, warm + [f, i, g, j] * microbatches + [j, i] * pipe))
+    return best(patterns, microbatches, memory=pipe)
+
+
+def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """Half of 1F1B's memory (Qi 2024, V-Half): down two units a rank, up one, and back likewise.
+
+    Idle about (p-1)(F+B)/2 at F = I = W, peak p//2 + 1 on every rank.
+    """
+    turn = 3 if pipe % 2 == 0 else 0  # units of patience that keep a rank's ops apart in every period
+    offsets = [(2 * r, 3 * pipe - r - 2, 3 * pipe + turn + 2 * r - 1, 6 * pipe + turn - r - 2) for r in range(pipe)]
+    return best(stack(offsets, microbatches), microbatches, memory=(pipe + 2) // 2)
+
+
+def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """A third of 1F1B's memory (Qi 2024, V-Min): one unit a rank, every way.
+
+    Idle about two thirds of (p-1)(F+B) at F = I = W, more where they differ; peak (p+4)//3.
+    """
+    turn = 2 if pipe % 3 == 0 else 0
+    offsets = [(r, 2 * pipe - r - 1, 2 * pipe + turn + r, 4 * pipe + turn - r - 1) for r in range(pipe)]
+    return best(stack(offsets, microbatches), microbatches, memory=(pipe + 4) // 3)
+
+
+def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """A forward beside each backward, for an executor that overlaps the two (DeepSeek 2025, DualPipeV).
+
+    With F&B the cost of an overlapped pair, idle (p-1)(F&B + B - 3W)/2; peak p + 1/2. The pairs are next
+    to each other in the order; every microbatch of them keeps its whole backward, only the ends split it.
+
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3I3 0I2 0W2 ...
+    """
+    orders = []
+    for r in range(pipe):
+        down, up, after = r, 2 * pipe - 1 - r, pipe - 1 - r  # `after`: the ranks below this one
+        made = _Counter()
+        for _ in range(2 * after):
+            made.forward(down)
+        for _ in range(r + 1):
+            made.forward(down)
+            made.forward(up)
+        for _ in range(after):
+            made.backward(up, split=True)
+            made.weight()
+            made.forward(up)
+        for _ in range(microbatches - 2 * pipe + r + 1):
+            made.forward(down)
+            made.backward(up)
+            made.forward(up)
+            made.backward(down)
+        for _ in range(after):
+            made.backward(up)
+            made.forward(up)
+            made.backward(down)
+        # from the middle on, weights are put off: on even ranks half a step later than on odd ones
+        for i in range(r + 1):
+            made.backward(up, split=i > (r + 1) // 2 or (i == (r + 1) // 2 and r % 2 == 1))
+            made.backward(down, split=i >= (r + 1) // 2)
+        for _ in range(after):
+            made.weight()
+            made.backward(down, split=True)
+        while made.put_off:
+            made.weight()
+        orders.append(made.order)
+    return orders
+
+
+class _Counter:
+    """Builds an order, counting each stage's microbatches."""
+
+    def __init__(self) -> None:
+        self.order: list[Op] = []
+        self.put_off: deque[Op] = deque()
+        self.uses: dict[Letter, int] = {}
+
+    def forward(self, stage: int) -> None:
+        self.order.append(Op("F", stage, self._next("F", stage)))
+
+    def backward(self, stage: int, split: bool = False) -> None:
+        op = Op("I" if split else "B", stage, self._next("B", stage))
+        self.order.append(op)
+        if split:
+            self.put_off.append(op._replace(kind="W"))
+
+    def weight(self) -> None:
+        self.order.append(self.put_off.popleft())
+
+    def _next(self, kind: str, stage: int) -> int:
+        mb = self.uses.get((kind, stage), 0)
+        self.uses[kind, stage] = mb + 1
+        return mb
+
+
+def stack(offsets: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Letter]]:
+    """One microbatch's block, repeated every period: the pattern of a steady state without idle time.
+
+    An offset is when a rank starts F down, F up, I up, I down.
+    """
+    stages = 2 * len(offsets)
+    patterns = []
+    for r, block in enumerate(offsets):
+        up = stages - 1 - r
+        letters = (("F", r), ("F", up), ("I", up), ("I", r))
+        block_starts = zip(block, letters, strict=True)
+        starts = sorted((t + PERIOD * m, a) for t, a in block_starts for m in range(microbatches))
+        patterns.append([letter for _, letter in starts])
+    return patterns
+
+
+def first(microbatches: int, letters: Sequence[Letter]) -> list[Letter]:
+    """Each letter's first `microbatches` uses."""
+    uses = dict.fromkeys(letters, 0)
+    pattern = []
+    for letter in letters:
+        uses[letter] += 1
+        if uses[letter] <= microbatches:
+            pattern.append(letter)
+    return pattern
+
+
+def best(patterns: list[list[Letter]], microbatches: int, memory: int) -> Orders:
+    """The squeezed pattern. Whether pulling ops ahead pays shows in a few microbatches already."""
+    pipe = len(patterns)
+    placement = (*range(pipe), *reversed(range(pipe)))
+    limits = [2 * memory] * pipe
+    few = min(microbatches, 2 * pipe)
+    tries = []
+    for ahead in (False, True):
+        result = squeeze([first(few, pattern) for pattern in patterns], placement, few, limits, ahead)
+        if result:
+            tries.append((result[0], ahead))
+    result = squeeze(patterns, placement, microbatches, limits, min(tries)[1])
+    assert result is not None
+    return result[1]

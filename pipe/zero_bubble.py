@@ -1,0 +1,46 @@
+"""Schedules that split the backward, so that weight gradients fill what would be idle time.
+
+I, the input gradient, is what the stage before waits for; W, the weight gradient, nobody waits for.
+"""
+
+from __future__ import annotations
+
+from .ops import Op
+
+Orders = list[list[Op]]
+
+
+def zb_h1(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+    """1F1B with W put off, within 1F1B's memory (Qi 2023).
+
+    Idle (p-1)(F+I-W) where m >= p and W <= F, I; peak p on every rank.
+
+    rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+    """
+    return [put_off(r, microbatches, ahead=pipe - r, late=r) for r in range(pipe)]
+
+
+def zb_h2(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+    """Twice the forwards ahead leave no idle time but the first microbatch's way (Qi 2023).
+
+    Idle (p-1)F at F = I = W where m >= 2p-1; peak 2p-1 on every rank.
+
+    rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+    """
+    return [put_off(r, microbatches, ahead=2 * (pipe - r) - 1, late=2 * r) for r in range(pipe)]
+
+
+def put_off(stage: int, microbatches: int, ahead: int, late: int) -> list[Op]:
+    """`ahead` forwards, then I and F in turn, each with the W of `late` microbatches before."""
+    order = [Op("F", stage, m) for m in range(min(ahead, microbatches))]
+    for m in range(microbatches + late):
+        if m < microbatches:
+            order.append(Op("I", stage, m))
+        if m >= late:
+            order.append(Op("W", stage, m - late))
+        if m + ahead < microbatches:
+            order.append(Op("F", stage, m + ahead))
+    return order
