@@ -1,0 +1,22 @@
+"""The roof: the only place that knows all three wings."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import Config, ConfigError
+    from .engine import Engine
+    from .initialize import initialize
+
+__all__ = ["Config", "ConfigError", "Engine", "initialize"]
+
+_HOME = {"Config": "config", "ConfigError": "config", "Engine": "engine", "initialize": "initialize"}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that the commands that need no torch start at once.
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

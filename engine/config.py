@@ -1,0 +1,143 @@
+"""The configuration: DeepSpeed's JSON dialect, checked. An unknown key is an error, never ignored."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..pipe.schedules import RECIPES
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says which key, why, and what to write."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OptimizerConfig(_Section):
+    """``optimizer``: which, and its arguments."""
+
+    type: str = Field(description="The optimizer: a name of torch.optim that works element by element.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Its arguments: lr, betas, weight_decay, ...")
+
+
+class ZeroConfig(_Section):
+    """``zero_optimization``: what the data axis shards."""
+
+    stage: int = Field(default=0, ge=0, le=3, description="0: nothing; 1: the optimizer's state.")
+    reduce_bucket_size: int = Field(
+        default=2**22, ge=1, description="Elements of gradient that are reduced in one collective."
+    )
+
+
+class PipelineConfig(_Section):
+    """``pipeline``: how stages take turns."""
+
+    schedule: str = Field(default="1f1b", description="The schedule's name.")
+
+
+class Config(_Section):
+    """What ``triax.initialize`` takes as ``config``."""
+
+    train_batch_size: int | None = Field(default=None, ge=1, description="Samples a step, over all replicas.")
+    train_micro_batch_size_per_gpu: int | None = Field(
+        default=None, ge=1, description="Samples of one microbatch of one replica."
+    )
+    gradient_accumulation_steps: int | None = Field(
+        default=None, ge=1, description="Microbatches a step and replica: those that fill the pipeline."
+    )
+    optimizer: OptimizerConfig | None = None
+    gradient_clipping: float = Field(default=0.0, ge=0.0, description="The longest global gradient; 0: no limit.")
+    zero_optimization: ZeroConfig = ZeroConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    seed: int = Field(default=0, description="Of the data's order and of dropout.")
+
+
+class Batch(_Section):
+    """The three sizes of a batch, all known: train = micro * accumulation * replicas."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def read_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
+    """A checked configuration from a dict, or from the path of a JSON file.
+
+    Raises:
+        ConfigError: a key that does not exist (the nearest that does is named), or a value that cannot be.
+    """
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text())
+        except OSError as error:
+            raise ConfigError(f"the configuration {config} cannot be read: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the configuration {config} is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
+    try:
+        checked = Config.model_validate(dict(config))
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_explain, error.errors()))) from error
+    if checked.zero_optimization.stage > 1:
+        raise ConfigError(
+            f"zero_optimization.stage = {checked.zero_optimization.stage}: stages 2 and 3 are not built yet; use 0 or 1"
+        )
+    if checked.pipeline.schedule not in RECIPES:
+        raise ConfigError(_no_such("pipeline.schedule", checked.pipeline.schedule, list(RECIPES)))
+    return checked
+
+
+def batch_sizes(config: Config, replicas: int) -> Batch:
+    """All three batch sizes from those that the configuration gives.
+
+    Raises:
+        ConfigError: none is given, or those given contradict each other; the message shows the product.
+    """
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    rule = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas"
+    if train is None and micro is None:
+        raise ConfigError(f"no batch size: give train_batch_size or train_micro_batch_size_per_gpu ({rule})")
+    if train is None:
+        assert micro is not None
+        steps = steps or 1
+        return Batch(train=micro * steps * replicas, micro=micro, accumulation=steps)
+    if micro is None:
+        steps = steps or 1
+        micro = max(1, train // (steps * replicas))
+    elif steps is None:
+        steps = max(1, train // (micro * replicas))
+    if micro * steps * replicas != train:
+        raise ConfigError(
+            f"train_batch_size {train} is not micro batch {micro} * accumulation steps {steps} * {replicas} replicas "
+            f"= {micro * steps * replicas}: change one of them ({rule})"
+        )
+    return Batch(train=train, micro=micro, accumulation=steps)
+
+
+def _explain(error: Any) -> str:
+    place = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in place[:-1]:
+            section = section.model_fields[part].annotation
+            section = next((a for a in getattr(section, "__args__", ()) if a is not type(None)), section)
+        return _no_such(".".join(place[:-1]) or "the configuration", place[-1], list(section.model_fields))
+    return f"{'.'.join(place)} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _no_such(where: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return f"{where}: there is no {name!r}; {hint}"

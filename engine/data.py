@@ -1,0 +1,51 @@
+"""The order of samples: a function of (seed, epoch) alone, cut over replicas and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..grid.random import derive
+
+
+class BatchOrder(Sampler[list[int]]):
+    """The samples of each of one replica's microbatches, for one epoch.
+
+    Global batch k holds the same samples on every grid: of a permutation drawn from (seed, epoch), the k-th
+    ``train`` ones. A replica takes a contiguous part of them, and its microbatches parts of that. Samples that do
+    not fill a last global batch are left out of that epoch.
+    """
+
+    def __init__(self, samples: int, train: int, micro: int, replica: int, replicas: int, seed: int) -> None:
+        if samples < train:
+            raise ValueError(f"training_data has {samples} samples, less than one global batch of {train}")
+        self._samples, self._train, self._micro = samples, train, micro
+        self._replica, self._replicas, self._seed = replica, replicas, seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(derive(self._seed, "data", self.epoch))
+        order = torch.randperm(self._samples, generator=generator).tolist()
+        share = self._train // self._replicas
+        for start in range(0, self._samples - self._train + 1, self._train):
+            mine = order[start + self._replica * share : start + (self._replica + 1) * share]
+            for at in range(0, share, self._micro):
+                yield mine[at : at + self._micro]
+
+    def __len__(self) -> int:
+        return self._samples // self._train * (self._train // self._replicas // self._micro)
+
+
+def make_loader(dataset: Dataset[Any], order: BatchOrder, collate: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
+    """A loader whose items are microbatches."""
+    return DataLoader(dataset, batch_sampler=order, collate_fn=collate)
+
+
+def repeat(loader: DataLoader[Any], order: BatchOrder) -> Iterator[Any]:
+    """The loader's microbatches, epoch after epoch, each in an order of its own."""
+    while True:
+        yield from loader
+        order.epoch += 1

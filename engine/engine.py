@@ -1,0 +1,282 @@
+"""The engine: one training step over all three axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from ..grid import Layout
+from ..pipe.executor import Executor
+from ..pipe.module import PipelineModule
+from ..pipe.nest import Schema, flatten, unflatten
+from ..pipe.passes import Program, lower
+from ..pipe.schedules import make_schedule
+from ..pipe.simulate import Timeline
+from ..pipe.verify import verify
+from ..zero.buckets import Managed, make_buckets
+from ..zero.gradients import GradientReducer
+from ..zero.norm import clip_coefficient, squares
+from ..zero.optimizer import MakeOptimizer, ShardedOptimizer
+from .batch import Feed
+from .config import Config, batch_sizes
+from .data import BatchOrder, make_loader, repeat
+
+
+class Engine:
+    """Trains a ``PipelineModule``; made by ``triax.initialize``.
+
+    Attributes:
+        module: the model, of which this rank holds its part.
+        grid, config, batch: where and how it trains; ``batch`` has all three sizes.
+        optimizer: torch's, over this rank's range of the parameters; None without an optimizer.
+        lr_scheduler: stepped after each ``train_batch``; None without one.
+        training_dataloader: microbatches of ``training_data``; None without it.
+        global_steps: optimizer steps taken.
+        record_timeline: set it to measure the next batches; ``timeline`` then holds the last one's.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        config: Config,
+        make_optimizer: MakeOptimizer | None,
+        groups: list[tuple[dict[str, Any], list[nn.Parameter]]],
+        training_data: Dataset[Any] | None = None,
+        make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.module, self.config, self.grid = module, config, module.grid
+        self.batch = batch_sizes(config, self.grid.data.size)
+        self.global_steps = 0
+        self.record_timeline = False
+        self.timeline: Timeline | None = None
+        self._norm: Tensor | None = None
+        self._programs: dict[tuple[str, int], Program] = {}
+        self._feed = Feed(module)
+        module.dropout_state.seed = config.seed
+
+        sharded = config.zero_optimization.stage > 0
+        self._sharded = sharded
+        self._buckets = make_buckets(
+            _managed(module, groups), self.grid, sharded, config.zero_optimization.reduce_bucket_size
+        )
+        self._reducer = GradientReducer(self._buckets, self.grid, module.tie_axes, sharded)
+        self._executor = Executor(module, self._reducer)
+        self._stepper = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if make_optimizer is not None:
+            options = [group for group, _ in groups]
+            self._stepper = ShardedOptimizer(make_optimizer, self._buckets, options, self.grid.data, sharded)
+            self.optimizer = self._stepper.optimizer
+        self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
+        self.training_dataloader, self._own_data = None, None
+        if training_data is not None:
+            samples, data = len(training_data), self.grid.data  # type: ignore[arg-type]
+            order = BatchOrder(samples, self.batch.train, self.batch.micro, data.rank, data.size, config.seed)
+            self.training_dataloader = make_loader(training_data, order, collate_fn)
+            self._own_data = repeat(self.training_dataloader, order)
+        # A schedule that cannot run is refused here, before the first step.
+        self._program(config.pipeline.schedule, self.batch.accumulation)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.
+
+        Args:
+            data_iter: each ``next`` is one microbatch ``(inputs, labels)``. Only ranks of the first and the last
+                stage call it. None: the engine's own loader over ``training_data``.
+
+        Returns:
+            The loss, 0-dim float64, the same on every rank: the sum over the whole batch by its whole weight.
+
+        Raises:
+            RuntimeError: on every rank. If the data failed, the engine can go on; if a rank failed within the
+                step, the process group is closed, so that no other rank waits for it.
+        """
+        if self._stepper is None:
+            raise RuntimeError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
+        microbatches, changed = self._feed.fetch(data_iter or self._own_data, self.batch.accumulation)
+        if changed:
+            self._executor.forget_schemas()
+        self.module.train()
+        self.module.dropout_state.step = self.global_steps
+        self._executor.record = self.record_timeline
+        program = self._program(self.config.pipeline.schedule, self.batch.accumulation)
+        try:
+            self._reducer.begin()
+            result = self._executor.run(program, microbatches)
+            self._reducer.finish()
+        except Exception as error:
+            self._fail(error)
+        if self.record_timeline:
+            rows = self.grid.pipe.all_gather_object(tuple(self._executor.spans))
+            self.timeline = Timeline(tuple(rows))
+
+        # The one division. Tensor ranks hold the same loss: the first one counts.
+        counts = float(self.grid.tensor.is_first)
+        sums = torch.stack([result.loss * counts, result.weight * counts, squares(self._buckets, self.grid.device)])
+        self.grid.world.all_reduce(sums)
+        loss, weight, square = sums
+        if not weight > 0:
+            raise ValueError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
+        self._norm = square.sqrt() / weight
+        scale = 1.0 / weight
+        if self.config.gradient_clipping:
+            scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
+        self._stepper.step(scale)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        return loss / weight
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The loss of a batch without a step, and the model's outputs if asked for.
+
+        Args:
+            data_iter: as in ``train_batch``; microbatches may be of any size.
+            return_logits: return the outputs too, on every rank.
+            compute_loss: False ignores the labels.
+            num_micro_batches: how many to read; by default ``gradient_accumulation_steps``.
+
+        Returns:
+            The loss, 0-dim float64, the same on every rank (None without ``compute_loss``). With
+            ``return_logits`` a pair of it and the outputs: a list with one entry a microbatch of this replica,
+            each what the last layer returned (or the module's ``output_fn`` made of it).
+        """
+        count = num_micro_batches or self.batch.accumulation
+        microbatches, changed = self._feed.fetch(data_iter, count)
+        if changed:
+            self._executor.forget_schemas()
+        if not compute_loss:
+            for microbatch in microbatches:
+                microbatch.labels = None
+        training = self.module.training
+        self.module.eval()
+        self._executor.record = False
+        try:
+            result = self._executor.run(self._program("forward", count), microbatches, outputs=return_logits)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self.module.train(training)
+        loss = None
+        if compute_loss:
+            sums = torch.stack([result.loss, result.weight]) * float(self.grid.tensor.is_first)
+            self.grid.world.all_reduce(sums)
+            loss = sums[0] / sums[1]
+        if not return_logits:
+            return loss
+        return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
+
+    def gather(self, what: str = "weights") -> dict[str, Tensor]:
+        """Whole tensors under whole-model names, on every rank. For looking at, comparing and small exports.
+
+        Args:
+            what: ``"weights"``, or ``"gradients"``: those of the last ``train_batch``, divided and clipped, of
+                the parameters that are trained.
+        """
+        mine: dict[str, tuple[Layout, Tensor]] = {}
+        if what == "weights":
+            for placed in self.module.placed():
+                mine[placed.layout.name] = placed.layout, placed.parameter.detach()
+        elif what == "gradients":
+            for bucket in self._buckets:
+                whole = bucket.gradients
+                if self._sharded:
+                    whole = torch.empty_like(bucket.gradients)
+                    self.grid.data.all_gather(whole, bucket.gradients[slice(*bucket.owned)].contiguous())
+                for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+                    mine[member.layout.name] = member.layout, whole[slot.start : slot.stop].view_as(member.parameter)
+        else:
+            raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
+        # One replica is enough, and values must not drag along the flat buffers they are views of.
+        local = {name: (layout, tensor.clone().cpu()) for name, (layout, tensor) in mine.items()}
+        everyone = self.grid.world.all_gather_object(local if self.grid.data.is_first else {})
+        whole_tensors: dict[str, Tensor] = {}
+        topology, size = self.grid.topology, self.grid.tensor.size
+        for rank, held in enumerate(everyone):
+            place = topology.coordinate(rank)
+            for name, (layout, _) in held.items():
+                if name not in whole_tensors:
+                    ranks = [topology.rank(**{**place._asdict(), "tensor": t}) for t in range(size)]
+                    whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
+        return whole_tensors
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's whole gradient, before clipping; None before the first step."""
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def train_batch_size(self) -> int:
+        """Samples a step, over all replicas."""
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one microbatch."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches a step and replica."""
+        return self.batch.accumulation
+
+    def _program(self, schedule: str, microbatches: int) -> Program:
+        """The verified program of a schedule; made once."""
+        key = schedule, microbatches
+        if key not in self._programs:
+            module = self.module
+            made = make_schedule(schedule, self.grid.pipe.size, microbatches, module.chunks)
+            if made.placement != module.placement:
+                raise ValueError(
+                    f"the schedule {schedule} puts its stages on ranks {list(made.placement)}, but the PipelineModule "
+                    f"has them on {list(module.placement)}: pass PipelineModule(..., placement={list(made.placement)})"
+                )
+            program = lower(made, self.config.zero_optimization.stage, [tie.stages for tie in module.ties])
+            verify(program)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _share_outputs(self, outputs: list[Any]) -> list[Any]:
+        """The last stage's outputs on every stage."""
+        pipe, source = self.grid.pipe, self.module.placement[-1]
+        tensors, schema = flatten(outputs) if self.module.is_last else ([], None)
+        encoded = pipe.all_gather_object(schema.encode() if schema else None)[source]
+        schema = Schema.decode(encoded)
+        if not self.module.is_last:
+            tensors = [torch.empty(s.shape, dtype=s.dtype, device=self.grid.device) for s in schema.tensors]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            pipe.broadcast(tensor, source=source)
+        shared: list[Any] = unflatten(schema, tensors)
+        return shared
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Leave the process group, so that ranks that wait for this one stop at once; then raise."""
+        if self.grid.size > 1:
+            self.grid.close()
+        raise error
+
+
+def _managed(
+    module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]
+) -> list[Managed]:
+    """What the data axis manages: this rank's trained parameters, in the order of the model."""
+    group_of = {parameter: i for i, (_, parameters) in enumerate(groups) for parameter in parameters}
+    return [
+        Managed(*placed[:3], placed.tie, placed.counted, group_of[placed.parameter])
+        for placed in module.placed()
+        if placed.parameter in group_of
+    ]

@@ -1,0 +1,1 @@
+"""The east wing: replicas without redundancy."""

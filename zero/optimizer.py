@@ -1,0 +1,62 @@
+"""The sharded optimizer: each rank steps the range it owns, then every rank gets all of it (ZeRO stage 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Axis
+from .buckets import Bucket
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class ShardedOptimizer:
+    """Steps the owned range of each bucket with one of torch's own optimizers, on flat tensors.
+
+    The optimizer must work element by element (Adam, AdamW, SGD, ...): a flat range is then stepped exactly as
+    its parameters would be, and holds 1/N of the state. Rajbhandari et al. 2020, section 5.1.
+
+    Args:
+        make: makes the optimizer from parameter groups.
+        buckets: of this rank.
+        groups: the options of each parameter group, in the order of ``Managed.group``.
+        axis: the data axis, over which stepped ranges are gathered.
+        sharded: whether a rank owns only a range (stage 1).
+
+    Attributes:
+        optimizer: torch's, over the owned ranges: for learning-rate schedulers and for a look at its state.
+    """
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        buckets: Sequence[Bucket],
+        groups: Sequence[dict[str, Any]],
+        axis: Axis,
+        sharded: bool,
+    ) -> None:
+        self._buckets, self._axis, self._sharded = list(buckets), axis, sharded
+        owned = [[bucket.master for bucket in self._buckets if bucket.group == i] for i in range(len(groups))]
+        self.optimizer = make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
+
+    @torch.no_grad()
+    def step(self, scale: Tensor) -> None:
+        """Scale the owned gradients, in place, by one number; step; share the result.
+
+        Args:
+            scale: 0-dim; one over the batch's weight, times what clipping asks for.
+        """
+        gradients = [bucket.master.grad for bucket in self._buckets if bucket.master.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        self.optimizer.step()
+        if self._sharded:
+            work = [
+                self._axis.all_gather(bucket.weights, bucket.master.detach(), async_op=True) for bucket in self._buckets
+            ]
+            for pending in work:
+                pending.wait()
