@@ -82,9 +82,7 @@ class RankFailure(Exception):
     def _message(self) -> str:
         parts = [self._headline(), self.first.text.rstrip()]
         for report in self.reports[1:]:
-            parts.append(
-                f"--- rank {report.rank} {self._verb(report)} ({report.when:.2f} s): {report.summary}"
-            )
+            parts.append(f"--- rank {report.rank} {self._verb(report)} ({report.when:.2f} s): {report.summary}")
             if report.kind != "returned":
                 parts.append(_last_lines(report.text, 6))
         return "\n".join(part for part in parts if part)
@@ -104,9 +102,7 @@ class RankTimeout(RankFailure):
     def _message(self) -> str:
         parts = [self._headline()]
         for report in self.reports:
-            parts.append(
-                f"--- rank {report.rank} {self._verb(report)} ({report.when:.2f} s): {report.summary}"
-            )
+            parts.append(f"--- rank {report.rank} {self._verb(report)} ({report.when:.2f} s): {report.summary}")
             if report.kind != "returned":
                 parts.append(_last_lines(report.text, 30))
         return "\n".join(part for part in parts if part)
@@ -290,9 +286,7 @@ class Pool:
                             returned[worker.rank] = time.monotonic() - start
                         else:
                             when, summary, text = pickle.loads(outcome[1:])
-                            failures[worker.rank] = RankReport(
-                                worker.rank, "raised", summary, text, when - start
-                            )
+                            failures[worker.rank] = RankReport(worker.rank, "raised", summary, text, when - start)
                         continue
                 if worker.process.sentinel in happened and worker.rank not in failures:
                     results.pop(worker.rank, None)

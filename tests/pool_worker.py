@@ -89,10 +89,12 @@ def _tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 @functools.cache
 def _load(name: str, path: str | None, mtime_ns: int) -> types.ModuleType:
     """Import module `name`; a test file is loaded from its path, once for each date of the file."""
-    if path is None or not Path(path).name.startswith("test_"):
+    if path is None:
+        return importlib.import_module(name)
+    if not Path(path).name.startswith("test_"):
         with contextlib.suppress(ImportError, ValueError):
             known = importlib.import_module(name)
-            if path is None or getattr(known, "__file__", None) == path:
+            if getattr(known, "__file__", None) == path:
                 return known
     module = types.ModuleType(name)
     module.__file__ = path

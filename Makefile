@@ -1,0 +1,58 @@
+# Everything starts here; `make` alone lists it. Only Python 3.11, make and a package registry are needed.
+#
+#   make train ARGS="--steps 50"      options for the example
+#   make test ARGS="-k pool -x"       options for pytest
+#   make PYTHON=/opt/py/bin/python3   another Python for the environment (3.11 or newer)
+#
+# Where pip should take torch's small CPU build (by default the registry's own, with CUDA on Linux):
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
+
+PYTHON ?= python3.11
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Touched when an install is complete; older than one of its sources, or missing, means: install.
+STAMP := $(VENV)/installed
+# A folder in which this checkout, whatever its name, is visible as `triax`: mypy goes by folder names.
+AS_TRIAX := $(VENV)/as-package
+# What is type-checked: the folders, of these, that hold Python files.
+FOLDERS := grid pipe tensor_parallel zero models engine plan tests examples benchmarks
+CHECKED := __init__.py $(foreach folder,$(FOLDERS),$(if $(wildcard $(folder)/*.py),$(folder)))
+
+# In order even under `make -j`: these share one machine, and one of them makes what the others need.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-all lint
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP) ## .venv with the versions of constraints.txt, and the command .venv/bin/triax
+	@echo "installed: $(BIN)/triax, $$($(BIN)/python --version)"
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@echo "== $(VENV) is missing or older than $(if $?,$(firstword $?),its sources): installing"
+	@$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: $(STAMP) ## a small GPT on 8 processes: 2 stages x 2 replicas x 2 tensor shards; runs/ gets the pictures
+	@echo "== training on a 2 x 2 x 2 grid"
+	$(BIN)/python examples/train_gpt.py --pipe 2 --data-parallel 2 --tensor 2 $(ARGS)
+
+test: $(STAMP) ## the tests, without the exhaustive sweeps
+	@echo "== testing"
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(STAMP) ## every test, the exhaustive sweeps too
+	@echo "== testing, exhaustive sweeps too"
+	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
+
+lint: $(STAMP) ## ruff (rules and format) and mypy
+	@echo "== linting"
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@mkdir -p $(AS_TRIAX) && ln -sfn "$(CURDIR)" $(AS_TRIAX)/triax
+	cd $(AS_TRIAX) && MYPYPATH="$(CURDIR)/$(AS_TRIAX):$(CURDIR)/$(AS_TRIAX)/triax/tests" "$(CURDIR)/$(BIN)/mypy" \
+		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" $(addprefix triax/,$(CHECKED))

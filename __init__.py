@@ -1,0 +1,61 @@
+"""triax: training in three dimensions at once, pipe (stages), tensor (shards) and data (ZeRO replicas).
+
+This is the front door and nothing else. `import triax` costs nothing and needs no torch: each name below is
+imported from its own module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine import initialize as initialize
+    from .engine.engine import Engine as Engine
+    from .grid.grid import Grid as Grid
+    from .grid.layout import Layout as Layout
+    from .grid.topology import Topology as Topology
+    from .pipe.module import PipelineModule as PipelineModule
+    from .pipe.schedules import Schedule as Schedule
+    from .pipe.schedules import make_schedule as make_schedule
+    from .pipe.simulate import simulate as simulate
+    from .pipe.spec import LayerSpec as LayerSpec
+    from .pipe.spec import TiedLayerSpec as TiedLayerSpec
+    from .pipe.verify import verify as verify
+    from .tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from .tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
+    from .tensor_parallel.linear import RowParallelLinear as RowParallelLinear
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Grid": "grid.grid",
+    "Layout": "grid.layout",
+    "Topology": "grid.topology",
+    "LayerSpec": "pipe.spec",
+    "TiedLayerSpec": "pipe.spec",
+    "PipelineModule": "pipe.module",
+    "Schedule": "pipe.schedules",
+    "make_schedule": "pipe.schedules",
+    "verify": "pipe.verify",
+    "simulate": "pipe.simulate",
+    "ColumnParallelLinear": "tensor_parallel.linear",
+    "RowParallelLinear": "tensor_parallel.linear",
+    "VocabParallelEmbedding": "tensor_parallel.embedding",
+    "initialize": "engine",
+    "Engine": "engine.engine",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # asked once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))
