@@ -1,6 +1,7 @@
 """Models as lists of layers: a config in, ``list[LayerSpec]`` out.
 
-``triax.models.gpt`` is the file; the function that makes the list is in it: ``from triax.models.gpt import gpt``.
+``triax.models.gpt`` is the file; the function that makes the list is in it: ``from triax.models.gpt import
+gpt``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,183 @@
+"""The borders of the tensor axis: exact transposes of each other, to any depth of differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triax.grid import Grid
+from triax.grid.layout import split
+from triax.tensor_parallel import regions
+
+from pool import RankFailure
+
+# name -> (the input is replicated, the output is replicated)
+KINDS = {
+    "copy_all_reduce": (True, False),
+    "all_reduce_copy": (False, True),
+    "split_gather": (True, False),
+    "gather_split": (False, True),
+    "gather_reduce_scatter": (False, False),
+    "reduce_scatter_gather": (False, False),
+}
+SHAPES = [((4, 8, 12), 0), ((4, 8, 12), 1), ((4, 8, 12), -1), ((5, 7), 0), ((5, 7), -1), ((2, 3), 1), ((9,), 0)]
+
+
+def border(
+    name: str, grid: Grid, shape: tuple[int, ...], dim: int
+) -> tuple[Callable[[Tensor], Tensor], tuple[int, ...]]:
+    """The function over this grid, and its input's shape on this rank, for a whole tensor of ``shape``."""
+    function, axis = getattr(regions, name), grid.tensor
+    if name in ("copy_all_reduce", "all_reduce_copy"):
+        return lambda x: function(x, axis), shape
+    if not name.startswith("gather"):
+        return lambda x: function(x, axis, dim), shape
+    start, stop = split(shape[dim], axis.size, axis.rank)
+    local = list(shape)
+    local[dim] = stop - start
+    return lambda x: function(x, axis, dim, shape[dim]), tuple(local)
+
+
+def numbers(shape: tuple[int, ...], seed: int, contiguous: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if contiguous:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    # Every other element of a transposed tensor: no dim is packed.
+    spread = torch.randn([2 * n for n in reversed(shape)], generator=generator, dtype=torch.float64)
+    return spread.permute(*reversed(range(len(shape))))[tuple(slice(None, None, 2) for _ in shape)]
+
+
+def adjoint_on_rank() -> dict[Any, Any]:
+    """For each border and shape: <Ax, y>, <x, A^T y> and the transpose's value, as this rank has them."""
+    grid = Grid(tensor=torch.distributed.get_world_size())
+    rank, found = grid.tensor.rank, {}
+    for name, (input_alike, output_alike) in KINDS.items():
+        for shape, dim in SHAPES:
+            for contiguous in (True, False):
+                apply, local = border(name, grid, shape, dim)
+                x = numbers(local, 1 if input_alike else 10 + rank, contiguous).requires_grad_()
+                before = x.detach().clone()
+                out = apply(x)
+                y = numbers(tuple(out.shape), 2 if output_alike else 20 + rank, contiguous)
+                (grad,) = torch.autograd.grad(out, x, y)
+                assert torch.equal(x, before) and grad.shape == x.shape
+                found[name, shape, dim, contiguous] = (
+                    float((out * y).sum()),
+                    float((x * grad).sum()),
+                    out.detach(),
+                    grad,
+                )
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_backward_is_the_transpose_of_its_forward(ranks: Any, size: int) -> None:
+    found = ranks(size, adjoint_on_rank)
+    for key in found[0]:
+        input_alike, output_alike = KINDS[key[0]]
+        here = [result[key] for result in found]
+        # What every rank holds alike is one tensor, and counts once.
+        forward = here[0][0] if output_alike else sum(r[0] for r in here)
+        backward = here[0][1] if input_alike else sum(r[1] for r in here)
+        assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12), key
+        if output_alike:
+            assert all(torch.equal(r[2], here[0][2]) for r in here), key
+        if input_alike:
+            assert all(torch.equal(r[3], here[0][3]) for r in here), key
+
+
+def forward_on_rank() -> dict[Any, Tensor]:
+    grid = Grid(tensor=torch.distributed.get_world_size())
+    rank, found = grid.tensor.rank, {}
+    for name, (input_alike, _) in KINDS.items():
+        for shape, dim in SHAPES:
+            apply, local = border(name, grid, shape, dim)
+            if name.startswith("gather"):
+                start, stop = split(shape[dim], grid.tensor.size, rank)
+                x = numbers(shape, 1).narrow(dim, start, stop - start)
+            else:
+                x = numbers(local, 1 if input_alike else 10 + rank)
+            found[name, shape, dim] = apply(x)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_forward_is_what_its_name_says(ranks: Any, size: int) -> None:
+    found = ranks(size, forward_on_rank)
+    for name, shape, dim in found[0]:
+        whole = numbers(shape, 1)
+        total = sum(numbers(shape, 10 + rank) for rank in range(size))
+        assert isinstance(total, Tensor)
+        for rank in range(size):
+            start, stop = split(shape[dim], size, rank)
+            expected = {
+                "copy_all_reduce": whole,
+                "all_reduce_copy": total,
+                "split_gather": whole.narrow(dim, start, stop - start),
+                "gather_split": whole,
+                "gather_reduce_scatter": whole,
+                "reduce_scatter_gather": total.narrow(dim, start, stop - start),
+            }[name]
+            torch.testing.assert_close(found[rank][name, shape, dim], expected, rtol=1e-14, atol=1e-14)
+
+
+def twice_on_rank() -> None:
+    """d/dv of the backward is the forward again, and a third time the backward."""
+    grid = Grid(tensor=torch.distributed.get_world_size())
+    rank = grid.tensor.rank
+    for name, (input_alike, output_alike) in KINDS.items():
+        for shape, dim in SHAPES:
+            apply, local = border(name, grid, shape, dim)
+            x = numbers(local, 1 if input_alike else 10 + rank).requires_grad_()
+            out = apply(x)
+            v = numbers(tuple(out.shape), 2 if output_alike else 20 + rank).requires_grad_()
+            (once,) = torch.autograd.grad(out, x, v, create_graph=True)
+            u = numbers(local, 3 if input_alike else 30 + rank).requires_grad_()
+            (twice,) = torch.autograd.grad(once, v, u, create_graph=True)
+            assert torch.equal(twice, apply(u)), (name, shape, dim)
+            (thrice,) = torch.autograd.grad(twice, u, v)
+            assert torch.equal(thrice, once), (name, shape, dim)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_they_differentiate_twice_and_more(ranks: Any, size: int) -> None:
+    ranks(size, twice_on_rank)
+
+
+def test_at_size_1_each_is_its_input_itself() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    for name in KINDS:
+        assert getattr(regions, name)(x, Grid().tensor) is x
+
+
+def gather_wrongly(length: int | None, dim: int) -> None:
+    grid = Grid(tensor=2)
+    regions.gather_split(torch.zeros(2, 3), grid.tensor, dim, length)
+
+
+def test_a_slice_that_does_not_fit_is_refused(ranks: Any) -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 on tensor holds 2 of 4 elements, and dim 1 of \(2, 3\)"):
+        ranks(2, gather_wrongly_on_1, 4)
+    with pytest.raises(RankFailure, match=r"dim 2 is not a dim of a tensor of shape \(2, 3\)"):
+        ranks(2, gather_wrongly, None, 2)
+
+
+def gather_wrongly_on_1(length: int) -> None:
+    grid = Grid(tensor=2)
+    if grid.rank == 1:
+        regions.gather_split(torch.zeros(2, 3), grid.tensor, -1, length)
+
+
+def low_precision_on_rank(dtype: torch.dtype) -> Tensor:
+    grid = Grid(tensor=2)
+    return regions.all_reduce_copy(torch.full((3,), 1.5, dtype=dtype), grid.tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_dtype_stays(ranks: Any, dtype: torch.dtype) -> None:
+    for out in ranks(2, low_precision_on_rank, dtype):
+        assert torch.equal(out, torch.full((3,), 3.0, dtype=dtype))
