@@ -1,11 +1,14 @@
 """Schedules with one backward op and a fixed pattern per rank. Each is drawn above its lines.
 
-A generator returns the order of every rank. `F(s, m)` and `B(s, m)` make the ops.
+A generator returns the order of every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .ops import Op
+from .squeeze import Letter, squeeze
 
 Orders = list[list[Op]]
 
@@ -41,35 +44,77 @@ def eager_1f1b(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
 
 
 def in_turn(stage: int, microbatches: int, ahead: int) -> list[Op]:
-    forwards, backwards = ([Op(kind, stage, m) for m in range(microbatches)] for kind in "FB")
-    return merge(forwards, backwards, ahead)
+    return number(merge([("F", stage)] * microbatches, [("B", stage)] * microbatches, ahead))
 
 
 def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
     """1F1B over groups of p microbatches, each group chunk by chunk (Narayanan 2021).
 
-    Idle (p-1)(F+B)/v, peak p + (p-1)/v microbatches on rank 0, less on the others.
+    Idle (p-1)(F+B)/v where m >= p; peak p + (p-1)/v on rank 0, less on the others.
 
     rank 0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
     rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    Where p does not divide m, a group is short, and in order its chunks would wait for each other. Then
+    ops are pulled ahead, and no time is lost: the best of a few ways to group them.
     """
-    orders = []
-    for r in range(pipe):
-        forwards = [Op("F", c * pipe + r, m) for c, m in by_groups(pipe, microbatches, chunks)]
-        backwards = [Op("B", (chunks - 1 - c) * pipe + r, m) for c, m in by_groups(pipe, microbatches, chunks)]
-        ahead = 2 * (pipe - r - 1) + (chunks - 1) * min(pipe, microbatches) + 1
-        orders.append(merge(forwards, backwards, ahead))
-    return orders
+    # forwards before the first backward: what is then held is held throughout
+    ahead = [2 * (pipe - r - 1) + (chunks - 1) * min(pipe, microbatches) + 1 for r in range(pipe)]
+
+    def pattern(sizes_f: list[int], sizes_b: list[int]) -> list[list[Letter]]:
+        forwards, backwards = by_groups(sizes_f, chunks), by_groups(sizes_b, chunks)
+        return [
+            merge([("F", c * pipe + r) for c in forwards], [("B", (chunks - 1 - c) * pipe + r) for c in backwards], n)
+            for r, n in enumerate(ahead)
+        ]
+
+    groups, rest = divmod(microbatches, pipe)
+    if not rest or not groups:
+        sizes = [pipe] * groups or [microbatches]
+        return [number(letters) for letters in pattern(sizes, sizes)]
+    placement = tuple(range(pipe)) * chunks
+    ways = [("last", "merged"), ("first", "first"), ("merged", "merged"), ("last", "first")]
+    tries = [(way, limits) for way in ways for limits in (ahead, [ahead[0]] * pipe)]
+
+    def attempt(number: int, count: int) -> tuple[int, list[list[Op]]] | None:
+        (way_f, way_b), limits = tries[number]
+        letters = pattern(split(count, pipe, way_f), split(count, pipe, way_b))
+        return squeeze(letters, placement, count, limits, ahead=True)
+
+    # what does well on a few microbatches mostly does on all, and no way beats the bound
+    few = {i: attempt(i, rest + min(groups, 2) * pipe) for i in range(len(tries))}
+    bound = 3 * chunks * microbatches + 3 * (pipe - 1)
+    best = None
+    for _, i in sorted((result[0], i) for i, result in few.items() if result):
+        result = attempt(i, microbatches)
+        if result and (best is None or result[0] < best[0]):
+            best = result
+        if best and best[0] <= bound:
+            break
+    assert best is not None
+    return best[1]
 
 
-def by_groups(pipe: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch): p microbatches through one chunk, then the same through the next."""
-    return [
-        (c, m)
-        for first in range(0, microbatches, pipe)
-        for c in range(chunks)
-        for m in range(first, min(first + pipe, microbatches))
-    ]
+def split(microbatches: int, pipe: int, where: str) -> list[int]:
+    """Groups of p; what is left over is the first group, the last, or merged into the last."""
+    groups, rest = divmod(microbatches, pipe)
+    full = [pipe] * groups
+    return {"first": [rest, *full], "last": [*full, rest], "merged": [*full[:-1], pipe + rest]}[where]
+
+
+def by_groups(sizes: Sequence[int], chunks: int) -> list[int]:
+    """The chunks of a rank in order: each group of microbatches through one chunk, then the next."""
+    return [c for size in sizes for c in range(chunks) for _ in range(size)]
+
+
+def number(letters: Sequence[Letter]) -> list[Op]:
+    """Counts the microbatches of each (kind, stage)."""
+    count = dict.fromkeys(letters, 0)
+    order = []
+    for kind, stage in letters:
+        order.append(Op(kind, stage, count[kind, stage]))
+        count[kind, stage] += 1
+    return order
 
 
 def looped_bfs(pipe: int, microbatches: int, chunks: int) -> Orders:
@@ -92,14 +137,14 @@ def forward(pipe: int, microbatches: int, chunks: int) -> Orders:
     rank 0: 0F0 0F1 0F2
     rank 1: 1F0 1F1 1F2
     """
-    groups = by_groups(pipe, microbatches, chunks)
-    return [[Op("F", c * pipe + r, m) for c, m in groups] for r in range(pipe)]
+    groups = by_groups([*[pipe] * (microbatches // pipe), microbatches % pipe], chunks)
+    return [number([("F", c * pipe + r) for c in groups]) for r in range(pipe)]
 
 
-def merge(forwards: list[Op], backwards: list[Op], ahead: int) -> list[Op]:
+def merge(forwards: list[Letter], backwards: list[Letter], ahead: int) -> list[Letter]:
     """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
     order = forwards[:ahead]
-    for i, op in enumerate(backwards):
-        order.append(op)
+    for i, letter in enumerate(backwards):
+        order.append(letter)
         order += forwards[ahead + i : ahead + i + 1]
     return order

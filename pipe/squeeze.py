@@ -46,16 +46,12 @@ def squeeze(
             rank.readers.append(arrival[reader] if reader else [0] * microbatches)
     active, now, end = ranks, 0, 0
     while active:
-        progress = False
         for rank in active:
-            if rank.busy > now:
-                progress = True
-            elif rank.step(now, ahead):
-                progress = True
+            if rank.busy <= now and rank.step(now, ahead):
                 end = max(end, rank.busy)
-        now += 1
-        if not progress:
+        if end <= now:  # nothing runs and nothing could start
             return None
+        now += 1
         active = [rank for rank in active if rank.left]
     return end, [rank.order for rank in ranks]
 
