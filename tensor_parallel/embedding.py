@@ -164,8 +164,8 @@ def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
     """The ids [start, stop) that tensor rank ``rank`` of ``size`` owns; ValueError if one would own none."""
     if vocab_size < size:
         raise ValueError(
-            f"a vocabulary of {vocab_size} over tensor={size} leaves {size - vocab_size} ranks without "
-            f"a row; give the grid a tensor axis of at most {vocab_size}"
+            f"a vocabulary of {vocab_size} over tensor={size} leaves {size - vocab_size} of its ranks "
+            f"without a row; give the grid a tensor axis of at most {vocab_size}"
         )
     return split(vocab_size, size, rank)
 
