@@ -277,6 +277,8 @@ def test_no_python_file_is_outside_the_house() -> None:
     known = {*FOLDERS, *ASIDE, "docs", "build", "dist", "runs"}
     folders = [path.parent for path in ROOT.glob("*/*.py") if not path.parent.name.startswith(".")]
     assert {folder.name for folder in folders} <= known
+    # Beside the front door it would be a module of the package, and in the wheel.
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
 
 
 def test_files_that_need_no_torch_are_the_designs() -> None:
