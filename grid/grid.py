@@ -149,7 +149,12 @@ class Grid:
     def _mesh(self) -> DeviceMesh | None:
         if self.size == 1:
             return None
-        return init_device_mesh(self.device.type, self.topology.shape, mesh_dim_names=self.topology.names)
+        mesh = init_device_mesh(self.device.type, self.topology.shape, mesh_dim_names=self.topology.names)
+        for group in mesh.get_all_groups():
+            # The mesh gives them torch's default, half an hour on gloo. The world's own limit is its maker's.
+            if group is not dist.group.WORLD:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+        return mesh
 
     def _axis(self, name: str) -> Axis:
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)
