@@ -70,9 +70,7 @@ class GPTConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.width % self.heads:
             near = self.width // self.heads * self.heads or self.heads
-            raise ValueError(
-                f"{self.heads} heads do not divide a width of {self.width}; give width={near}, say"
-            )
+            raise ValueError(f"{self.heads} heads do not divide a width of {self.width}; give width={near}, say")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is a probability in [0, 1), not {self.dropout}")
 
@@ -91,9 +89,7 @@ class GPTConfig:
             raise ValueError(f"no preset {name!r}; there are {', '.join(_PRESETS)}")
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(changes) - set(known)):
-            raise TypeError(
-                f"no field {', '.join(unknown)} in a GPTConfig; its fields are {', '.join(known)}"
-            )
+            raise TypeError(f"no field {', '.join(unknown)} in a GPTConfig; its fields are {', '.join(known)}")
         return cls(**(_PRESETS[name] | changes))
 
     @classmethod

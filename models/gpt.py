@@ -135,9 +135,7 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(
             width, 3 * width, grid=grid, parts=(width,) * 3, init=Normal(config.init_std), bias_init=_ZERO
         )
-        self.out = RowParallelLinear(
-            width, width, grid=grid, init=Normal(config.residual_std), bias_init=_ZERO
-        )
+        self.out = RowParallelLinear(width, width, grid=grid, init=Normal(config.residual_std), bias_init=_ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """See above."""
@@ -154,12 +152,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig, *, grid: Grid) -> None:
         super().__init__()
         width, hidden = config.width, config.mlp_ratio * config.width
-        self.up = ColumnParallelLinear(
-            width, hidden, grid=grid, init=Normal(config.init_std), bias_init=_ZERO
-        )
-        self.down = RowParallelLinear(
-            hidden, width, grid=grid, init=Normal(config.residual_std), bias_init=_ZERO
-        )
+        self.up = ColumnParallelLinear(width, hidden, grid=grid, init=Normal(config.init_std), bias_init=_ZERO)
+        self.down = RowParallelLinear(hidden, width, grid=grid, init=Normal(config.residual_std), bias_init=_ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """See above."""
