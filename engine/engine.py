@@ -266,6 +266,8 @@ class Engine:
     def _fail(self, error: Exception) -> NoReturn:
         """Leave the process group, so that ranks that wait for this one stop at once; then raise."""
         if self.grid.size > 1:
+            self._executor.abandon()
+            self._reducer.abandon()
             self.grid.close()
         raise error
 

@@ -49,7 +49,7 @@ class Axis:
         ranks: their global ranks, in the axis's order.
         rank: this process's position among them.
         size: their number.
-        group: torch's process group; None at size 1.
+        group: torch's process group; None at size 1, and after the grid is closed.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], me: int, group: dist.ProcessGroup | None) -> None:
@@ -75,7 +75,7 @@ class Axis:
 
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Every rank's tensor, one behind the other on dim 0 of ``output``: (size * n, ...) from (n, ...)."""
-        if self.group is None:
+        if self.size == 1:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
             return _Done()
@@ -89,7 +89,7 @@ class Axis:
         gloo's own is an all-reduce and a slice, twice the bytes; there, an all-to-all and a local sum is 2 to 4
         times as fast (measured at 2 and 4 ranks), and sums in rank order.
         """
-        if self.group is None:
+        if self.size == 1:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
             return _Done()
@@ -111,33 +111,39 @@ class Axis:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in order: for reports and errors, never on a hot path."""
-        if self.group is None:
+        if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=self._open())
         return values
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Start sending a contiguous tensor to the axis's rank ``to``; keep it unchanged until ``wait``."""
-        work = dist.isend(tensor, self.ranks[to], group=self.group, tag=tag)
+        work = dist.isend(tensor, self.ranks[to], group=self._open(), tag=tag)
         assert work is not None  # only a process outside the group gets None
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous tensor from the axis's rank ``source``."""
-        work = dist.irecv(tensor, self.ranks[source], group=self.group, tag=tag)
+        work = dist.irecv(tensor, self.ranks[source], group=self._open(), tag=tag)
         assert work is not None
         return work
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
-        if self.group is not None:
-            dist.barrier(group=self.group)
+        if self.size > 1:
+            dist.barrier(group=self._open())
+
+    def _open(self) -> dist.ProcessGroup:
+        # Without this check torch would take None for the default group: another grid's, perhaps.
+        if self.group is None:
+            raise RuntimeError(f"the {self.name} axis's process group is closed: a step failed, or grid.close() was called")
+        return self.group
 
     def _start(self, collective: Callable[..., Any], async_op: bool, *args: Any, **kwargs: Any) -> Pending:
-        if self.group is None:
+        if self.size == 1:
             return _Done()
-        work: Pending | None = collective(*args, group=self.group, async_op=async_op, **kwargs)
+        work: Pending | None = collective(*args, group=self._open(), async_op=async_op, **kwargs)
         return work if work is not None else _Done()
 
     def __repr__(self) -> str:

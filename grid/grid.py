@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 from collections.abc import Sequence
@@ -142,9 +143,17 @@ class Grid:
         return None
 
     def close(self) -> None:
-        """Leave the process group, if one is there. Called at exit where the grid initialised it."""
+        """Leave the process group. Called at exit where the grid initialised it, and when a step fails.
+
+        A connection closes when nothing refers to its group any more; ranks that wait on it then stop at once.
+        """
+        joined = [axis for axis in self._subgroups.values() if axis is not None]
+        for axis in (self.world, self.pipe, self.data, self.tensor, *joined):
+            axis.group = None
+        self.mesh = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()
 
     def _mesh(self) -> DeviceMesh | None:
         if self.size == 1:

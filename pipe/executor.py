@@ -107,6 +107,14 @@ class Executor:
         for channel in self._channels:
             channel.schemas.clear()
 
+    def abandon(self) -> None:
+        """After a failure: let go of every message, so that the connections to the other ranks can close."""
+        for channel in self._channels:
+            channel.abandon()
+        self._arriving.clear()
+        self._returning.clear()
+        self.held.clear()
+
     def run(self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False) -> Result:
         """Run this rank's part of a program.
 

@@ -75,6 +75,11 @@ class Channel:
         while len(self._sending) > messages:
             self._sending.popleft()[1].wait()
 
+    def abandon(self) -> None:
+        """Let go of everything under way: the other end is gone, or this rank failed."""
+        self._sending.clear()
+        self.unposted.clear()
+
     def _start(self, tensor: Tensor, microbatch: int) -> None:
         # The tensor is kept with its work: it must live, unchanged, until it has left.
         self._sending.append((microbatch, self.axis.send(tensor, self.peer, self.tag), tensor))
@@ -113,10 +118,15 @@ class Receive:
                 specs = first._lookup()
                 assert specs is not None
             first._post(specs)
-        for work, _ in self._posted:
-            if work is not None:
-                work.wait()
-        return [tensor for _, tensor in self._posted]
+        try:
+            for work, _ in self._posted:
+                if work is not None:
+                    work.wait()
+            return [tensor for _, tensor in self._posted]
+        finally:
+            # A work keeps its connection open. If this wait failed, no frame of the traceback may keep the work:
+            # the ranks that wait for this one learn from the closed connection.
+            self._posted = work = None
 
     def _post(self, specs: tuple[TensorSpec, ...]) -> None:
         channel, self._posted = self._channel, []

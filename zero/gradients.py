@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -83,11 +83,14 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Wait until every gradient is reduced."""
-        for pending in self._pending:
-            pending.wait()
+        while self._pending:
+            self._pending.pop(0).wait()
+
+    def abandon(self) -> None:
+        """After a failure: let go of every reduction under way."""
         self._pending = []
 
-    def _hook(self, bucket: Bucket):  # type: ignore[no-untyped-def]
+    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def final(_: Tensor) -> None:
             if id(bucket) not in self._missing:
                 return
