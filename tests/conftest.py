@@ -1,4 +1,4 @@
-"""What every test file may use: the pool of ranks."""
+"""What every test file may use: the pool of ranks; and which tests a plain run leaves out."""
 
 from __future__ import annotations
 
@@ -9,29 +9,18 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[Any]:
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`ranks(n, fn, *args, timeout=60, **kwargs)`: each of n gloo ranks' result; see `pool.py`."""
     from pool import pool
 
-    yield pool()
+    yield pool().run
     pool().close()
 
 
-@pytest.fixture
-def ranks(_pool: Any) -> Callable[..., list[Any]]:
-    """`ranks(n, fn, *args, timeout=60, **kwargs)`: each of n gloo ranks' result; see `pool.py`."""
-    run: Callable[..., list[Any]] = _pool.run
-    return run
-
-
-_CELLS: list[Any] = []
-
-
-@pytest.fixture(scope="session")
-def cells_checked() -> list[Any]:
-    """The cells of the grid-invariance matrix that were found equal to the reference; counted in the summary."""
-    return _CELLS
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _CELLS:
-        terminalreporter.write_line(f"grid invariance: {len(_CELLS)} cells equal one process to 1e-10 in float64")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Exhaustive sweeps run when `-m` says something, or when they are asked for by name (`file.py::test`)."""
+    if config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    sweeps = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=sweeps)
+    items[:] = [item for item in items if item not in sweeps]

@@ -276,3 +276,23 @@ def test_ci_ends_with_the_tests_own_line_and_status(clone: Path, status: int) ->
     done = run(clone / ".ci" / "run", cwd=clone.parent, FAKE_STATUS=str(status))
     assert (done.returncode == 0) == (status == 0)
     assert done.stdout.splitlines()[-1] == "3 passed in 0.01s"
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        ((), "1 passed, 1 deselected"),
+        (("-m", "exhaustive"), "1 passed, 1 deselected"),
+        (("-m", "exhaustive or not exhaustive"), "2 passed"),
+        (("-k", "sweep"), "2 deselected"),
+        (("test_it.py::test_sweep",), "1 passed"),
+    ],
+)
+def test_sweeps_run_when_asked_for(tmp_path: Path, words: tuple[str, ...], outcome: str) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    exhaustive\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_one(): ...\n@pytest.mark.exhaustive\ndef test_sweep(): ...\n"
+    )
+    done = run(sys.executable, "-m", "pytest", "-q", *words, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1].startswith(f"{outcome} in "), done.stdout
