@@ -24,8 +24,6 @@ from triax.tensor_parallel import (
     gather_logits,
 )
 
-from pool import RankFailure
-
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 DIM, OUT, VOCAB = 12, 24, 37  # 37 over 2 or 4 ranks is uneven
 
@@ -324,8 +322,15 @@ def test_an_id_outside_the_vocabulary_is_an_error_on_every_rank(ranks: Any, wron
 # --------------------------------------------------------------------------------------------------- errors
 
 
-def build_wrongly(what: str) -> None:
-    grid = Grid(tensor=4)
+def refused_on_rank(what: str) -> str:
+    try:
+        build_wrongly(what, Grid(tensor=4))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def build_wrongly(what: str, grid: Grid) -> None:
     match what:
         case "column":
             ColumnParallelLinear(8, 10, grid=grid)
@@ -347,14 +352,14 @@ def build_wrongly(what: str) -> None:
             "ColumnParallelLinear: out_features of 10 over tensor=4 leaves 2 over; make it 8 or 12, or give the",
         ),
         ("part", "a part of 6 over tensor=4 leaves 2 over; make it 4 or 8"),
-        ("parts", r"parts \(4, 4\) add up to 8, but dim 0 of \(12, 8\) is 12 long"),
+        ("parts", "parts (4, 4) add up to 8, but dim 0 of (12, 8) is 12 long"),
         ("row", "RowParallelLinear: in_features of 2 over tensor=4 leaves 2 over; make it 4, or"),
         ("vocabulary", "a vocabulary of 3 over tensor=4 leaves 1 of its ranks without a row"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_their_numbers(ranks: Any, what: str, message: str) -> None:
-    with pytest.raises(RankFailure, match=message):
-        ranks(4, build_wrongly, what)
+    for said in ranks(4, refused_on_rank, what):
+        assert message in said
 
 
 def test_printing_shows_whole_sizes() -> None:
