@@ -19,7 +19,7 @@ from triax.grid.axis import Axis
 from triax.grid.layout import Layout
 from triax.tensor_parallel import vocab_parallel_cross_entropy
 
-CLOSE = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 IGNORE = -100
 
 
@@ -217,7 +217,7 @@ def refused_on_rank(what: str) -> str:
 
 
 def call_wrongly(what: str, grid: Grid) -> None:
-    logits, labels, options = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), {}
+    logits, labels, options = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), dict[str, Any]()
     match what:
         case "vocabulary":
             logits = torch.zeros(2, 3, 6)
@@ -231,7 +231,7 @@ def call_wrongly(what: str, grid: Grid) -> None:
             options = {"label_smoothing": 1.5}
         case "reduction":
             options = {"reduction": "max"}
-    vocab_parallel_cross_entropy(logits, labels, grid=grid, vocab_size=10, **options)  # type: ignore[arg-type]
+    vocab_parallel_cross_entropy(logits, labels, grid=grid, vocab_size=10, **options)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def reached(axis: Axis | None) -> tuple[int, ...]:
 
 
 def axes_on_rank(shape: tuple[int, int, int], order: tuple[str, ...]) -> dict[str, Any]:
-    grid = Grid(**dict(zip(AXES, shape, strict=True)), order=order)
+    grid = Grid(*shape, order=order)
     found: dict[str, Any] = {"coordinate": grid.coordinate._asdict(), "rank": grid.rank, "size": grid.size}
     for name in AXES:
         axis = grid.axis(name)

@@ -78,8 +78,8 @@ def test_a_parameter_carries_its_layout() -> None:
 
 
 def test_the_layout_stays_through_what_models_go_through() -> None:
-    layer = nn.Linear(3, 2)
-    set_layout(layer.weight, Layout((4, 3), shard_dim=0))
+    layer: nn.Linear = nn.Linear(3, 2)
+    set_layout(layer.get_parameter("weight"), Layout((4, 3), shard_dim=0))
     layer.double().to("cpu").requires_grad_(False)
     assert layout_of(layer.weight).sharded
     assert layout_of(pickle.loads(pickle.dumps(layer)).weight).sharded

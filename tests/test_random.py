@@ -17,7 +17,17 @@ from triax.grid.random import Dropout, DropoutState, Normal, Uniform, derive, in
 def test_derive_is_pinned_and_tells_keys_apart() -> None:
     # Its value is part of every run that anyone wants to repeat: changing it must be a decision.
     assert derive(0, "layers.0") == 6693686959509291029
-    keys = [(0,), (1,), ("0",), (0, 1), (1, 0), (0, "1"), ("a", "b"), ("ab",), ("a", "b", 0)]
+    keys: list[tuple[int | str, ...]] = [
+        (0,),
+        (1,),
+        ("0",),
+        (0, 1),
+        (1, 0),
+        (0, "1"),
+        ("a", "b"),
+        ("ab",),
+        ("a", "b", 0),
+    ]
     assert len({derive(*key) for key in keys}) == len(keys)
     assert all(0 <= derive(i) < 2**63 for i in range(100))
 

@@ -71,7 +71,7 @@ def test_equality_and_printing() -> None:
     [
         (lambda: Topology(pipe=0), "axis pipe has size 0"),
         (lambda: Topology(tensor=True), "axis tensor has size True"),
-        (lambda: Topology(data=2.0), "axis data has size 2.0"),
+        (lambda: Topology(data=2.0), "axis data has size 2.0"),  # type: ignore[arg-type]
         (lambda: Topology(pipe=2).coordinate(2), r"rank 2 is not on a grid of 2 ranks \(0 to 1\)"),
         (lambda: Topology(pipe=2).coordinate(-1), "rank -1"),
         (lambda: Topology(pipe=2).rank(pipe=2), r"pipe=2 is not on an axis of size 2 \(0 to 1\)"),
