@@ -1,0 +1,149 @@
+"""What a training run shows and leaves behind: a progress line, metrics.jsonl, loss.png and schedule.png."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from triax.pipe.schedules import Schedule
+from triax.pipe.simulate import Costs, Timeline, timeline
+
+
+class Reporter:
+    """Rank 0's voice; on the other ranks it says and writes nothing.
+
+    On a terminal the progress is one line that changes; elsewhere it is a plain line every ``every`` steps.
+    """
+
+    def __init__(self, folder: Path, speaks: bool, steps: int, every: int) -> None:
+        self.folder, self.speaks, self.steps, self.every = folder, speaks, steps, every
+        self._rows: list[dict[str, Any]] = []
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        if speaks:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / "metrics.jsonl").open("w", buffering=1)  # whole lines, even if killed
+
+    def say(self, text: str = "") -> None:
+        """A line that stays."""
+        if self.speaks:
+            self._console.print(text, markup=False)
+
+    def start(self) -> None:
+        """From here on there is progress to show."""
+        if self.speaks and self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=8)
+            self._live.start()
+
+    def step(self, step: int, loss: float, speed: float, left: float, **more: float) -> None:
+        """One training step is done: its number (from 1), loss, tokens/s, seconds left, and what else to keep."""
+        if not self.speaks:
+            return
+        self.record(step=step, loss=loss, tokens_per_second=round(speed, 1), **more)
+        count = f"{step:>{len(str(self.steps))}}/{self.steps}"
+        line = f"step {count}   loss {loss:.4f}   {speed:,.0f} tokens/s   {minutes(left)} left"
+        if self._live is not None:
+            bar = int(24 * step / self.steps)
+            self._live.update(Text("━" * bar + " " * (24 - bar) + "  " + line, no_wrap=True, overflow="crop"))
+        elif step % self.every == 0 or step in (1, self.steps):
+            self.say(line)
+
+    def record(self, **row: Any) -> None:
+        """Append to metrics.jsonl, every number in full."""
+        if self.speaks:
+            self._rows.append(row)
+            self._file.write(json.dumps(row) + "\n")
+
+    def stop(self) -> None:
+        """No more progress."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def draw(self, schedule: Schedule, measured: Timeline | None, bigram: float) -> None:
+        """loss.png and schedule.png, where matplotlib is installed."""
+        if not self.speaks:
+            return
+        try:
+            draw_losses(self.folder / "loss.png", self._rows, bigram)
+            if measured is not None:
+                draw_schedule(self.folder / "schedule.png", schedule, measured)
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            print(f"no pictures: {error} (pip install 'triax[plot]')", file=sys.stderr)
+
+
+def minutes(seconds: float) -> str:
+    """75.2 -> 1:15."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def draw_losses(path: Path, rows: Sequence[dict[str, Any]], bigram: float) -> None:
+    """Training and validation loss over the steps, and the line to get under."""
+    from matplotlib.figure import Figure
+
+    trained = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    checked = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*trained, strict=True), color="#9db4d0", linewidth=0.8, label="training, each batch")
+    axes.plot(
+        *zip(*checked, strict=True), color="#1f4e8c", marker="o", markersize=4, label="validation, held-out files"
+    )
+    axes.axhline(
+        bigram, color="#b5482a", linestyle="--", linewidth=1, label=f"byte bigrams, held-out files: {bigram:.3f}"
+    )
+    step, last = checked[-1]
+    axes.annotate(
+        f"{last:.3f}", (step, last), xytext=(0, -14), textcoords="offset points", ha="center", color="#1f4e8c"
+    )
+    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, None))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def draw_schedule(path: Path, schedule: Schedule, measured: Timeline) -> None:
+    """The pipeline as it ran, and as it would run if each op always took its mean time and messages none."""
+    from triax.pipe.draw import picture
+
+    measured = from_zero(measured)
+    ideal = timeline(schedule, mean_costs(schedule, measured))
+    titles = [
+        f"{name}: {times.makespan * 1e3:.0f} ms, {times.bubble:.0%} idle"
+        for name, times in (("as measured", measured), ("ideal, at the same mean cost of each op", ideal))
+    ]
+    picture([measured, ideal], path, titles=titles)
+
+
+def from_zero(times: Timeline) -> Timeline:
+    """The same timeline, with the first op at time 0."""
+    first = min(span.start for row in times.rows for span in row)
+    return Timeline(
+        tuple(tuple(s._replace(start=s.start - first, end=s.end - first) for s in row) for row in times.rows)
+    )
+
+
+def mean_costs(schedule: Schedule, measured: Timeline) -> Costs:
+    """What each stage's ops took on average."""
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in measured.rows:
+        for op, start, end in row:
+            seconds[op.kind, op.stage].append(end - start)
+
+    def means(*kinds: str) -> list[float]:
+        every = range(len(schedule.placement))
+        return [sum(sum(t) / len(t) for kind in kinds if (t := seconds.get((kind, stage)))) for stage in every]
+
+    # A whole backward is I and W in one: its time counts as I.
+    return Costs(F=means("F"), I=means("I", "B"), W=means("W"))

@@ -1,0 +1,352 @@
+"""Train a byte-level GPT in three dimensions: pipe (stages) x data (ZeRO replicas) x tensor (shards).
+
+    python examples/train_gpt.py --pipe 2 --data-parallel 2 --tensor 2                             # starts its own 8
+    torchrun --nproc-per-node 8 examples/train_gpt.py --pipe 2 --data-parallel 2 --tensor 2        # the same
+    python examples/train_gpt.py --data ~/texts poem.txt                                           # your own text
+
+It learns the source of Python's standard library, or the text that ``--data`` names, and is measured on files it
+never saw, against a model that counts pairs of bytes. ``runs/NAME/`` gets metrics.jsonl, loss.png and
+schedule.png. Whatever the grid, the same options give the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from corpus import Bigram, Bytes, batch, check_length, find, load, replica_rows, windows
+from report import Reporter, minutes
+
+from triax.engine.config import batch_sizes, read_config
+from triax.engine.launch import launch, user_error
+from triax.grid.environment import read_environment
+from triax.grid.topology import Topology
+from triax.models.config import GPTConfig
+from triax.pipe.partition import uniform
+from triax.pipe.schedules import RECIPES, make_schedule
+
+if TYPE_CHECKING:
+    # What needs torch is imported where it is used: a wrong option is answered at once, and ranks have torch already.
+    from triax import Engine, Grid
+
+
+class Options(argparse.Namespace):
+    """The command line: see ``parse``."""
+
+    pipe: int
+    data_parallel: int  # filled in by ``check`` where it is not given
+    tensor: int
+    processes: int | None
+    schedule: str
+    zero: int
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    dropout: float
+    dtype: str
+    steps: int
+    batch: int
+    microbatch: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    seed: int
+    time_limit: float
+    data: list[str]
+    validation: int
+    validate_every: int
+    prompt: str
+    sample: int
+    temperature: float
+    name: str
+    runs: Path
+    log_every: int
+    print_losses: bool
+
+
+def main() -> None:
+    """Check what was asked for; then be one rank of it, or start them all."""
+    options = parse()
+    try:
+        topology = check(options)
+        # Here once, before there are ranks; under torchrun the first one that comes reads the files.
+        corpus = load(find(options.data), options.runs / "corpus")
+        check_length(corpus, options.sequence)
+    except ValueError as error:
+        user_error(error)
+    if read_environment() is not None or topology.world_size == 1:
+        train(options)
+        return
+    loads = ("numpy", "rich.live", "triax.engine.engine", "triax.models.gpt")
+    folder = options.runs / options.name
+    ranks = topology.world_size
+    sys.exit(launch(train, options, ranks=ranks, topology=topology, logs=folder, preload=loads))
+
+
+def train(options: Options) -> None:
+    """What every rank does, from the empty grid to the pictures."""
+    import torch
+
+    import triax
+    from triax.models.gpt import GPTLoss, gpt
+    from triax.tensor_parallel.embedding import gather_logits
+
+    corpus = load(find(options.data), options.runs / "corpus")
+    config = gpt_config(options)
+    grid = triax.Grid(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
+    module = triax.PipelineModule(
+        gpt(config),
+        grid=grid,
+        loss_fn=GPTLoss(grid, vocab_size=config.vocab_size),
+        seed=options.seed,
+        dtype=getattr(torch, options.dtype),
+        output_fn=partial(gather_logits, grid=grid, vocab_size=config.vocab_size),
+    )
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    engine, _, _, _ = triax.initialize(
+        model=module,
+        model_parameters=[{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, options)),
+        config=engine_config(options),
+    )
+
+    def microbatches(rows: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A global batch of windows -> this replica's microbatches: inputs (micro, T), labels (micro, T)."""
+        for part in replica_rows(rows, grid.data.rank, grid.data.size, options.microbatch):
+            tokens = torch.from_numpy(part.astype("int64"))
+            yield tokens[:, :-1], tokens[:, 1:]
+
+    # Whole batches of windows, so that every grid is measured on the same ones.
+    batches = math.ceil(options.validation / options.batch)
+    unseen = windows(corpus.held_out, batches * options.batch, options.sequence)
+
+    def validate() -> float:
+        losses = [float(engine.eval_batch(microbatches(rows))) for rows in np.split(unseen, batches)]
+        return sum(losses) / batches
+
+    report = Reporter(options.runs / options.name, grid.rank == 0, options.steps, options.log_every)
+    report.say(f"text    {corpus}")
+    report.say(
+        f"model   {config.parameter_count / 1e6:.2f} M parameters: {options.layers} blocks, width {options.width}"
+    )
+    report.say(
+        f"grid    {options.pipe} pipe x {grid.data.size} data x {options.tensor} tensor; ZeRO {options.zero}; "
+        f"{options.schedule} with {engine.gradient_accumulation_steps()} microbatches of {options.microbatch}"
+    )
+    report.start()
+    clock = Clock(grid, options)
+    for step in range(1, options.steps + 1):
+        last = step == options.steps or clock.is_up()
+        engine.record_timeline = last
+        rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=options.seed)
+        loss = float(engine.train_batch(microbatches(rows)))
+        clock.tick(step)
+        if options.print_losses:
+            report.say(f"step {step} loss {loss!r}")
+        report.step(step, loss, clock.speed, clock.left, seconds=clock.elapsed, grad_norm=engine.get_global_grad_norm())
+        if last or step % options.validate_every == 0:
+            validation = validate()
+            report.record(step=step, validation_loss=validation)
+            clock.skip()
+        if last:
+            break
+    report.stop()
+
+    bigram = Bigram(corpus.training).loss(unseen) if grid.rank == 0 else 0.0
+    text = continue_text(engine, options) if options.sample else b""
+    report.record(bigram_loss=bigram, training_seconds=clock.elapsed)
+    report.say(f"trained {step} steps in {minutes(clock.elapsed)} min")
+    report.say(f"loss    {validation:.4f} nats per byte on held-out files; byte bigrams: {bigram:.4f}")
+    if text:
+        report.say(f"\n{text.decode(errors='replace')}\n")
+    report.draw(
+        make_schedule(options.schedule, options.pipe, engine.gradient_accumulation_steps()), engine.timeline, bigram
+    )
+    grid.close()
+
+
+# ----------------------------------------------------------------------------------------- its parts
+
+
+def warm_cosine(options: Options, step: int) -> float:
+    """The share of the learning rate at a step: up to 1 in a straight line, then down to 0.1 along a cosine."""
+    if step < options.warmup:
+        return (step + 1) / options.warmup
+    done = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def continue_text(engine: Engine, options: Options) -> bytes:
+    """The prompt and what the model thinks follows, a byte at a time; every rank draws the same."""
+    import torch
+
+    draw = torch.Generator().manual_seed(options.seed)
+    text = bytearray(options.prompt.encode())
+    for _ in range(options.sample):
+        seen = text[-options.sequence :]
+        ids = torch.tensor([*seen, *bytes(options.sequence - len(seen))])[None]  # (1, T): what comes later is not seen
+        _, (logits,) = engine.eval_batch(
+            iter([(ids, ids)]), return_logits=True, compute_loss=False, num_micro_batches=1
+        )
+        chances = torch.softmax(logits[0, len(seen) - 1].double() / options.temperature, dim=-1)  # (256,)
+        text.append(int(torch.multinomial(chances, 1, generator=draw)))
+    return bytes(text)
+
+
+class Clock:
+    """The time that training took, and what is left of it."""
+
+    def __init__(self, grid: Grid, options: Options) -> None:
+        self._grid, self._options = grid, options
+        self._limit = options.time_limit * 60 if options.time_limit else math.inf
+        self._tokens = options.batch * options.sequence
+        self._step = 0.0  # seconds, lately
+        self._start = self._before = time.monotonic()
+        self.elapsed, self.speed, self.left = 0.0, 0.0, 0.0
+
+    def tick(self, step: int) -> None:
+        """A step is done."""
+        now = time.monotonic()
+        took = now - self._before
+        # The first step also warms up: it would spoil the mean.
+        self._step = took if step <= 2 else 0.9 * self._step + 0.1 * took
+        self._before, self.elapsed = now, now - self._start
+        self.speed = self._tokens / self._step
+        self.left = min((self._options.steps - step) * self._step, max(self._limit - self.elapsed, 0.0))
+
+    def skip(self) -> None:
+        """What was done since the last step is not part of the next one."""
+        self._before = time.monotonic()
+
+    def is_up(self) -> bool:
+        """Whether the next step is the last one in time: rank 0's clock decides for all."""
+        import torch
+
+        up = torch.tensor([float(time.monotonic() - self._start + self._step > self._limit)], device=self._grid.device)
+        if self._limit < math.inf:
+            self._grid.world.broadcast(up)
+        return bool(up)
+
+
+# --------------------------------------------------------------------------------------- the options
+
+
+def parse() -> Options:
+    """The command line. The defaults, with two of everything, train for some minutes on two cores."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument_group("the grid").add_argument
+    add("--pipe", type=int, default=1, metavar="P", help="stages of layers (1)")
+    add("--data-parallel", type=int, metavar="D", help="replicas (what the other two leave of the processes)")
+    add("--tensor", type=int, default=1, metavar="T", help="shards of each layer (1)")
+    add("--processes", type=int, metavar="N", help="how many to start (P x D x T)")
+    add("--schedule", default="1f1b", choices=list(RECIPES), help="how the stages take turns (1f1b)")
+    add(
+        "--zero",
+        type=int,
+        default=1,
+        metavar="STAGE",
+        help="0: every replica holds all; 1: optimizer states are sharded (1)",
+    )
+    add = parser.add_argument_group("the model").add_argument
+    add("--layers", type=int, default=4, help="blocks (4)")
+    add("--width", type=int, default=128, help="of the residual stream (128)")
+    add("--heads", type=int, default=4, help="of attention (4)")
+    add("--sequence", type=int, default=128, metavar="BYTES", help="the longest context (128)")
+    add("--dropout", type=float, default=0.0, help="probability (0)")
+    add("--dtype", default="float32", choices=["float32", "float64"], help="of weights and arithmetic (float32)")
+    add = parser.add_argument_group("the training").add_argument
+    add("--steps", type=int, default=600, help="optimizer steps (600)")
+    add("--batch", type=int, default=32, help="sequences a step, over all replicas (32)")
+    add("--microbatch", type=int, default=4, help="sequences that pass through the pipeline at once (4)")
+    add("--lr", type=float, default=2e-3, help="the highest learning rate (2e-3)")
+    add("--warmup", type=int, default=50, metavar="STEPS", help="until the learning rate is there (50)")
+    add("--weight-decay", type=float, default=0.1, help="of matrices (0.1)")
+    add("--clip", type=float, default=1.0, help="the longest gradient; 0: any (1)")
+    add("--seed", type=int, default=0, help="of weights, batches and the sample (0)")
+    add("--time-limit", type=float, default=0.0, metavar="MINUTES", help="stop in good order by then; 0: never (0)")
+    add = parser.add_argument_group("the text").add_argument
+    add("--data", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
+    add("--validation", type=int, default=256, metavar="N", help="held-out sequences to measure (256)")
+    add("--validate-every", type=int, default=100, metavar="STEPS", help="and once more at the end (100)")
+    add("--prompt", default="def ", help='what the sample begins with ("def ")')
+    add("--sample", type=int, default=200, metavar="BYTES", help="its length; 0: none (200)")
+    add("--temperature", type=float, default=0.7, help="of the sample: lower is safer (0.7)")
+    add = parser.add_argument_group("the report").add_argument
+    add("--name", default="gpt", help="of the folder in runs/ (gpt)")
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are kept (runs)")
+    add("--log-every", type=int, default=20, metavar="STEPS", help="a line, where there is no terminal (20)")
+    add("--print-losses", action="store_true", help="print every loss in full")
+    return parser.parse_args(namespace=Options())
+
+
+def check(options: Options) -> Topology:
+    """The grid that the options ask for, and every reason why they cannot be had: before anything is started.
+
+    Raises:
+        ValueError: says what to change.
+    """
+    environment = read_environment()
+    processes = environment.world_size if environment else options.processes
+    replica = options.pipe * options.tensor
+    if options.data_parallel is None:
+        options.data_parallel = max((processes or replica) // max(replica, 1), 1)
+    topology = Topology(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
+    if processes is not None and processes != topology.world_size:
+        raise ValueError(
+            f"{options.pipe} pipe x {options.data_parallel} data x {options.tensor} tensor is a grid of "
+            f"{topology.world_size} processes, and there are {processes}: change one of --pipe, --data-parallel and "
+            "--tensor, or the number of processes"
+        )
+    config = gpt_config(options)
+    config.check_tensor(options.tensor)
+    uniform(config.layers + 4, options.pipe)  # embedding, positions, blocks, norm and head: one a stage at least
+    sizes = batch_sizes(read_config(engine_config(options)), options.data_parallel)
+    make_schedule(options.schedule, options.pipe, sizes.accumulation)
+    if options.sample and not options.prompt:
+        raise ValueError("--prompt is empty: the sample needs a byte to follow")
+    for name in ("steps", "validation", "validate_every", "log_every", "temperature"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
+    return topology
+
+
+def gpt_config(options: Options) -> GPTConfig:
+    """The model."""
+    return GPTConfig(
+        vocab_size=256,
+        sequence_length=options.sequence,
+        width=options.width,
+        layers=options.layers,
+        heads=options.heads,
+        dropout=options.dropout,
+    )
+
+
+def engine_config(options: Options) -> dict[str, Any]:
+    """The training, in DeepSpeed's words."""
+    adam = {"lr": options.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": options.weight_decay}
+    return {
+        "train_batch_size": options.batch,
+        "train_micro_batch_size_per_gpu": options.microbatch,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "gradient_clipping": options.clip,
+        "zero_optimization": {"stage": options.zero},
+        "pipeline": {"schedule": options.schedule},
+        "seed": options.seed,
+    }
+
+
+if __name__ == "__main__":
+    main()
