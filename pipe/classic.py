@@ -76,20 +76,22 @@ def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
     ways = [("last", "merged"), ("first", "first"), ("merged", "merged"), ("last", "first")]
     tries = [(way, limits) for way in ways for limits in (ahead, [ahead[0]] * pipe)]
 
-    def attempt(number: int, count: int) -> tuple[int, list[list[Op]]] | None:
-        (way_f, way_b), limits = tries[number]
+    def attempt(i: int, count: int) -> tuple[int, list[list[Op]]] | None:
+        (way_f, way_b), limits = tries[i]
         letters = pattern(split(count, pipe, way_f), split(count, pipe, way_b))
         return squeeze(letters, placement, count, limits, ahead=True)
 
-    # what does well on a few microbatches mostly does on all, and no way beats the bound
-    few = {i: attempt(i, rest + min(groups, 2) * pipe) for i in range(len(tries))}
-    bound = 3 * chunks * microbatches + 3 * (pipe - 1)
-    best = None
-    for _, i in sorted((result[0], i) for i, result in few.items() if result):
-        result = attempt(i, microbatches)
+    def bound(count: int) -> int:
+        return 3 * chunks * count + 3 * (pipe - 1)
+
+    # what does well on a few microbatches mostly does on all, and nothing beats the bound
+    few, best = rest + min(groups, 2) * pipe, None
+    for i in range(len(tries)):
+        sample = attempt(i, few)
+        result = attempt(i, microbatches) if sample and sample[0] <= bound(few) else None
         if result and (best is None or result[0] < best[0]):
             best = result
-        if best and best[0] <= bound:
+        if best and best[0] <= bound(microbatches):
             break
     assert best is not None
     return best[1]

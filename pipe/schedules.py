@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import classic, v_shaped, zero_bubble
+from . import classic, v_shaped, wave, zero_bubble
 from .ops import COMPUTE, Op
 
 Order = list[Op]
@@ -143,6 +143,7 @@ class Recipe:
     place: Callable[[int, int], tuple[int, ...]]  # (pipe, chunks) -> the rank of each stage
     chunks: int = 1  # when the user does not say
     accepts: Callable[[int], bool] = lambda chunks: chunks == 1
+    least: Callable[[int], int] = lambda pipe: 1  # microbatches it needs at least
 
 
 def loop(pipe: int, chunks: int) -> tuple[int, ...]:
@@ -166,7 +167,8 @@ RECIPES: dict[str, Recipe] = {
     "zb-v": Recipe(v_shaped.zb_v, zigzag, 2, lambda chunks: chunks == 2),
     "v-half": Recipe(v_shaped.v_half, zigzag, 2, lambda chunks: chunks == 2),
     "v-min": Recipe(v_shaped.v_min, zigzag, 2, lambda chunks: chunks == 2),
-    "dualpipe-v": Recipe(v_shaped.dualpipe_v, zigzag, 2, lambda chunks: chunks == 2),
+    "dualpipe-v": Recipe(v_shaped.dualpipe_v, zigzag, 2, lambda chunks: chunks == 2, lambda pipe: 2 * pipe),
+    "wave": Recipe(wave.wave, zigzag, 2, lambda chunks: chunks >= 2 and chunks % 2 == 0),
     "forward": Recipe(classic.forward, loop, 1, lambda chunks: chunks >= 1),
 }
 
@@ -187,5 +189,12 @@ def make_schedule(name: str, pipe: int, microbatches: int, chunks: int | None = 
         near = sorted(range(1, max(chunks, 1) + 5), key=lambda c: (abs(c - chunks), c))
         nearest = next(c for c in near if recipe.accepts(c))
         raise ValueError(f"{name} does not run {chunks} chunks per rank: the nearest is chunks={nearest}")
+    if microbatches < recipe.least(pipe):
+        fits = max((p for p in range(1, pipe) if recipe.least(p) <= microbatches), default=None)
+        or_ = "" if fits is None else f", or pipe={fits} with microbatches={microbatches}"
+        raise ValueError(
+            f"{name} needs at least {recipe.least(pipe)} microbatches for {pipe} ranks, not {microbatches}: "
+            f"the nearest is microbatches={recipe.least(pipe)}{or_}"
+        )
     orders = recipe.make(pipe, microbatches, chunks)
     return Schedule(name, pipe, microbatches, chunks, recipe.place(pipe, chunks), tuple(map(tuple, orders)))

@@ -5,7 +5,9 @@ I, the input gradient, is what the stage before waits for; W, the weight gradien
 
 from __future__ import annotations
 
+from .classic import merge
 from .ops import Op
+from .squeeze import Letter, squeeze
 
 Orders = list[list[Op]]
 
@@ -30,7 +32,17 @@ def zb_h2(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
     rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
     """
-    return [put_off(r, microbatches, ahead=2 * (pipe - r) - 1, late=2 * r) for r in range(pipe)]
+    if microbatches >= 2 * pipe - 1:
+        return [put_off(r, microbatches, ahead=2 * (pipe - r) - 1, late=2 * r) for r in range(pipe)]
+    # too few for that many ahead: as many more than ZB-H1's as pay
+    results = []
+    for more in range(pipe):
+        patterns: list[list[Letter]] = []
+        for r in range(pipe):
+            ahead = min(pipe - r + more, 2 * (pipe - r) - 1)
+            patterns.append(merge([("F", r)] * microbatches, [("I", r)] * microbatches, ahead))
+        results.append(squeeze(patterns, range(pipe), microbatches, [2 * pipe - 1] * pipe, ahead=False))
+    return min((result for result in results if result), key=lambda result: result[0])[1]
 
 
 def put_off(stage: int, microbatches: int, ahead: int, late: int) -> list[Op]:

@@ -1,0 +1,109 @@
+"""Hanayo's waves: v = 2w stages on each rank, back and forth w times, so every turn stays on its rank.
+
+    stage   0 1 2 3 4 5 6 7        w = 1, p = 4        rank    0 1 2 3 3 2 1 0
+
+The way is laid out in three manners, and the one that does best on a few microbatches is squeezed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .classic import merge
+from .ops import Op
+from .squeeze import NEVER, Letter, squeeze
+
+Orders = list[list[Op]]
+Patterns = list[list[Letter]]
+
+
+def wave(pipe: int, microbatches: int, chunks: int) -> Orders:
+    """A bubble about 1/v of 1F1B's at about its memory (Liu 2023, Hanayo).
+
+    Idle 2(p-1)/3 (F+B) at v = 2 and peak p; at more waves about (p-1)(F+B)/v where p divides m, up to
+    half as much again where not, and peak at most p + (p-1)(v-2)/2v.
+
+    rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 0B0 3B1 3F2 0B1 3B2 0B2
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1B0 1F2 2B1 2F2 1B1 2B2 1B2
+    """
+    placement = [r for c in range(chunks) for r in (range(pipe) if c % 2 == 0 else reversed(range(pipe)))]
+    limits = [chunks * pipe + (chunks // 2 - 1) * (pipe - 1)] * pipe
+    few = microbatches if microbatches < 3 * pipe else 2 * pipe + microbatches % pipe
+    tries = []
+    for i, (patterns, ahead) in enumerate(layouts(placement, pipe, few, limits[0])):
+        result = squeeze(patterns, placement, few, limits, ahead)
+        if result:
+            tries.append((result[0], i))
+    for _, i in sorted(tries):
+        patterns, ahead = next(way for j, way in enumerate(layouts(placement, pipe, microbatches, limits[0])) if i == j)
+        result = squeeze(patterns, placement, microbatches, limits, ahead)
+        if result:
+            return result[1]
+    raise AssertionError(f"no wave for pipe={pipe}, microbatches={microbatches}, chunks={chunks}")
+
+
+def layouts(placement: list[int], pipe: int, microbatches: int, limit: int) -> Iterator[tuple[Patterns, bool]]:
+    """Ways to lay out the microbatches, and whether to pull ops ahead in them."""
+    for slope, ahead in ((-1, False), (-1, True), (0, True)):
+        yield periodic(placement, pipe, microbatches, slope), ahead
+    if len(placement) == 2 * pipe:
+        return  # with one wave, the first is the best
+    half, less = max(1, pipe // 2), max(1, pipe - 1)
+    windows = {w: deep(placement, pipe, microbatches, w) for w in (half, less, pipe, pipe + half)}
+    for f, b in ((half, pipe), (pipe + half, pipe), (pipe + half, less), (less, pipe + half), (half, half)):
+        yield both(windows[f], windows[b], len(placement), limit), True
+
+
+def periodic(placement: list[int], pipe: int, microbatches: int, slope: int) -> Patterns:
+    """One microbatch's way, repeated every 3v units without a collision: F takes one, B two.
+
+    On rank r all forwards start at slope * r (mod 3), and each rank's slots of a period are used once.
+    """
+    stages = len(placement)
+    period = 3 * stages // pipe
+    taken: list[set[int]] = [set() for _ in range(pipe)]
+    starts: list[list[tuple[int, Letter]]] = [[] for _ in range(pipe)]
+    way: list[Letter] = [("F", s) for s in range(stages)] + [("B", s) for s in reversed(range(stages))]
+    now = 0
+    for kind, stage in way:
+        rank = placement[stage]
+        length = 1 if kind == "F" else 2
+        while (now - slope * rank - length + 1) % 3 or now % period in taken[rank]:
+            now += 1
+        taken[rank].add(now % period)
+        starts[rank].append((now, (kind, stage)))
+        now += length
+    return [
+        [letter for _, letter in sorted((t + period * m, a) for t, a in ways for m in range(microbatches))]
+        for ways in starts
+    ]
+
+
+def both(forwards: list[list[int]], backwards: list[list[int]], stages: int, limit: int) -> Patterns:
+    """Forwards up to the limit, then in turn with backwards, which come in the mirror image's order."""
+    return [
+        merge([("F", s) for s in f], [("B", stages - 1 - s) for s in b], limit)
+        for f, b in zip(forwards, backwards, strict=True)
+    ]
+
+
+def deep(placement: list[int], pipe: int, microbatches: int, window: int) -> list[list[int]]:
+    """The stages each rank runs, deepest first, with at most `window` microbatches on their way."""
+    stages = len(placement)
+    mine = [[s for s in reversed(range(stages)) if placement[s] == r] for r in range(pipe)]
+    arrival = [[0] * microbatches] + [[NEVER] * microbatches for _ in range(stages)]
+    at = [0] * stages  # stage -> its next microbatch
+    order: list[list[int]] = [[] for _ in range(pipe)]
+    now, left = 0, stages * microbatches
+    while left:
+        for rank in range(pipe):
+            for s in mine[rank]:
+                mb = at[s]
+                if mb < microbatches and arrival[s][mb] <= now and (s > 0 or mb - at[-1] < window):
+                    at[s] = mb + 1
+                    arrival[s + 1][mb] = now + 1
+                    order[rank].append(s)
+                    left -= 1
+                    break
+        now += 1
+    return order
