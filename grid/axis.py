@@ -137,7 +137,9 @@ class Axis:
     def _open(self) -> dist.ProcessGroup:
         # Without this check torch would take None for the default group: another grid's, perhaps.
         if self.group is None:
-            raise RuntimeError(f"the {self.name} axis's process group is closed: a step failed, or grid.close() was called")
+            raise RuntimeError(
+                f"the {self.name} axis's process group is closed: a step failed, or grid.close() was called"
+            )
         return self.group
 
     def _start(self, collective: Callable[..., Any], async_op: bool, *args: Any, **kwargs: Any) -> Pending:

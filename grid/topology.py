@@ -93,7 +93,9 @@ class Topology:
         for axis, at in fixed.items():
             self._check(axis)
             if not 0 <= at < self.axes[axis]:
-                raise ValueError(f"{axis}={at} is not on an axis of size {self.axes[axis]} (0 to {self.axes[axis] - 1})")
+                raise ValueError(
+                    f"{axis}={at} is not on an axis of size {self.axes[axis]} (0 to {self.axes[axis] - 1})"
+                )
         spans = [(fixed[name],) if name in fixed else range(size) for name, size in self.axes.items()]
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*spans)]
