@@ -31,7 +31,8 @@ class Feed:
                 pair ``(inputs, labels)``.
         """
         module, grid = self._module, self._grid
-        pairs, problem = [], None
+        pairs: list[tuple[Any, Any]] = []
+        problem = None
         if module.is_first or module.is_last:
             pairs, problem = self._next(data_iter, count)
         frozen = tuple(parameter.requires_grad for parameter in module.parameters())

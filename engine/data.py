@@ -39,7 +39,9 @@ class BatchOrder(Sampler[list[int]]):
         return self._samples // self._train * (self._train // self._replicas // self._micro)
 
 
-def make_loader(dataset: Dataset[Any], order: BatchOrder, collate: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
+def make_loader(
+    dataset: Dataset[Any], order: BatchOrder, collate: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any]:
     """A loader whose items are microbatches."""
     return DataLoader(dataset, batch_sampler=order, collate_fn=collate)
 

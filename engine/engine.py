@@ -12,10 +12,11 @@ from torch.utils.data import Dataset
 
 from ..grid import Layout
 from ..pipe.executor import Executor
+from ..pipe.inference import forward_only
 from ..pipe.module import PipelineModule
 from ..pipe.nest import Schema, flatten, unflatten
 from ..pipe.passes import Program, lower
-from ..pipe.schedules import make_schedule
+from ..pipe.schedules import Schedule, make_schedule
 from ..pipe.simulate import Timeline
 from ..pipe.verify import verify
 from ..zero.buckets import Managed, make_buckets
@@ -59,6 +60,8 @@ class Engine:
         self._programs: dict[tuple[str, int], Program] = {}
         self._feed = Feed(module)
         module.dropout_state.seed = config.seed
+
+        module.trained = True
 
         sharded = config.zero_optimization.stage > 0
         self._sharded = sharded
@@ -237,14 +240,8 @@ class Engine:
         """The verified program of a schedule; made once."""
         key = schedule, microbatches
         if key not in self._programs:
-            module = self.module
-            made = make_schedule(schedule, self.grid.pipe.size, microbatches, module.chunks)
-            if made.placement != module.placement:
-                raise ValueError(
-                    f"the schedule {schedule} puts its stages on ranks {list(made.placement)}, but the PipelineModule "
-                    f"has them on {list(module.placement)}: pass PipelineModule(..., placement={list(made.placement)})"
-                )
-            program = lower(made, self.config.zero_optimization.stage, [tie.stages for tie in module.ties])
+            made = schedule_for(self.module, schedule, microbatches)
+            program = lower(made, self.config.zero_optimization.stage, [tie.stages for tie in self.module.ties])
             verify(program)
             self._programs[key] = program
         return self._programs[key]
@@ -272,9 +269,18 @@ class Engine:
         raise error
 
 
-def _managed(
-    module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]
-) -> list[Managed]:
+def schedule_for(module: PipelineModule, name: str, microbatches: int) -> Schedule:
+    """A schedule for this model; inference runs wherever the stages are.
+
+    Raises:
+        ValueError: the schedule does not run the model's chunks.
+    """
+    if name == "forward":
+        return forward_only(module.placement, microbatches)
+    return make_schedule(name, module.grid.pipe.size, microbatches, module.chunks)
+
+
+def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[Managed]:
     """What the data axis manages: this rank's trained parameters, in the order of the model."""
     group_of = {parameter: i for i, (_, parameters) in enumerate(groups) for parameter in parameters}
     return [

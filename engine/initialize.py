@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
 from . import optimizers
-from .config import Config, ConfigError, read_config
-from .engine import Engine
+from .config import Config, ConfigError, batch_sizes, read_config
+from .engine import Engine, schedule_for
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
@@ -59,6 +59,8 @@ def initialize(
     if source is None:
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
+    microbatches = batch_sizes(checked, model.grid.data.size).accumulation
+    model.move(schedule_for(model, checked.pipeline.schedule, microbatches).placement)
     groups = _groups(model, optimizer, model_parameters)
     make: MakeOptimizer | None = None
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -93,7 +95,11 @@ def _groups(model: PipelineModule, optimizer: Any, model_parameters: Iterable[An
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         strangers = sum(parameter not in known for parameter in parameters)
         if strangers:
-            raise ConfigError(f"{strangers} parameters to train are not the model's: take them from model.parameters()")
+            raise ConfigError(
+                f"{strangers} parameters to train are not the model's: take them from model.parameters(). (The "
+                f"schedule has its stages on ranks {list(model.placement)}; pass PipelineModule(..., "
+                f"placement={list(model.placement)}) and they are there from the start.)"
+            )
         groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
     return groups
 

@@ -49,7 +49,7 @@ def from_config(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], tor
         raise ConfigError(f"optimizer.params: {name} has no {', '.join(unknown)}; it takes {', '.join(known)}")
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
-    return lambda groups: cls(_fused(cls, groups, params), **params)  # type: ignore[call-arg]
+    return lambda groups: cls(_fused(cls, groups, params), **params)
 
 
 def from_instance(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:

@@ -26,7 +26,7 @@ class Boundary:
         self._gradients: list[Tensor | None] = [None] * len(self._wanted)
         if self._wanted:
             anchor = torch.zeros((), requires_grad=True)
-            entered = _Enter.apply(self, anchor, *(tensors[i] for i in self._wanted))  # type: ignore[no-untyped-call]
+            entered = _Enter.apply(self, anchor, *(tensors[i] for i in self._wanted))
             for i, tensor in zip(self._wanted, entered, strict=True):
                 tensors[i] = tensor
             value = unflatten(schema, tensors)

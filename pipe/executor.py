@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..grid import Axis
+from .backward import Deferred, SplitBackward
 from .boundary import Boundary
 from .module import PipelineModule
 from .nest import Schema, flatten, map_tensors, unflatten
@@ -34,6 +35,9 @@ class DataAxis(Protocol):
 
     def last_backward(self, stage: int) -> AbstractContextManager[None]:
         """Within it the stage's last backward runs: its gradients may be reduced as they become final."""
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A deferred weight gradient is whole (of its microbatch), where autograd's own hooks do not see it."""
 
     def reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE: the stage's gradients are final (of this microbatch, or, at -1, of all)."""
@@ -71,6 +75,14 @@ class Result:
         self.outputs: dict[int, Any] = {}  # microbatch -> the last layer's output, if asked for
 
 
+class _Held(NamedTuple):
+    """What one stage keeps of one microbatch between its forward and its backward."""
+
+    boundary: Boundary | None  # where its inputs entered; None at the first stage
+    edges: list[GradientEdge]  # where the backward pass starts; the outputs themselves may be gone
+    deferred: Deferred | None  # where its weight gradients wait, if the schedule splits the backward
+
+
 class Executor:
     """Runs programs over a ``PipelineModule``'s stages on this rank.
 
@@ -88,6 +100,8 @@ class Executor:
         self._handlers: dict[str, Callable[[Op], None]] = {
             "F": self._forward,
             "B": self._backward,
+            "I": self._input_gradient,
+            "W": self._weight_gradient,
             "SEND_F": self._send_forward,
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
@@ -99,7 +113,7 @@ class Executor:
         }
         self.record = False
         self.spans: list[Span] = []
-        self.held: dict[tuple[int, int], tuple[Boundary | None, list[GradientEdge]]] = {}
+        self.held: dict[tuple[int, int], _Held] = {}
         self.peak = 0
 
     def forget_schemas(self) -> None:
@@ -129,6 +143,7 @@ class Executor:
         ops = program.ops[self._grid.pipe.rank]
         self._microbatches, self._keep_outputs = microbatches, outputs
         self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
+        self._splits = any(op.kind in "IW" for op in ops)
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result(self._grid.device)
         # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
@@ -168,29 +183,60 @@ class Executor:
                 value = boundary.value
         self._begin = time.perf_counter()
         self._module.dropout_state.samples = microbatch.samples
-        value = self._module.run_stage(stage, value)
-        if stage < self._last_stage:
-            self._outputs[stage, index] = value
-            tensors, _ = flatten(value)
-        else:
-            tensors = self._loss(value, index)
+        deferred = Deferred() if self._splits else None
+        with SplitBackward(deferred) if deferred is not None else nullcontext():
+            value = self._module.run_stage(stage, value)
+            if stage < self._last_stage:
+                self._outputs[stage, index] = value
+                tensors, _ = flatten(value)
+            else:
+                tensors = self._loss(value, index)
         if self._training:
             edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-            self.held[stage, index] = boundary, edges
+            self.held[stage, index] = _Held(boundary, edges, deferred)
             self.peak = max(self.peak, len(self.held))
 
     def _backward(self, op: Op) -> None:
-        """``backward(outputs, gradients)``: one call over all outputs, whatever their number."""
+        """``backward(outputs, gradients)``: the input gradient, and the weight gradient with it or right after."""
+        if self._splits:
+            self._input_gradient(op)
+            begin = self._begin
+            self._weight_gradient(op)
+            self._begin = begin
+        else:
+            with self._last(op):
+                self._differentiate(op)
+            del self.held[op.stage, op.microbatch]
+
+    def _input_gradient(self, op: Op) -> None:
+        """``backward(outputs, gradients)``, which leaves the weight gradients of most layers queued."""
+        self._differentiate(op)
+        held = self.held[op.stage, op.microbatch]
+        self.held[op.stage, op.microbatch] = _Held(None, [], held.deferred)
+
+    def _weight_gradient(self, op: Op) -> None:
+        """``weight.grad += ...``, for all that is queued."""
+        self._begin = time.perf_counter()
+        deferred = self.held[op.stage, op.microbatch].deferred
+        assert deferred is not None  # a program that splits the backward says so before its first forward
+        with self._last(op):
+            deferred.run(self._data.accumulated)
+        del self.held[op.stage, op.microbatch]
+
+    def _differentiate(self, op: Op) -> None:
+        """One backward pass over all outputs, whatever their number."""
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
         self._begin = time.perf_counter()
-        boundary, edges = self.held.pop((stage, index))
-        last = self._data.last_backward(stage) if self._last_backward[stage] == op else nullcontext()
-        with last:
-            if edges:
-                torch.autograd.backward(edges, gradients)
+        boundary, edges, _ = self.held[stage, index]
+        if edges:
+            torch.autograd.backward(edges, gradients)
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
+
+    def _last(self, op: Op) -> AbstractContextManager[None]:
+        """Where this op makes the stage's gradients final, what the data axis does meanwhile."""
+        return self._data.last_backward(op.stage) if self._last_backward[op.stage] == op else nullcontext()
 
     def _send_forward(self, op: Op) -> None:
         """``isend(outputs)``, to the next stage."""

@@ -57,7 +57,8 @@ class PipelineModule(nn.Module):
         partition: where to cut: ``"parameters"`` (least largest stage), ``"uniform"``, ``"type:REGEX"``, or
             boundaries such as ``[0, 8, 16, 23, 30]``.
         chunks: stages per rank of the pipe axis.
-        placement: the rank of each stage: ``"loop"`` deals them round, ``"v"`` goes to and fro, or a list.
+        placement: the rank of each stage: ``"loop"`` deals them round, ``"v"`` goes to and fro, or a list. The
+            engine moves stages to where its schedule wants them, so this only saves building them twice.
         seed: of the initial weights. (The configuration's ``seed`` is that of data order and dropout.)
         dtype: of parameters; None leaves what the layers make.
         output_fn: applied to the last layer's output where ``eval_batch`` is asked for outputs, e.g. to gather
@@ -87,6 +88,7 @@ class PipelineModule(nn.Module):
         self.chunks = chunks
         self.placement = place(placement, self.grid.pipe.size, chunks)
         self.dropout_state = DropoutState(seed)
+        self.trained = False  # set by the engine, whose optimizer changes weights behind their version counters
         self._list = list(layers)
         self._sources = _sources(self._list)
         names = [_typename(layer) for layer in self._list]
@@ -95,7 +97,6 @@ class PipelineModule(nn.Module):
         self.ties, self._shared = self._find_ties()
         self.layers = nn.ModuleDict()
         self._build()
-        self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
 
     @property
     def stages(self) -> list[int]:
@@ -134,6 +135,31 @@ class PipelineModule(nn.Module):
         for stage in self.stages:
             x = self.run_stage(stage, x)
         return x
+
+    def move(self, placement: Sequence[int]) -> None:
+        """Put the stages on other ranks, as a schedule wants them. Collective.
+
+        Layers that come to this rank are built as they would have been at first, so it is for models whose weights
+        are the initial ones still: before training, and before a checkpoint is loaded.
+
+        Raises:
+            RuntimeError: weights were changed since they were built.
+        """
+        if tuple(placement) == self.placement:
+            return
+        changed = [name for name, p in self.named_parameters() if self.trained or p._version != self._versions[p]]
+        flags = self.grid.pipe.all_gather_object(changed[:1])
+        if any(flags):
+            name = next(found[0] for found in flags if found)
+            raise RuntimeError(
+                f"stages must move to ranks {list(placement)}, but {name} was changed since it was built: pass "
+                f"PipelineModule(..., placement={list(placement)}) and change it then"
+            )
+        self.placement = place(placement, self.grid.pipe.size, self.chunks)
+        used = {self._sources[i] for s in self.stages for i in range(self.boundaries[s], self.boundaries[s + 1])}
+        for source in [int(key) for key in self.layers if int(key) not in used]:
+            del self.layers[str(source)]
+        self._build()
 
     def placed(self) -> list[Placed]:
         """This rank's parameters, each once, in the order of the list."""
@@ -247,6 +273,8 @@ class PipelineModule(nn.Module):
                     for name, module in layer.named_modules():
                         if isinstance(module, Dropout):
                             module.bind(f"layers.{source}.{name}", self.dropout_state)
+        self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
+        self._versions = {parameter: parameter._version for parameter in self.parameters()}
 
     def _make(self, source: int) -> nn.Module:
         """Build one layer, the same on every rank that does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def uniform(layers: int, parts: int) -> list[int]:
@@ -97,7 +97,7 @@ def _explicit(cuts: list[int], stages: int, layers: int) -> list[int]:
         sizes = f"{stages + 1} boundaries from 0 to {layers}"
         hint = f", for instance {uniform(layers, stages)}" if layers >= stages else ""
         raise ValueError(f"partition={cuts} does not cut {layers} layers into {stages} stages: give {sizes}{hint}")
-    for stage, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for stage, (start, stop) in enumerate(pairwise(cuts)):
         if start >= stop:
             raise ValueError(f"partition={cuts} leaves stage {stage} empty: boundaries must increase")
     return cuts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,10 @@ def test_what_initialize_refuses() -> None:
         triax.initialize(model=model, config=BASE, model_parameters=[nn.Parameter(torch.zeros(1))])
     with pytest.raises(ConfigError, match="LBFGS needs whole tensors"):
         triax.initialize(model=model, config=BASE, optimizer=torch.optim.LBFGS(model.parameters()))
+    config = {key: value for key, value in BASE.items() if key != "optimizer"}
+    idle = triax.initialize(model=model, config=config)[0]
     with pytest.raises(RuntimeError, match="there is no optimizer"):
-        config = {key: value for key, value in BASE.items() if key != "optimizer"}
-        triax.initialize(model=model, config=config)[0].train_batch(iter([]))
+        idle.train_batch(iter([]))
 
 
 # ------------------------------------------------------------------------------------------------------ a step
@@ -257,18 +259,18 @@ def test_eval_batch_any_size_with_all_outputs(ranks: Any) -> None:
 
 def test_the_order_of_data_knows_no_grid() -> None:
     orders = {
-        replicas: [list(BatchOrder(50, 16, micro, rank, replicas, seed=5)) for rank in range(replicas)]
+        replicas: [[*chain(*BatchOrder(50, 16, micro, rank, replicas, seed=5))] for rank in range(replicas)]
         for replicas, micro in ((1, 4), (2, 4), (4, 2))
     }
     for replicas, found in orders.items():
-        assert {len(order) for order in found} == {3 * 16 // replicas // len(found[0][0])}
+        assert {len(order) for order in found} == {3 * 16 // replicas}
         for k in range(3):
-            share = [sum(o, [])[k * 16 // replicas : (k + 1) * 16 // replicas] for o in found]
-            assert sum(share, []) == sum(orders[1][0], [])[k * 16 : (k + 1) * 16]
-    assert list(BatchOrder(50, 16, 4, 0, 1, seed=6)) != orders[1][0]
+            shares = [order[k * 16 // replicas : (k + 1) * 16 // replicas] for order in found]
+            assert [*chain(*shares)] == orders[1][0][k * 16 : (k + 1) * 16]
+    assert [*chain(*BatchOrder(50, 16, 4, 0, 1, seed=6))] != orders[1][0]
     later = BatchOrder(50, 16, 4, 0, 1, seed=5)
     later.epoch = 1
-    assert list(later) != orders[1][0]
+    assert [*chain(*later)] != orders[1][0]
     with pytest.raises(ValueError, match="50 samples, less than one global batch of 64"):
         BatchOrder(50, 64, 4, 0, 1, seed=5)
 
@@ -331,13 +333,31 @@ def test_losses_refused() -> None:
     assert "the batch's weight is 0.0" in bad_loss((torch.ones((), requires_grad=True), 0))
 
 
-def unlike_schedule() -> str:
+def moved(change: bool) -> Any:
+    """Stages on the ranks that the schedule does not want: they move, unless weights would be lost."""
     grid = Grid(pipe=2, timeout=60)
-    model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, partition="uniform", placement=[1, 0])
-    with pytest.raises(ValueError) as error:
-        triax.initialize(model=model, config=BASE)
-    return str(error.value)
+    model = PipelineModule(
+        layers(), grid=grid, loss_fn=mean_loss, partition="uniform", placement=[1, 0], dtype=torch.float64
+    )
+    if change and grid.pipe.rank == 0:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+    try:
+        made, *_ = triax.initialize(model=model, config=BASE)
+    except RuntimeError as error:
+        return str(error)
+    return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
 
 
-def test_a_schedule_of_another_placement_is_refused(ranks: Any) -> None:
-    assert "pass PipelineModule(..., placement=[0, 1])" in ranks(2, unlike_schedule)[1]
+def test_stages_move_to_where_the_schedule_wants_them(ranks: Any) -> None:
+    wanted = ranks(1, straight)[0]
+    for weights, loss in ranks(2, moved, False):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted[0].items())
+        assert loss == pytest.approx(wanted[1], rel=1e-12)
+    for message in ranks(2, moved, True):
+        assert "stages must move to ranks [0, 1], but layers.4.weight was changed since it was built" in message
+
+
+def straight() -> Any:
+    made = engine(Grid())
+    return made.gather(), made.train_batch(microbatches(made.grid, batch=8)).item()

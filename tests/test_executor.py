@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triax
-from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
+from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec, make_schedule, simulate
 
 WIDTH, MICROBATCHES = 6, 4
 Pair = tuple[Any, Tensor]
@@ -77,6 +77,27 @@ class Unused(nn.Module):
         return self.a(x), self.b(x)
 
 
+class Convolutions(nn.Module):
+    """Each kind of convolution, with strides, groups and paddings, between linears and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, padding_idx=1)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.one = nn.Conv1d(4, 8, 3, padding=1, groups=2)
+        self.two = nn.Conv2d(1, 2, (3, 2), stride=(1, 2), bias=False)
+        self.back = nn.ConvTranspose2d(2, 1, (3, 2), stride=(1, 2))
+        self.same = nn.Conv1d(8, 4, 3, padding="same")
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Parameter(torch.linspace(0, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.table(x.detach().abs().long() % 5).sum(-2)
+        y = self.one(y)
+        y = self.back(self.two(y[:, None]))[:, 0]
+        return self.norm(self.same(y)) @ self.mix + F.linear(x, self.mix)
+
+
 class Pool(nn.Module):
     """Averages over the sequence, whose length changes from microbatch to microbatch."""
 
@@ -92,7 +113,7 @@ def linear() -> LayerSpec:
     return LayerSpec(nn.Linear, WIDTH, WIDTH)
 
 
-def attend(layer: nn.Module, x: Tensor) -> Tensor:
+def attend(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight) + layer.bias.sum()
 
 
@@ -111,6 +132,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "frozen stages": lambda: [LayerSpec(Frozen), LayerSpec(Frozen), linear(), LayerSpec(Frozen)],
     "frozen in the middle": lambda: [linear(), LayerSpec(Frozen), LayerSpec(Frozen), linear()],
     "unused output": lambda: [linear(), LayerSpec(Unused), first, linear()],
+    "convolutions": lambda: [linear(), LayerSpec(Convolutions), LayerSpec(Convolutions), linear()],
     "sequences": lambda: [linear(), LayerSpec(Pool), linear(), linear()],
     "tied whole": lambda: [
         TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH),
@@ -193,11 +215,19 @@ def assert_same(results: list[Any], wanted: Any) -> None:
         torch.testing.assert_close(weights, wanted_weights, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_any_message(ranks: Any, name: str, schedule: str) -> None:
-    ragged = name != "in place"
+    ragged = name not in ("in place", "convolutions")
     assert_same(ranks(4, pipelined, name, 4, schedule, ragged, 0), plain(name, ragged))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_in_chunks(ranks: Any, name: str, schedule: str) -> None:
+    """Two stages a rank: in a V the first and the last stage, and a tie between them, are on one rank."""
+    ragged = name not in ("in place", "convolutions")
+    assert_same(ranks(2, pipelined, name, 2, schedule, ragged, 1, chunks=2), plain(name, ragged))
 
 
 def test_two_stages_and_replicas(ranks: Any) -> None:
@@ -207,8 +237,10 @@ def test_two_stages_and_replicas(ranks: Any) -> None:
 
 
 def test_activations_held_are_those_of_the_schedule(ranks: Any) -> None:
-    for schedule, wanted in (("gpipe", [4, 4, 4, 4]), ("1f1b", [4, 3, 2, 1])):
-        assert [r[2] for r in ranks(4, pipelined, "plain", 4, schedule, False, 0)] == wanted
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
+        wanted = simulate(make_schedule(schedule, 2, MICROBATCHES, chunks)).peak_activations
+        found = ranks(2, pipelined, "plain", 2, schedule, False, 0, chunks=chunks)
+        assert [r[2] / chunks for r in found] == list(wanted), schedule
 
 
 class Changing(nn.Module):
@@ -237,7 +269,10 @@ class Bad(nn.Module):
 def failing(kind: str) -> str:
     layer: Any = {"changing": LayerSpec(Changing)}.get(kind) or LayerSpec(Bad, kind)
     model = PipelineModule(
-        [linear(), layer, linear(), linear()], grid=Grid(pipe=4, timeout=60), loss_fn=loss_fn, partition="uniform"
+        [linear(), layer, linear(), linear()],
+        grid=Grid(pipe=4, timeout=60),
+        loss_fn=lambda outputs, labels: outputs.square().mean(),
+        partition="uniform",
     )
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -16,6 +16,7 @@ import triax
 from triax.grid import Grid
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.pipe.module import PipelineModule
+from triax.pipe.schedules import RECIPES
 
 # 8 entries, so that a pipe axis of 8 has one a stage; 8 heads for a tensor axis of 8; 37 tokens divide by no axis.
 LAYERS, HEADS, VOCABULARY, LENGTH = 4, 8, 37, 6
@@ -27,9 +28,16 @@ GRIDS = [
     if pipe * data * tensor in (1, 2, 4, 8)
 ]
 SCHEDULES, STAGES, TIED = ("gpipe", "1f1b"), (0, 1), (True, False)
+# The other schedules, each with the chunks it is run in, where the pipe axis and the 8 layers of the list allow.
+OTHERS = [
+    (name, chunks)
+    for name, recipe in RECIPES.items()
+    for chunks in (1, 2, 4)
+    if recipe.accepts(chunks) and name not in (*SCHEDULES, "forward")
+]
 
 
-def model(grid: Grid, tied: bool, dropout: float = 0.0) -> PipelineModule:
+def model(grid: Grid, tied: bool, chunks: int = 1) -> PipelineModule:
     config = GPTConfig(
         vocab_size=VOCABULARY,
         sequence_length=LENGTH,
@@ -37,10 +45,9 @@ def model(grid: Grid, tied: bool, dropout: float = 0.0) -> PipelineModule:
         layers=LAYERS,
         heads=HEADS,
         tie_embeddings=tied,
-        dropout=dropout,
     )
     loss = GPTLoss(grid, vocab_size=VOCABULARY)
-    return PipelineModule(gpt(config), grid=grid, loss_fn=loss, seed=7, dtype=torch.float64)
+    return PipelineModule(gpt(config), grid=grid, loss_fn=loss, seed=7, dtype=torch.float64, chunks=chunks)
 
 
 @cache
@@ -77,13 +84,14 @@ def replicas_agree(engine: Any) -> bool:
     return True
 
 
-def train(
-    grid: tuple[int, int, int], cells: list[tuple[str, int, bool]], dropout: float = 0.0
-) -> list[tuple[dict[str, Tensor], list[Step], bool]]:
-    """On each rank, for each cell (schedule, ZeRO stage, tied): initial weights, steps, and whether replicas agree."""
+Cell = tuple[str, int, int, bool]  # schedule, chunks, ZeRO stage, tied
+
+
+def train(grid: tuple[int, int, int], cells: list[Cell]) -> list[tuple[dict[str, Tensor], list[Step], bool]]:
+    """On each rank, for each cell: initial weights, steps, and whether replicas agree."""
     here = triax.Grid(*grid, timeout=60)
     results = []
-    for schedule, stage, tied in cells:
+    for schedule, chunks, stage, tied in cells:
         config = {
             "train_batch_size": SAMPLES,
             "train_micro_batch_size_per_gpu": 1,
@@ -94,17 +102,21 @@ def train(
             "pipeline": {"schedule": schedule},
             "seed": 11,
         }
-        engine, *_ = triax.initialize(model=model(here, tied, dropout), config=config)
+        engine, *_ = triax.initialize(model=model(here, tied, chunks), config=config)
         data, initial = microbatches(here), engine.gather()
         steps, agree = [], True
         for _ in range(STEPS):
             loss = engine.train_batch(data).item()
             norm = engine.get_global_grad_norm()
-            steps.append(Step(loss, norm, engine.gather("gradients"), engine.gather()))
+            steps.append(Step(loss, norm or 0.0, engine.gather("gradients"), engine.gather()))
             agree = agree and replicas_agree(engine)
         results.append((initial, steps, agree))
     # Whole tensors are the same on every rank: one copy is enough for the parent.
-    return results if here.rank == 0 else [({}, [Step(s.loss, s.norm or 0.0, {}, {}) for s in r[1]], r[2]) for r in results]
+    return (
+        results
+        if here.rank == 0
+        else [({}, [Step(s.loss, s.norm or 0.0, {}, {}) for s in r[1]], r[2]) for r in results]
+    )
 
 
 @cache
@@ -116,16 +128,14 @@ def reference(tied: bool) -> tuple[dict[str, Tensor], list[Step]]:
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
     assert found.keys() == wanted.keys(), what
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}")
+        message = f"{what} {name}: {{}}".format
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=message)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "x".join(map(str, grid)))
-def test_invariance(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
-    cells = list(itertools.product(SCHEDULES, STAGES, TIED))
-    world = grid[0] * grid[1] * grid[2]
-    results = ranks(world, train, grid, cells, timeout=240)
+def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell], cells_checked: list[Any]) -> None:
+    results = ranks(grid[0] * grid[1] * grid[2], train, grid, cells, timeout=240)
     for i, cell in enumerate(cells):
-        wanted_initial, wanted = reference(cell[2])
+        wanted_initial, wanted = reference(cell[-1])
         initial, steps, _ = results[0][i]
         for name, tensor in wanted_initial.items():
             assert torch.equal(initial[name], tensor), f"{cell}: {name} starts otherwise than on one process"
@@ -138,3 +148,29 @@ def test_invariance(ranks: Any, grid: tuple[int, int, int], cells_checked: list[
             assert [(s.loss, s.norm) for s in result[i][1]] == [(s.loss, s.norm) for s in steps], "ranks disagree"
             assert result[i][2], f"{cell}: replicas or ties have drifted apart"
         cells_checked.append((grid, *cell))
+
+
+def name(grid: tuple[int, int, int]) -> str:
+    return "x".join(map(str, grid))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=name)
+def test_invariance(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
+    cells = [(schedule, 1, stage, tied) for schedule, stage, tied in itertools.product(SCHEDULES, STAGES, TIED)]
+    check(ranks, grid, cells, cells_checked)
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 1), (2, 2, 1), (2, 2, 2)], ids=name)
+def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
+    """A part of the next test: each schedule once a grid, with ZeRO and ties in turn."""
+    fits = [(schedule, chunks) for schedule, chunks in OTHERS if grid[0] * chunks <= 8]
+    turns = itertools.cycle([(1, True), (0, False), (0, True), (1, False)])
+    check(ranks, grid, [(*schedule, *turn) for schedule, turn in zip(fits, turns, strict=False)], cells_checked)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("grid", GRIDS, ids=name)
+def test_invariance_of_everything(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
+    fits = [(schedule, chunks) for schedule, chunks in OTHERS if grid[0] * chunks <= 8]
+    for schedule in fits:
+        check(ranks, grid, [(*schedule, s, t) for s, t in itertools.product(STAGES, TIED)], cells_checked)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import triax
-from triax import Grid, Layout, LayerSpec, PipelineModule
+from triax import Grid, LayerSpec, Layout, PipelineModule
 from triax.grid.layout import set_layout
 from triax.zero.flat import Item, plan
 
@@ -26,14 +26,14 @@ def test_a_plan_places_everything_once(data: st.DataObject) -> None:
     shards, capacity = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(1, 500))
     items = [Item(i, n, data.draw(st.integers(0, 2)), data.draw(st.sampled_from("ab"))) for i, n in enumerate(sizes)]
     buckets = plan(items, shards, capacity)
-    assert sorted(slot.index for b in buckets for slot in b.slots) == list(range(len(sizes)))
+    assert sorted(slot.number for b in buckets for slot in b.slots) == list(range(len(sizes)))
     for bucket in buckets:
         assert bucket.numel % shards == 0
         assert [bucket.owned(r)[0] for r in range(shards)] == [r * bucket.numel // shards for r in range(shards)]
         assert bucket.owned(shards - 1)[1] == bucket.numel
         at = 0
         for slot in bucket.slots:
-            item = items[slot.index]
+            item = items[slot.number]
             assert item.key == bucket.key and slot.stop - slot.start == item.numel
             assert slot.start >= at and slot.start % 16 == 0
             start, stop = bucket.runs[item.run]
@@ -41,10 +41,10 @@ def test_a_plan_places_everything_once(data: st.DataObject) -> None:
             at = slot.stop
         assert at <= bucket.numel
         if len(bucket.slots) > 1:
-            assert sum(items[slot.index].numel for slot in bucket.slots) <= capacity
+            assert sum(items[slot.number].numel for slot in bucket.slots) <= capacity
     # Within a key the order is the backward pass's: from the last parameter to the first.
     for key in "ab":
-        firsts = [max(slot.index for slot in b.slots) for b in buckets if b.key == key]
+        firsts = [max(slot.number for slot in b.slots) for b in buckets if b.key == key]
         assert firsts == sorted(firsts, reverse=True)
 
 

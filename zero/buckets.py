@@ -46,7 +46,7 @@ class Bucket:
         assert isinstance(flat.key, _Key)
         self.stages, self.tie, self.counted, self.group, dtype = flat.key
         self.flat = flat
-        self.members = [members[slot.index] for slot in flat.slots]
+        self.members = [members[slot.number] for slot in flat.slots]
         self.weights = torch.zeros(flat.numel, dtype=dtype, device=grid.device)
         self.gradients = torch.zeros_like(self.weights)
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)

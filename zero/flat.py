@@ -23,7 +23,7 @@ RUNS = (SHARDED, REPLICATED, PARTIAL)
 class Item(NamedTuple):
     """A parameter to be placed: its number, its elements on this rank, and where it may lie."""
 
-    index: int
+    number: int
     numel: int
     run: int
     key: Hashable  # parameters of different keys never share a bucket
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 class Slot(NamedTuple):
     """Where a parameter lies in its bucket: elements ``start`` to ``stop``."""
 
-    index: int
+    number: int
     start: int
     stop: int
 
@@ -93,7 +93,7 @@ def _bucket(key: Hashable, items: list[Item], shards: int) -> FlatBucket:
         start = at
         for item in items:
             if item.run == run:
-                slots.append(Slot(item.index, at, at + item.numel))
+                slots.append(Slot(item.number, at, at + item.numel))
                 at += -(-item.numel // _ALIGN) * _ALIGN
         runs.append((start, at))
     step = shards * _ALIGN

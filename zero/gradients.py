@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -25,17 +25,17 @@ class GradientReducer:
         sharded: stage 1.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], grid: Grid, tie_axes: Sequence[Axis | None], sharded: bool
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], grid: Grid, tie_axes: Sequence[Axis | None], sharded: bool) -> None:
         self._buckets, self._grid, self._tie_axes, self._sharded = list(buckets), grid, tie_axes, sharded
         self._pending: list[Pending] = []
         self._armed: list[Bucket] = []  # buckets of the stage whose last backward runs, next to reduce first
         self._missing: dict[int, int] = {}  # bucket -> its gradients that are not final yet
         self._stages_left: dict[int, set[int]] = {}
+        self._bucket_of: dict[Tensor, Bucket] = {}
         for bucket in self._buckets:
             for member in bucket.members:
-                member.parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+                self._bucket_of[member.parameter] = bucket
+                member.parameter.register_post_accumulate_grad_hook(self.accumulated)
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
@@ -57,6 +57,15 @@ class GradientReducer:
         for bucket in self._armed:
             self._start(bucket)
         self._armed, self._missing = [], {}
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A parameter's gradient is complete, of one microbatch; in the last backward, for good."""
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None or id(bucket) not in self._missing:
+            return
+        self._missing[id(bucket)] -= 1
+        while self._armed and not self._missing[id(self._armed[0])]:
+            self._start(self._armed.pop(0))
 
     def reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE: the stage's gradients are final; reduce what was not yet."""
@@ -89,16 +98,6 @@ class GradientReducer:
     def abandon(self) -> None:
         """After a failure: let go of every reduction under way."""
         self._pending = []
-
-    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        def final(_: Tensor) -> None:
-            if id(bucket) not in self._missing:
-                return
-            self._missing[id(bucket)] -= 1
-            while self._armed and not self._missing[id(self._armed[0])]:
-                self._start(self._armed.pop(0))
-
-        return final
 
     def _start(self, bucket: Bucket) -> None:
         """Start one bucket's reduction; its gradients are final."""

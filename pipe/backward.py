@@ -1,0 +1,217 @@
+"""Split backward: the input gradient now, the weight gradient later (zero bubble: Qi et al. 2023, arXiv:2401.10241).
+
+While a stage runs forward under ``SplitBackward``, each linear, convolution and embedding whose weight is a leaf
+becomes a node that, in the backward pass, returns the gradient of its input and queues what its weight's gradient
+needs: its input and the gradient of its output. ``Deferred.run`` does the queued work. Everything else a backward
+pass keeps is freed by then.
+
+It works at torch's function calls (``F.linear``, ``F.conv2d``, ``F.embedding``, ...), so for any module made of
+torch's layers and not only ours. A weight used in another way (``x @ weight``, inside a recurrent layer or
+``nn.MultiheadAttention``, under autocast, computed from other tensors) has its gradient at once, as ever: what is
+not split is not wrong, only not deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Accumulate = Callable[[], None]
+
+
+class Deferred:
+    """The weight gradients that one backward pass has left to do, by parameter."""
+
+    def __init__(self) -> None:
+        self._queue: dict[Tensor, list[Accumulate]] = {}
+
+    def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
+        """Queue one contribution to a parameter's gradient."""
+        self._queue.setdefault(parameter, []).append(accumulate)
+
+    @torch.no_grad()
+    def run(self, done: Callable[[Tensor], None]) -> None:
+        """Add every queued contribution to its parameter's ``.grad``; ``done(parameter)`` after its last one."""
+        while self._queue:
+            parameter = next(iter(self._queue))
+            for accumulate in self._queue.pop(parameter):
+                accumulate()
+            done(parameter)
+
+
+class SplitBackward(TorchFunctionMode):
+    """Within it, layers put their weight gradients off into ``deferred``."""
+
+    def __init__(self, deferred: Deferred) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        split = _SPLIT.get(func)
+        if split is not None:
+            result = split(self._deferred, *args, **kwargs)
+            if result is not None:
+                return result
+        return func(*args, **kwargs)
+
+
+def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if not _deferrable(input, weight, bias):
+        return None
+    return _Linear.apply(deferred, input, weight, bias)
+
+
+def _embedding(
+    deferred: Deferred,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if max_norm is not None or scale_grad_by_freq or sparse or not _deferrable(weight, weight, None):
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return _Embedding.apply(deferred, input, weight, padding_idx)
+
+
+def _convolution(dims: int, transposed: bool) -> Callable[..., Tensor | None]:
+    def split(
+        deferred: Deferred,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        *rest: Any,
+        **named: Any,
+    ) -> Tensor | None:
+        # (…, dilation, groups), or for a transposed one (…, output_padding, groups, dilation).
+        order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+        options = {"output_padding": 0, "groups": 1, "dilation": 1} | dict(zip(order, rest, strict=False)) | named
+        if isinstance(padding, str) or input.dim() != dims + 2 or not _deferrable(input, weight, bias):
+            return None
+        shape = [_each(value, dims) for value in (stride, padding, options["dilation"])]
+        extra = _each(options["output_padding"], dims)
+        geometry = (*shape, transposed, extra, options["groups"])
+        return _Convolution.apply(deferred, input, weight, bias, geometry)
+
+    return split
+
+
+_SPLIT: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.conv1d: _convolution(1, False),
+    F.conv2d: _convolution(2, False),
+    F.conv3d: _convolution(3, False),
+    F.conv_transpose1d: _convolution(1, True),
+    F.conv_transpose2d: _convolution(2, True),
+    F.conv_transpose3d: _convolution(3, True),
+}
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b, with dx = dy W at once and dW = dyᵀ x, db = Σ dy deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.deferred, ctx.bias = deferred, bias
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows, gradients = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        if weight.requires_grad:
+            ctx.deferred.add(weight, lambda: _gradient(weight).addmm_(gradients.T, rows))
+        if ctx.bias is not None and ctx.bias.requires_grad:
+            bias = ctx.bias
+            ctx.deferred.add(bias, lambda: _gradient(bias).add_(gradients.sum(0)))
+        return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of W; their gradients are added to W's deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.deferred, ctx.padding_idx = deferred, padding_idx
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        ids, weight = ctx.saved_tensors
+        padding_idx = ctx.padding_idx
+
+        def accumulate() -> None:
+            rows, gradients = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
+            if padding_idx is not None:
+                gradients = gradients.masked_fill((rows == padding_idx)[:, None], 0.0)
+            _gradient(weight).index_add_(0, rows, gradients)
+
+        ctx.deferred.add(weight, accumulate)
+        return None, None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of 1 to 3 dims, transposed or not: torch's own backward, asked for one half at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.deferred, ctx.bias, ctx.geometry = deferred, bias, geometry
+        return torch.ops.aten.convolution(x, weight, bias, *geometry)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        x, bias, geometry = x.detach(), ctx.bias, ctx.geometry
+        sizes = None if bias is None else list(bias.shape)
+        halves = torch.ops.aten.convolution_backward
+
+        if weight.requires_grad:
+            ctx.deferred.add(
+                weight,
+                lambda: _gradient(weight).add_(halves(dy, x, weight, sizes, *geometry, [False, True, False])[1]),
+            )
+        if bias is not None and bias.requires_grad:
+            dims = [dim for dim in range(dy.dim()) if dim != 1]
+            ctx.deferred.add(bias, lambda: _gradient(bias).add_(dy.sum(dims)))
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = halves(dy, x, weight, sizes, *geometry, [True, False, False])[0]
+        return None, dx, None, None, None
+
+
+def _deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the weight's gradient may wait: nothing but its ``.grad`` depends on it."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return False
+    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+    return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """The parameter's ``.grad``, zeros if it had none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    values = [int(v) for v in value] if isinstance(value, (tuple, list)) else [int(value)]
+    return values * dims if len(values) == 1 else values
