@@ -28,10 +28,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -154,8 +156,10 @@ def _explain(exits: dict[int, int], failures: list[_Failure], topology: Topology
         return 2
     if first.trace:
         print(f"\n{first.trace.rstrip()}", file=sys.stderr)
-    known = f"rank {first.rank} ("  # the engine's own errors begin with the rank's name
-    line = first.line if first.line.startswith(known) else f"{_name(first.rank, topology)} failed: {first.line}"
+    # Errors that name their rank themselves begin with it, behind the exception's type.
+    kind, _, said = first.line.partition(": ")
+    named = said.startswith(f"rank {first.rank} (")
+    line = f"{said} ({kind})" if named else f"{_name(first.rank, topology)} failed: {first.line}"
     _last_words(line + (f" (all ranks' output: {logs})" if logs and first.lost_peer else ""))
     return 1
 
@@ -260,6 +264,7 @@ class _Failure:
 def _rank(job: _Job) -> None:
     """The whole life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _leave_with_launcher()
     rank = int(os.environ["RANK"])
     if job.logs is not None and rank > 0:
         _print_to(Path(job.logs) / f"rank-{rank}.log")
@@ -292,18 +297,31 @@ def _fail(job: _Job, rank: int, error: BaseException) -> NoReturn:
     else:
         story = traceback.TracebackException.from_exception(error)
         # Without the launcher's own frames.
-        story.stack[:] = [f for f in story.stack if f.filename not in (__file__, runpy.__file__)] or story.stack
+        ours = (__file__, runpy.__file__, "<frozen runpy>")
+        story.stack[:] = [frame for frame in story.stack if frame.filename not in ours] or story.stack
         line = "".join(story.format_exception_only()).strip().splitlines()[0]
         failure = _Failure(rank, time.time(), line, "".join(story.format()), _lost_peer(error), 1)
     path = Path(job.folder) / f"rank-{rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
     path.with_suffix(".tmp").replace(path)
     if job.logs is not None and rank > 0:
-        print(failure.trace, file=sys.stderr)
+        sys.stderr.write(failure.trace)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(LINGER)
     os._exit(failure.code or 1)  # no exit handlers: they would talk to peers that may be gone
+
+
+def _leave_with_launcher() -> None:
+    """End this rank when the launcher is gone without having had the time to say so (SIGKILL)."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+
+        def watch(sentinel: int = launcher.sentinel) -> None:
+            connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="watches the launcher").start()
 
 
 def _lost_peer(error: BaseException) -> bool:

@@ -43,7 +43,7 @@ class Reporter:
             self._live = Live(console=self._console, refresh_per_second=8)
             self._live.start()
 
-    def step(self, step: int, loss: float, speed: float, left: float, **more: float) -> None:
+    def step(self, step: int, loss: float, speed: float, left: float, **more: float | None) -> None:
         """One training step is done: its number (from 1), loss, tokens/s, seconds left, and what else to keep."""
         if not self.speaks:
             return

@@ -102,11 +102,14 @@ def train(options: Options) -> None:
 
     corpus = load(find(options.data), options.runs / "corpus")
     config = gpt_config(options)
+    schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     grid = triax.Grid(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
     module = triax.PipelineModule(
         gpt(config),
         grid=grid,
         loss_fn=GPTLoss(grid, vocab_size=config.vocab_size),
+        chunks=schedule.chunks,
+        placement=schedule.placement,
         seed=options.seed,
         dtype=getattr(torch, options.dtype),
         output_fn=partial(gather_logits, grid=grid, vocab_size=config.vocab_size),
@@ -141,7 +144,7 @@ def train(options: Options) -> None:
     )
     report.say(
         f"grid    {options.pipe} pipe x {grid.data.size} data x {options.tensor} tensor; ZeRO {options.zero}; "
-        f"{options.schedule} with {engine.gradient_accumulation_steps()} microbatches of {options.microbatch}"
+        f"{options.schedule} with {schedule.microbatches} microbatches of {options.microbatch}"
     )
     report.start()
     clock = Clock(grid, options)
@@ -169,9 +172,7 @@ def train(options: Options) -> None:
     report.say(f"loss    {validation:.4f} nats per byte on held-out files; byte bigrams: {bigram:.4f}")
     if text:
         report.say(f"\n{text.decode(errors='replace')}\n")
-    report.draw(
-        make_schedule(options.schedule, options.pipe, engine.gradient_accumulation_steps()), engine.timeline, bigram
-    )
+    report.draw(schedule, engine.timeline, bigram)
     grid.close()
 
 
@@ -311,15 +312,19 @@ def check(options: Options) -> Topology:
         )
     config = gpt_config(options)
     config.check_tensor(options.tensor)
-    uniform(config.layers + 4, options.pipe)  # embedding, positions, blocks, norm and head: one a stage at least
-    sizes = batch_sizes(read_config(engine_config(options)), options.data_parallel)
-    make_schedule(options.schedule, options.pipe, sizes.accumulation)
+    schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
+    uniform(config.layers + 4, len(schedule.placement))  # embedding, positions, blocks, norm, head: one a stage or more
     if options.sample and not options.prompt:
         raise ValueError("--prompt is empty: the sample needs a byte to follow")
     for name in ("steps", "validation", "validate_every", "log_every", "temperature"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
     return topology
+
+
+def accumulation(options: Options) -> int:
+    """Microbatches a step and replica."""
+    return batch_sizes(read_config(engine_config(options)), options.data_parallel).accumulation
 
 
 def gpt_config(options: Options) -> GPTConfig:

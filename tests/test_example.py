@@ -1,0 +1,142 @@
+"""examples/train_gpt.py, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triax.pipe.ops import Op
+from triax.pipe.schedules import make_schedule
+from triax.pipe.simulate import Span, Timeline
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import report  # noqa: E402
+import train_gpt  # noqa: E402
+
+SMALL = "--layers 2 --width 16 --heads 2 --sequence 32 --batch 8 --microbatch 2 --steps 6 --warmup 2 --validation 16"
+
+
+def start(folder: Path, options: str, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the example on a small text in `folder`."""
+    if not (folder / "text").exists():
+        (folder / "text").mkdir()
+        for index in range(8):
+            (folder / "text" / f"{index}.txt").write_text(f"def number{index}(x):\n    return x + {index}\n" * 30)
+    command = [*(launcher or [sys.executable]), str(EXAMPLES / "train_gpt.py"), *options.split()]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_a_run_from_one_command(tmp_path: Path) -> None:
+    """Four processes and one process: the same losses; and everything that a run leaves."""
+    wide = start(
+        tmp_path, f"--data text --pipe 2 --tensor 2 {SMALL} --dtype float64 --name wide --sample 5 --print-losses"
+    )
+    assert wide.returncode == 0, wide.stderr
+    one = start(tmp_path, f"--data text {SMALL} --dtype float64 --name one --sample 0")
+    assert one.returncode == 0, one.stderr
+    assert losses(tmp_path, "wide") == pytest.approx(losses(tmp_path, "one"), abs=1e-9, rel=0)
+    assert len(losses(tmp_path, "one")) == 6
+
+    said = wide.stdout
+    assert [f"step {i} loss {loss!r}" for i, loss in enumerate(losses(tmp_path, "wide"), 1)] == [
+        line for line in said.splitlines() if line.startswith("step") and "/" not in line
+    ]
+    assert "2 pipe x 1 data x 2 tensor; ZeRO 1; 1f1b with 4 microbatches of 2" in said
+    assert "nats per byte on held-out files; byte bigrams: " in said
+    assert "\ndef " in said  # the sample
+    assert said.count("trained 6 steps") == 1  # rank 0 alone speaks
+    folder = tmp_path / "runs" / "wide"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1].keys() == {"bigram_loss", "training_seconds"}
+    assert "validation_loss" in rows[-2]
+    for picture in ("loss.png", "schedule.png"):
+        assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
+    assert {path.name for path in folder.glob("*.log")} == {"rank-1.log", "rank-2.log", "rank-3.log"}
+    assert all(path.read_text() == "" for path in folder.glob("*.log"))
+
+
+def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
+    run = start(tmp_path, f"--data text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
+    assert run.returncode == 0, run.stderr
+    assert 1 < len(losses(tmp_path, "gpt")) < 2000
+    assert "nats per byte on held-out files" in run.stdout
+    assert (tmp_path / "runs" / "gpt" / "schedule.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--pipe 3 --processes 8", "3 pipe x 2 data x 1 tensor is a grid of 6 processes, and there are 8"),
+        ("--pipe 20", "8 layers cannot fill 20 stages"),
+        ("--tensor 3", "4 attention heads do not divide over tensor=3; give tensor=1, 2, 4"),
+        ("--pipe 0", "axis pipe has size 0"),
+        ("--data nowhere", "--data nowhere: there is no such file or folder"),
+        ("--batch 30 --microbatch 4", "train_batch_size 30 is not micro batch 4"),
+        ("--heads 5", "5 heads do not divide a width of 128"),
+        ("--sequence 9999 --data text", "too few for a sequence of 9999"),
+        ("--steps 0", "--steps is 0"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path: Path, options: str, words: str) -> None:
+    run = start(tmp_path, options)
+    assert run.returncode == 2
+    assert run.stderr.startswith("train_gpt.py: error: ") and words in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert run.stdout == ""
+
+
+@pytest.mark.exhaustive
+def test_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    good = start(tmp_path, f"--data text --pipe 2 --tensor 2 {SMALL} --name torchrun --sample 0", torchrun)
+    assert good.returncode == 0, good.stderr
+    assert len(losses(tmp_path, "torchrun")) == 6 and good.stdout.count("trained 6 steps") == 1
+    bad = start(tmp_path, "--data text --pipe 3", torchrun)
+    assert bad.returncode != 0
+    assert bad.stderr.count("train_gpt.py: error: 3 pipe x 1 data x 1 tensor is a grid of 3 processes") == 1
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    options: Any = train_gpt.Options(warmup=10, steps=110)
+    rates = [train_gpt.warm_cosine(options, step) for step in range(111)]
+    assert rates[:11] == pytest.approx([0.1 * n for n in range(1, 11)] + [1.0])
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+
+
+def test_ideal_schedule_has_the_measured_means() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    took = {"F": [1.0, 2.0], "B": [3.0, 5.0]}
+    rows, now = [], 100.0
+    for order in schedule.orders:
+        spans = []
+        for op in order:  # one after the other, with idle times, and microbatch 1 slower by a half
+            seconds = took[op.kind][op.stage] * (1 + op.microbatch / 2)
+            spans.append(Span(op, now, now + seconds))
+            now += seconds + 0.25
+        rows.append(tuple(spans))
+    measured = report.from_zero(Timeline(tuple(rows)))
+    assert measured.rows[0][0] == Span(Op("F", 0, 0), 0.0, 1.0)
+    costs = report.mean_costs(schedule, measured)
+    assert np.allclose(costs.F, (1.25, 2.5)) and np.allclose(costs.I, (3.75, 6.25))
+    assert costs.W == (0.0, 0.0)
+
+
+def test_minutes() -> None:
+    assert [report.minutes(s) for s in (0, 59.9, 61, 600)] == ["0:00", "0:59", "1:01", "10:00"]
