@@ -172,16 +172,25 @@ RECIPES: dict[str, Recipe] = {
     "forward": Recipe(classic.forward, loop, 1, lambda chunks: chunks >= 1),
 }
 
+NAMES = (*RECIPES, "auto")
+
 
 def make_schedule(name: str, pipe: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule `name` for `pipe` ranks; `chunks` is the stages per rank (None: its own default)."""
+    """The schedule `name` for `pipe` ranks; `chunks` is the stages per rank (None: its own default).
+
+    `auto` is searched for: at F = I = W, within 1F1B's memory. For measured costs see `find_schedule`.
+    """
+    if name == "auto":
+        from .search import find_schedule  # it starts from the named ones
+
+        return find_schedule(pipe, microbatches, memory=pipe, chunks=chunks)
     recipe = RECIPES.get(name)
     if recipe is None:
-        raise ValueError(f"there is no schedule {name!r}: choose one of {', '.join(RECIPES)}")
+        raise ValueError(f"there is no schedule {name!r}: choose one of {', '.join(NAMES)}")
     if pipe < 1 or microbatches < 1:
         raise ValueError(
             f"{name} needs at least 1 rank and 1 microbatch, not pipe={pipe}, microbatches={microbatches}: "
-            f"the nearest is pipe={max(pipe, 1)}, microbatches={max(microbatches, 1)}"
+            f"the nearest is pipe={max(pipe, 1)}, microbatches={max(microbatches, recipe.least(max(pipe, 1)))}"
         )
     if chunks is None:
         chunks = recipe.chunks
