@@ -7,19 +7,21 @@ from typing import Any
 
 import torch
 
+from ..grid.nest import map_tensors
 from ..pipe.executor import Microbatch
 from ..pipe.module import PipelineModule
-from ..pipe.nest import flatten, map_tensors
+from ..pipe.nest import flatten
 
 
 class Feed:
     """Fetches microbatches on the ranks that read them, and tells the others what they need to know of them.
 
+    Floating-point inputs take ``dtype``, where the model computes in another than theirs; labels stay as they are.
     Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched.
     """
 
-    def __init__(self, module: PipelineModule) -> None:
-        self._module, self._grid = module, module.grid
+    def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None) -> None:
+        self._module, self._grid, self._dtype = module, module.grid, dtype
         self._kinds: dict[Any, int] = {}
         self._frozen: tuple[bool, ...] | None = None
 
@@ -58,7 +60,7 @@ class Feed:
             inputs, labels = pairs[index] if pairs else (None, None)
             microbatches.append(
                 Microbatch(
-                    self._move(inputs) if module.is_first else None,
+                    self._move(inputs, self._dtype) if module.is_first else None,
                     self._move(labels) if module.is_last else None,
                     kind,
                     range(first, first + length),
@@ -94,8 +96,12 @@ class Feed:
             pairs.append((item[0], item[1]))
         return pairs, None
 
-    def _move(self, value: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self._grid.device, non_blocking=True), value)
+    def _move(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            wanted = dtype if tensor.is_floating_point() else None
+            return tensor.to(self._grid.device, wanted, non_blocking=True)
+
+        return map_tensors(move, value)
 
 
 def _describe(item: Any) -> str:

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,9 +31,15 @@ class OptimizerConfig(_Section):
 class ZeroConfig(_Section):
     """``zero_optimization``: what the data axis shards."""
 
-    stage: int = Field(default=0, ge=0, le=3, description="0: nothing; 1: the optimizer's state.")
+    stage: int = Field(
+        default=0, ge=0, le=3, description="0: nothing; 1: the optimizer's state; 2: gradients too; 3: weights too."
+    )
     reduce_bucket_size: int = Field(
         default=2**22, ge=1, description="Elements of gradient that are reduced in one collective."
+    )
+    stage3_keep_gathered: bool = Field(
+        default=False,
+        description="Stage 3: gather a layer once a step and keep it whole, instead of for each pass through it.",
     )
 
 
@@ -41,6 +47,23 @@ class PipelineConfig(_Section):
     """``pipeline``: how stages take turns."""
 
     schedule: str = Field(default="1f1b", description="The schedule's name.")
+
+
+class Bf16Config(_Section):
+    """``bf16``: weights in bfloat16, masters in fp32."""
+
+    enabled: bool = False
+
+
+class Fp16Config(_Section):
+    """``fp16``: weights in float16, masters in fp32, and a loss scale."""
+
+    enabled: bool = False
+    loss_scale: float = Field(default=0.0, ge=0.0, description="A fixed scale; 0: one that adapts.")
+    initial_scale_power: int = Field(default=16, ge=0, description="The scale starts at 2 to this power.")
+    loss_scale_window: int = Field(default=1000, ge=1, description="Steps without overflow before it doubles.")
+    hysteresis: int = Field(default=2, ge=1, description="Overflows before it halves.")
+    min_loss_scale: float = Field(default=1.0, gt=0.0, description="It does not fall below this.")
 
 
 class Config(_Section):
@@ -57,6 +80,11 @@ class Config(_Section):
     gradient_clipping: float = Field(default=0.0, ge=0.0, description="The longest global gradient; 0: no limit.")
     zero_optimization: ZeroConfig = ZeroConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    bf16: Bf16Config = Bf16Config()
+    fp16: Fp16Config = Fp16Config()
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
+        default=None, description="The dtype in which gradients are summed over replicas; by default that they have."
+    )
     seed: int = Field(default=0, description="Of the data's order and of dropout.")
 
 
@@ -89,10 +117,8 @@ def read_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
         checked = Config.model_validate(dict(config))
     except ValidationError as error:
         raise ConfigError("; ".join(map(_explain, error.errors()))) from error
-    if checked.zero_optimization.stage > 1:
-        raise ConfigError(
-            f"zero_optimization.stage = {checked.zero_optimization.stage}: stages 2 and 3 are not built yet; use 0 or 1"
-        )
+    if checked.bf16.enabled and checked.fp16.enabled:
+        raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
     if checked.pipeline.schedule not in RECIPES:
         raise ConfigError(_no_such("pipeline.schedule", checked.pipeline.schedule, list(RECIPES)))
     return checked

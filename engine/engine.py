@@ -19,10 +19,11 @@ from ..pipe.passes import Program, lower
 from ..pipe.schedules import Schedule, make_schedule
 from ..pipe.simulate import Timeline
 from ..pipe.verify import verify
-from ..zero.buckets import Managed, make_buckets
-from ..zero.gradients import GradientReducer
-from ..zero.norm import clip_coefficient, squares
-from ..zero.optimizer import MakeOptimizer, ShardedOptimizer
+from ..zero.buckets import Managed
+from ..zero.norm import clip_coefficient
+from ..zero.optimizer import MakeOptimizer
+from ..zero.replicas import Replicas
+from . import precision
 from .batch import Feed
 from .config import Config, batch_sizes
 from .data import BatchOrder, make_loader, repeat
@@ -58,24 +59,28 @@ class Engine:
         self.timeline: Timeline | None = None
         self._norm: Tensor | None = None
         self._programs: dict[tuple[str, int], Program] = {}
-        self._feed = Feed(module)
+        self._feed = Feed(module, precision.half_dtype(config))
         module.dropout_state.seed = config.seed
 
         module.trained = True
 
-        sharded = config.zero_optimization.stage > 0
-        self._sharded = sharded
-        self._buckets = make_buckets(
-            _managed(module, groups), self.grid, sharded, config.zero_optimization.reduce_bucket_size
+        self._precision = precision.mode(config)
+        self._scaler = precision.LossScaler(config.fp16) if config.fp16.enabled else None
+        self._replicas = Replicas(
+            _managed(module, groups),
+            self.grid,
+            module.tie_axes,
+            {stage: module.layers_of(stage) for stage in module.stages},
+            self._precision,
+            config.zero_optimization.reduce_bucket_size,
+            keep=config.zero_optimization.stage3_keep_gathered,
+            make=make_optimizer,
+            groups=[group for group, _ in groups],
         )
-        self._reducer = GradientReducer(self._buckets, self.grid, module.tie_axes, sharded)
-        self._executor = Executor(module, self._reducer)
-        self._stepper = None
-        self.optimizer: torch.optim.Optimizer | None = None
-        if make_optimizer is not None:
-            options = [group for group, _ in groups]
-            self._stepper = ShardedOptimizer(make_optimizer, self._buckets, options, self.grid.data, sharded)
-            self.optimizer = self._stepper.optimizer
+        _cast_rest(module, self._precision.weights)
+        module.around = self._replicas.around
+        self.optimizer = self._replicas.optimizer
+        self._executor = Executor(module, self._replicas)
         self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
         self.training_dataloader, self._own_data = None, None
         if training_data is not None:
@@ -100,7 +105,7 @@ class Engine:
             RuntimeError: on every rank. If the data failed, the engine can go on; if a rank failed within the
                 step, the process group is closed, so that no other rank waits for it.
         """
-        if self._stepper is None:
+        if self.optimizer is None:
             raise RuntimeError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
         microbatches, changed = self._feed.fetch(data_iter or self._own_data, self.batch.accumulation)
         if changed:
@@ -110,9 +115,9 @@ class Engine:
         self._executor.record = self.record_timeline
         program = self._program(self.config.pipeline.schedule, self.batch.accumulation)
         try:
-            self._reducer.begin()
+            self._replicas.begin()
             result = self._executor.run(program, microbatches)
-            self._reducer.finish()
+            self._replicas.finish()
         except Exception as error:
             self._fail(error)
         if self.record_timeline:
@@ -121,18 +126,24 @@ class Engine:
 
         # The one division. Tensor ranks hold the same loss: the first one counts.
         counts = float(self.grid.tensor.is_first)
-        sums = torch.stack([result.loss * counts, result.weight * counts, squares(self._buckets, self.grid.device)])
+        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares()])
         self.grid.world.all_reduce(sums)
         loss, weight, square = sums
         if not weight > 0:
             raise ValueError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
-        self._norm = square.sqrt() / weight
-        scale = 1.0 / weight
-        if self.config.gradient_clipping:
-            scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
-        self._stepper.step(scale)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        divisor = weight if self._scaler is None else weight * self._scaler.scale
+        self._norm = square.sqrt() / divisor
+        overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
+        if not overflow:
+            scale = 1.0 / divisor
+            if self.config.gradient_clipping:
+                scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
+            self._replicas.step(scale)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        if self._scaler is not None:
+            self._scaler.update(overflow, report=self.grid.rank == 0)
+            self._executor.loss_scale = self._scaler.scale
         self.global_steps += 1
         return loss / weight
 
@@ -191,16 +202,12 @@ class Engine:
         """
         mine: dict[str, tuple[Layout, Tensor]] = {}
         if what == "weights":
-            for placed in self.module.placed():
-                mine[placed.layout.name] = placed.layout, placed.parameter.detach()
+            with self._replicas.whole():
+                for placed in self.module.placed():
+                    mine[placed.layout.name] = placed.layout, placed.parameter.detach().clone()
         elif what == "gradients":
-            for bucket in self._buckets:
-                whole = bucket.gradients
-                if self._sharded:
-                    whole = torch.empty_like(bucket.gradients)
-                    self.grid.data.all_gather(whole, bucket.gradients[slice(*bucket.owned)].contiguous())
-                for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
-                    mine[member.layout.name] = member.layout, whole[slot.start : slot.stop].view_as(member.parameter)
+            for member, gradient in self._replicas.gradients():
+                mine[member.layout.name] = member.layout, gradient
         else:
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
         # One replica is enough, and values must not drag along the flat buffers they are views of.
@@ -264,7 +271,7 @@ class Engine:
         """Leave the process group, so that ranks that wait for this one stop at once; then raise."""
         if self.grid.size > 1:
             self._executor.abandon()
-            self._reducer.abandon()
+            self._replicas.abandon()
             self.grid.close()
         raise error
 
@@ -282,9 +289,16 @@ def schedule_for(module: PipelineModule, name: str, microbatches: int) -> Schedu
 
 def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[Managed]:
     """What the data axis manages: this rank's trained parameters, in the order of the model."""
-    group_of = {parameter: i for i, (_, parameters) in enumerate(groups) for parameter in parameters}
+    group_of = {p: i for i, (_, parameters) in enumerate(groups) for p in parameters if p.requires_grad}
     return [
-        Managed(*placed[:3], placed.tie, placed.counted, group_of[placed.parameter])
-        for placed in module.placed()
-        if placed.parameter in group_of
+        Managed(p.parameter, p.layout, p.stages, p.layers, p.tie, p.counted, group_of.get(p.parameter))
+        for p in module.placed()
     ]
+
+
+def _cast_rest(module: PipelineModule, dtype: torch.dtype | None) -> None:
+    """Buffers, and parameters that are not trained, in the dtype of the weights."""
+    if dtype is not None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)

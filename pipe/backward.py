@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Accumulate = Callable[[], None]
+Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 
 
 class Deferred:
@@ -35,12 +35,22 @@ class Deferred:
         self._queue.setdefault(parameter, []).append(accumulate)
 
     @torch.no_grad()
-    def run(self, done: Callable[[Tensor], None]) -> None:
-        """Add every queued contribution to its parameter's ``.grad``; ``done(parameter)`` after its last one."""
+    def run(self, target: Callable[[Tensor], Tensor | None], done: Callable[[Tensor], None]) -> None:
+        """Do what is queued.
+
+        Args:
+            target: where a parameter's gradient accumulates; None is its ``.grad``.
+            done: called with each parameter after its last contribution.
+        """
         while self._queue:
             parameter = next(iter(self._queue))
+            into = target(parameter)
+            if into is None:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                into = parameter.grad
             for accumulate in self._queue.pop(parameter):
-                accumulate()
+                accumulate(into)
             done(parameter)
 
 
@@ -136,10 +146,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, gradients = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         if weight.requires_grad:
-            ctx.deferred.add(weight, lambda: _gradient(weight).addmm_(gradients.T, rows))
+            ctx.deferred.add(weight, lambda into: _add_product(into, gradients.T, rows))
         if ctx.bias is not None and ctx.bias.requires_grad:
             bias = ctx.bias
-            ctx.deferred.add(bias, lambda: _gradient(bias).add_(gradients.sum(0)))
+            ctx.deferred.add(bias, lambda into: into.add_(gradients.sum(0)))
         return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -157,11 +167,11 @@ class _Embedding(torch.autograd.Function):
         ids, weight = ctx.saved_tensors
         padding_idx = ctx.padding_idx
 
-        def accumulate() -> None:
+        def accumulate(into: Tensor) -> None:
             rows, gradients = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
             if padding_idx is not None:
                 gradients = gradients.masked_fill((rows == padding_idx)[:, None], 0.0)
-            _gradient(weight).index_add_(0, rows, gradients)
+            into.index_add_(0, rows, gradients.to(into.dtype))
 
         ctx.deferred.add(weight, accumulate)
         return None, None, None, None
@@ -186,11 +196,11 @@ class _Convolution(torch.autograd.Function):
         if weight.requires_grad:
             ctx.deferred.add(
                 weight,
-                lambda: _gradient(weight).add_(halves(dy, x, weight, sizes, *geometry, [False, True, False])[1]),
+                lambda into: into.add_(halves(dy, x, weight, sizes, *geometry, [False, True, False])[1]),
             )
         if bias is not None and bias.requires_grad:
             dims = [dim for dim in range(dy.dim()) if dim != 1]
-            ctx.deferred.add(bias, lambda: _gradient(bias).add_(dy.sum(dims)))
+            ctx.deferred.add(bias, lambda into: into.add_(dy.sum(dims)))
         dx = None
         if ctx.needs_input_grad[1]:
             dx = halves(dy, x, weight, sizes, *geometry, [True, False, False])[0]
@@ -205,11 +215,12 @@ def _deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """The parameter's ``.grad``, zeros if it had none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """``into += a @ b``, in one pass where the dtypes are alike."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b)
+    else:
+        into.add_(a @ b)
 
 
 def _each(value: Any, dims: int) -> list[int]:

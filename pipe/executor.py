@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..grid import Axis
+from ..grid.nest import map_tensors
 from .backward import Deferred, SplitBackward
 from .boundary import Boundary
 from .module import PipelineModule
-from .nest import Schema, flatten, map_tensors, unflatten
+from .nest import Schema, flatten, unflatten
 from .ops import COMPUTE, Op
 from .p2p import Channel, Receive, receive_gradients, receive_value
 from .passes import Program
@@ -33,8 +34,11 @@ _UNDER_WAY = 8
 class DataAxis(Protocol):
     """What a program needs of the data axis: ZeRO's ops, as the engine's ``zero/`` implements them."""
 
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """Within it the stage's last backward runs: its gradients may be reduced as they become final."""
+    def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
+        """Within it a backward of the stage runs, its last one or not: gradients may be reduced as they are made."""
+
+    def target(self, parameter: Tensor) -> Tensor | None:
+        """Where to add a deferred gradient of this parameter; None: to its ``.grad``."""
 
     def accumulated(self, parameter: Tensor) -> None:
         """A deferred weight gradient is whole (of its microbatch), where autograd's own hooks do not see it."""
@@ -87,6 +91,7 @@ class Executor:
     """Runs programs over a ``PipelineModule``'s stages on this rank.
 
     Attributes:
+        loss_scale: what losses are multiplied by before the backward pass (fp16); results are not.
         spans: when each compute op of the last run ran, in seconds since its start, if ``record`` was set.
         held: activations of (stage, microbatch) held now; ``peak`` the most of the last run.
     """
@@ -112,6 +117,7 @@ class Executor:
             "RELEASE": lambda op: data.release(op.stage),
         }
         self.record = False
+        self.loss_scale = 1.0
         self.spans: list[Span] = []
         self.held: dict[tuple[int, int], _Held] = {}
         self.peak = 0
@@ -204,7 +210,7 @@ class Executor:
             self._weight_gradient(op)
             self._begin = begin
         else:
-            with self._last(op):
+            with self._reducing(op):
                 self._differentiate(op)
             del self.held[op.stage, op.microbatch]
 
@@ -219,8 +225,8 @@ class Executor:
         self._begin = time.perf_counter()
         deferred = self.held[op.stage, op.microbatch].deferred
         assert deferred is not None  # a program that splits the backward says so before its first forward
-        with self._last(op):
-            deferred.run(self._data.accumulated)
+        with self._reducing(op):
+            deferred.run(self._data.target, self._data.accumulated)
         del self.held[op.stage, op.microbatch]
 
     def _differentiate(self, op: Op) -> None:
@@ -234,9 +240,9 @@ class Executor:
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
 
-    def _last(self, op: Op) -> AbstractContextManager[None]:
-        """Where this op makes the stage's gradients final, what the data axis does meanwhile."""
-        return self._data.last_backward(op.stage) if self._last_backward[op.stage] == op else nullcontext()
+    def _reducing(self, op: Op) -> AbstractContextManager[None]:
+        """What the data axis does while this op makes weight gradients."""
+        return self._data.backward(op.stage, last=self._last_backward[op.stage] == op)
 
     def _send_forward(self, op: Op) -> None:
         """``isend(outputs)``, to the next stage."""
@@ -299,7 +305,7 @@ class Executor:
             raise ValueError(f"the loss is {shape}; loss_fn returns a mean (0-dim) or a pair (sum, weight)")
         self._result.loss += loss.detach().double()
         self._result.weight += weight.detach().double() if isinstance(weight, Tensor) else weight
-        return [loss]
+        return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
     def _kind(self, index: int) -> Hashable:
         # Without gradients the same outputs look different: none of them wants one.

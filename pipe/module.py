@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class Placed(NamedTuple):
     parameter: nn.Parameter
     layout: Layout
     stages: tuple[int, ...]  # the stages of this rank that use it
+    layers: tuple[int, ...]  # the layers that use it, by their first place in the list
     tie: int | None  # index into PipelineModule.ties, where other ranks hold it too
     counted: bool  # whether this rank's stage is the one that counts it (a tie is counted once)
 
@@ -88,6 +90,8 @@ class PipelineModule(nn.Module):
         self.chunks = chunks
         self.placement = place(placement, self.grid.pipe.size, chunks)
         self.dropout_state = DropoutState(seed)
+        # Called, where it is set, as around(stage, layer, call, x) in place of call(x): ZeRO 3 gathers weights there.
+        self.around: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
         self.trained = False  # set by the engine, whose optimizer changes weights behind their version counters
         self._list = list(layers)
         self._sources = _sources(self._list)
@@ -120,10 +124,17 @@ class PipelineModule(nn.Module):
             if not isinstance(entry, (LayerSpec, nn.Module)):
                 x = entry(x)
                 continue
-            layer = self.layers[str(self._sources[index])]
+            source = self._sources[index]
+            layer = self.layers[str(source)]
             forward_fn = entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
-            x = layer(x) if forward_fn is None else forward_fn(layer, x)
+            call = layer if forward_fn is None else partial(forward_fn, layer)
+            x = call(x) if self.around is None else self.around(stage, source, call, x)
         return x
+
+    def layers_of(self, stage: int) -> list[int]:
+        """The layers with parameters that one of this rank's stages runs, in order, as ``around`` is told of them."""
+        indices = range(self.boundaries[stage], self.boundaries[stage + 1])
+        return [self._sources[i] for i in indices if isinstance(self._list[i], (LayerSpec, nn.Module))]
 
     def forward(self, x: Any) -> Any:
         """The whole model, where this rank holds all of it; a pipeline is run by the engine."""
@@ -164,13 +175,15 @@ class PipelineModule(nn.Module):
     def placed(self) -> list[Placed]:
         """This rank's parameters, each once, in the order of the list."""
         stages: dict[nn.Parameter, list[int]] = {}
+        layers: dict[nn.Parameter, list[int]] = {}
         for stage in self.stages:
             for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
                 if isinstance(self._list[index], (LayerSpec, nn.Module)):
                     for parameter in self.layers[str(self._sources[index])].parameters():
-                        used = stages.setdefault(parameter, [])
-                        if stage not in used:
-                            used.append(stage)
+                        for users, user in ((stages, stage), (layers, self._sources[index])):
+                            used = users.setdefault(parameter, [])
+                            if user not in used:
+                                used.append(user)
         keys = {tie.key: i for i, tie in enumerate(self.ties)}
         placed = []
         for parameter, used in stages.items():
@@ -180,7 +193,7 @@ class PipelineModule(nn.Module):
             if tie is not None:
                 counted = self.placement[self.ties[tie].stages[0]] == self.grid.pipe.rank
                 tie = tie if self.tie_axes[tie] is not None else None
-            placed.append(Placed(parameter, layout, tuple(used), tie, counted))
+            placed.append(Placed(parameter, layout, tuple(used), tuple(layers[parameter]), tie, counted))
         return placed
 
     def extra_repr(self) -> str:

@@ -7,7 +7,6 @@ gradient comes back for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,18 +63,6 @@ def flatten(value: Any) -> tuple[list[Tensor], Schema]:
 def unflatten(schema: Schema, tensors: list[Tensor]) -> Any:
     """The nest again."""
     return _decode(json.loads(schema.nest), tensors)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The nest with each tensor replaced by ``function(tensor)``; anything else stays as it is."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    return value
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:

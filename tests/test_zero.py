@@ -112,7 +112,7 @@ def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
     engine.train_batch(data())
     assert optimizer is not None
     state = sum(t.numel() for s in optimizer.state.values() for t in s.values() if t.dim())
-    whole = sum(b.weights.numel() for b in engine._buckets)
+    whole = sum(b.weights.numel() for b in engine._replicas.buckets)
     moments = 2 * whole // (here.data.size if stage else 1)
     return engine.gather("gradients"), engine.get_global_grad_norm(), state == moments
 
@@ -150,7 +150,7 @@ def overlapped() -> list[str]:
     start = here.data.reduce_scatter
 
     def spy(output: Tensor, tensor: Tensor, async_op: bool = False) -> Any:
-        calls.append(f"reduce {next(i for i, b in enumerate(engine._buckets) if b.gradients is tensor)}")
+        calls.append(f"reduce {next(i for i, b in enumerate(engine._replicas.buckets) if b.gradients is tensor)}")
         return start(output, tensor, async_op)
 
     here.data.reduce_scatter = spy  # type: ignore[method-assign]

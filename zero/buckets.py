@@ -1,14 +1,22 @@
-"""A bucket in memory: parameters and gradients as views of two flat buffers."""
+"""A bucket in memory: parameters and gradients in flat buffers, whole or sharded as the stage of ZeRO says.
+
+    stage       weights             gradients                           optimizer's state
+    0           whole               whole                               whole
+    1           whole               whole                               this rank's range
+    2           whole               whole within a backward, then range this rank's range
+    3           whole where used    whole within a backward, then range this rank's range
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..grid import Grid, Layout
+from ..grid import Axis, Grid, Layout, Pending
 from .flat import PARTIAL, REPLICATED, RUNS, SHARDED, FlatBucket, Item, plan
 
 
@@ -18,86 +26,266 @@ class Managed(NamedTuple):
     parameter: nn.Parameter
     layout: Layout
     stages: tuple[int, ...]  # the stages of this rank that use it
+    layers: tuple[int, ...]  # the layers of the list that use it
     tie: int | None  # the tie it belongs to, where other pipe ranks hold it too
     counted: bool  # whether this pipe rank counts it in the norm
-    group: int  # its parameter group in the optimizer
+    group: int | None  # its parameter group in the optimizer; None: it is not trained
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What ZeRO does, and in which dtypes.
+
+    Attributes:
+        stage: of ZeRO.
+        weights: dtype of the parameters; None leaves each its own.
+        accumulate: dtype of gradients summed over microbatches, of masters and of the optimizer's state; None
+            is the parameters' own.
+        communicate: dtype in which gradients are summed over the data axis; None is that of accumulation.
+    """
+
+    stage: int = 0
+    weights: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    communicate: torch.dtype | None = None
 
 
 class _Key(NamedTuple):
     stages: tuple[int, ...]
+    layers: tuple[int, ...]  # empty below stage 3, where a layer's weights need not stand alone
     tie: int | None
     counted: bool
-    group: int
+    group: int | None
     dtype: torch.dtype
 
 
 class Bucket:
-    """Flat parameters and flat gradients, of which one rank of the data axis owns a range.
+    """Flat weights and gradients of some parameters, of which this rank owns a range.
 
-    The parameters are moved: each becomes a view of ``weights``, and its ``.grad`` a view of ``gradients``.
+    The parameters are moved: each becomes a view of ``weights``. Where nothing stands between (``direct``), its
+    ``.grad`` is a view of ``gradients``; else its ``.grad`` is added there as soon as autograd has made it.
 
     Attributes:
-        weights, gradients: (numel,), padded with zeros.
-        owned: the range of both whose optimizer state this rank holds; everything, in stage 0.
-        master: the owned weights, as the parameter that the optimizer steps; its ``.grad`` the owned gradients.
+        weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
+        owned: the range of elements whose optimizer state this rank holds; everything, in stage 0.
+        shard: the owned weights: a view of ``weights``, or in stage 3 a tensor of their own.
+        master: what the optimizer steps: the shard itself, or a copy of it in the dtype of accumulation. None
+            for parameters that are not trained.
+        gradients: (numel,); None between backward passes where they are ``transient`` (stages 2 and 3).
+        owned_gradient: the reduced gradients of the owned range, which are ``master.grad``.
     """
 
-    def __init__(self, flat: FlatBucket, members: Sequence[Managed], grid: Grid, sharded: bool) -> None:
+    def __init__(self, flat: FlatBucket, members: Sequence[Managed], grid: Grid, mode: Mode) -> None:
         assert isinstance(flat.key, _Key)
-        self.stages, self.tie, self.counted, self.group, dtype = flat.key
-        self.flat = flat
-        self.members = [members[slot.number] for slot in flat.slots]
-        self.weights = torch.zeros(flat.numel, dtype=dtype, device=grid.device)
-        self.gradients = torch.zeros_like(self.weights)
+        self.stages, self.layers, self.tie, self.counted, self.group, dtype = flat.key
+        self.flat, self.members = flat, [members[slot.number] for slot in flat.slots]
+        self._axis, self._device = grid.data, grid.device
+        dtype = mode.weights or dtype
+        accumulate = mode.accumulate or dtype
+        sharded = mode.stage > 0
+        self.transient = mode.stage >= 2 and self.tie is None
+        self.released = False
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
-        self._views: list[Tensor] = []
+        self.communicate = mode.communicate or accumulate
+
+        self.weights = torch.zeros(flat.numel, dtype=dtype, device=grid.device)
+        whole = self.weights if accumulate == dtype else torch.zeros_like(self.weights, dtype=accumulate)
         for slot, member in zip(flat.slots, self.members, strict=True):
-            parameter = member.parameter
-            view = self.weights[slot.start : slot.stop].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view  # keeps the Parameter itself, and all that refers to it
-            self._views.append(self.gradients[slot.start : slot.stop].view(parameter.shape))
-        self.master = nn.Parameter(self.weights[slice(*self.owned)])
-        self.master.grad = self.gradients[slice(*self.owned)]
+            # Masters start from the parameters as they are, before anything is rounded.
+            whole[slot.start : slot.stop].view(member.parameter.shape).copy_(member.parameter.detach())
+        if whole is not self.weights:
+            self.weights.copy_(whole)
+        self.shard = self.weights[slice(*self.owned)]
+        if mode.stage == 3:
+            self.shard = self.shard.clone()
+        self._show(self._views(self.weights))
+
+        self.gradients: Tensor | None = None
+        self.owned_gradient = torch.zeros(0, dtype=accumulate, device=grid.device)
+        self.master: nn.Parameter | None = None
+        self.direct = not self.transient and accumulate == dtype
+        self._accumulate = accumulate
+        if self.trained:
+            own = self.shard if accumulate == dtype else whole[slice(*self.owned)].clone()
+            self.master = nn.Parameter(own)
+            if self.transient:
+                self.owned_gradient = torch.zeros_like(own)
+            else:
+                self.gradients = torch.zeros_like(whole)
+                self.owned_gradient = self.gradients[slice(*self.owned)]
+            self.master.grad = self.owned_gradient
+        self._targets: dict[Tensor, Tensor] = {}
+        if self.gradients is not None:
+            self._aim(self.gradients)
+
         # An element counts once: a replicated one on the first tensor rank, a tied one on its first stage, and
         # what every replica holds on the first replica.
-        replicated = grid.tensor.is_first
-        here = self.counted and (sharded or grid.data.is_first)
-        runs = [run for run in RUNS if here and (run == SHARDED or replicated)]
-        self._counted = [span for run in runs if (span := flat.span(run, *self.owned))[0] < span[1]]
+        here = self.trained and self.counted and (sharded or grid.data.is_first)
+        runs = [run for run in RUNS if here and (run == SHARDED or grid.tensor.is_first)]
+        spans = [flat.span(run, *self.owned) for run in runs]
+        self._counted = [(a - self.owned[0], b - self.owned[0]) for a, b in spans if a < b]
 
     @property
-    def partial(self) -> Tensor:
-        """The gradients that are partial sums over the tensor axis; often empty."""
-        return self.gradients[slice(*self.flat.runs[PARTIAL])]
+    def trained(self) -> bool:
+        """Whether an optimizer steps it."""
+        return self.group is not None
 
-    def clear(self) -> None:
-        """Zero the gradients, and make every parameter accumulate here again, whatever was done to its ``.grad``."""
-        self.gradients.zero_()
-        for member, view in zip(self.members, self._views, strict=True):
-            if member.parameter.grad is not view:
-                member.parameter.grad = view
+    def begin(self) -> None:
+        """A new step: gradients are zero, and every parameter accumulates here, whatever was done to its ``.grad``."""
+        if not self.trained:
+            return
+        if self.gradients is not None:
+            self.gradients.zero_()
+        else:
+            self.owned_gradient.zero_()
+        for member in self.members:
+            target = self._targets.get(member.parameter) if self.direct else None
+            if member.parameter.grad is not target:
+                member.parameter.grad = target
+
+    def target(self, parameter: Tensor) -> Tensor:
+        """Where a parameter's gradient accumulates: a view of ``gradients``."""
+        if self.gradients is None:
+            self.gradients = torch.zeros(self.flat.numel, dtype=self._accumulate, device=self._device)
+            self._aim(self.gradients)
+        return self._targets[parameter]
+
+    def collect(self, parameter: Tensor) -> None:
+        """Move what autograd left in ``.grad`` to where it accumulates."""
+        if not self.direct and parameter.grad is not None:
+            self.target(parameter).add_(parameter.grad)
+            parameter.grad = None
+
+    def reduce(self, tensor_axis: Axis) -> Pending | None:
+        """Start summing the gradients over the data axis; they are final (of a microbatch, where transient)."""
+        for member in self.members:
+            self.collect(member.parameter)
+        if self.gradients is None:
+            if self._axis.size == 1:
+                return None
+            self.target(self.members[0].parameter)  # another replica may have had a gradient: take part, with zeros
+        gradients = self.gradients
+        assert gradients is not None
+        partial = gradients[slice(*self.flat.runs[PARTIAL])]
+        if partial.numel():
+            tensor_axis.all_reduce(partial)
+        if self.transient:
+            self.gradients = None
+            self._targets = {}
+            return _Accumulation(self, gradients)
+        if self._axis.size == 1:
+            return None
+        if self.communicate != gradients.dtype:
+            return _Converted(self, gradients)
+        if self.owned == (0, self.flat.numel):
+            return self._axis.all_reduce(gradients, async_op=True)
+        return self._axis.reduce_scatter(self.owned_gradient, gradients, async_op=True)
+
+    def publish(self) -> Pending | None:
+        """After the optimizer's step: bring the new weights to the parameters, on every rank that holds them."""
+        assert self.master is not None
+        if self.master.data_ptr() != self.shard.data_ptr():
+            self.shard.copy_(self.master.detach())
+        if self.released or self._axis.size == 1 or self.owned == (0, self.flat.numel):
+            return None
+        return self._axis.all_gather(self.weights, self.shard, async_op=True)
 
     def squares(self) -> list[Tensor]:
         """The sums of squares, in float64, of the gradients that this rank counts."""
-        norms = (torch.linalg.vector_norm(self.gradients[a:b], dtype=torch.float64) for a, b in self._counted)
+        norms = (torch.linalg.vector_norm(self.owned_gradient[a:b], dtype=torch.float64) for a, b in self._counted)
         return [norm.square() for norm in norms]
 
+    def release(self) -> None:
+        """Keep the shard only. The parameters show NaN until ``restore``: a read too early is seen, not silent."""
+        if not self.released:
+            nothing = torch.full((), float("nan"), dtype=self.weights.dtype, device=self._device)
+            self._show([nothing.expand(member.parameter.shape) for member in self.members])
+            # The storage is emptied, not dropped: what autograd saved for backward are views of it.
+            self.weights.untyped_storage().resize_(0)
+            self.released = True
 
-def make_buckets(members: Sequence[Managed], grid: Grid, sharded: bool, capacity: int) -> list[Bucket]:
-    """Lay out parameters in buckets and move them there. Frozen ones are left alone.
+    def restore(self, axis: Axis) -> Pending | None:
+        """Start gathering the whole weights; None if they are here. ``show`` follows once they have come."""
+        if not self.released:
+            return None
+        self.weights.untyped_storage().resize_(self.flat.numel * self.weights.element_size())
+        self.released = False
+        if axis.size == 1:
+            self.weights.copy_(self.shard)
+            return None
+        return axis.all_gather(self.weights, self.shard, async_op=True)
+
+    def show(self) -> None:
+        """Let the parameters be views of the whole weights again."""
+        self._show(self._views(self.weights))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[slot.start : slot.stop].view(member.parameter.shape)
+            for slot, member in zip(self.flat.slots, self.members, strict=True)
+        ]
+
+    def _show(self, views: Sequence[Tensor]) -> None:
+        for member, view in zip(self.members, views, strict=True):
+            member.parameter.data = view  # keeps the Parameter itself, and all that refers to it
+
+    def _aim(self, gradients: Tensor) -> None:
+        for slot, member in zip(self.flat.slots, self.members, strict=True):
+            self._targets[member.parameter] = gradients[slot.start : slot.stop].view(member.parameter.shape)
+
+
+class _Accumulation:
+    """A transient gradient on its way: summed over the data axis, then added to the owned range."""
+
+    def __init__(self, bucket: Bucket, gradients: Tensor) -> None:
+        self._bucket, self._work = bucket, None
+        self._part = gradients
+        if bucket._axis.size > 1:
+            self._part = torch.empty_like(bucket.owned_gradient, dtype=bucket.communicate)
+            self._work = bucket._axis.reduce_scatter(self._part, gradients.to(bucket.communicate), async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._bucket.owned_gradient.add_(self._part)
+
+
+class _Converted:
+    """A whole gradient summed over the data axis in another dtype."""
+
+    def __init__(self, bucket: Bucket, gradients: Tensor) -> None:
+        self._bucket = bucket
+        sent = gradients.to(bucket.communicate)
+        if bucket.owned == (0, bucket.flat.numel):
+            self._result = sent
+            self._work = bucket._axis.all_reduce(sent, async_op=True)
+        else:
+            self._result = torch.empty_like(bucket.owned_gradient, dtype=bucket.communicate)
+            self._work = bucket._axis.reduce_scatter(self._result, sent, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._bucket.owned_gradient.copy_(self._result)
+
+
+def make_buckets(members: Sequence[Managed], grid: Grid, mode: Mode, capacity: int) -> list[Bucket]:
+    """Lay out parameters in buckets and move them there.
+
+    Parameters that are not trained are left alone below stage 3, which shards them too.
 
     Args:
         members: in the order of the model.
         grid: whose data axis the buckets are sharded over.
-        sharded: whether a rank owns its range only (ZeRO), or everything (plain data parallelism).
+        mode: what ZeRO does.
         capacity: elements a bucket holds at the most, but for a single larger parameter.
     """
     items = []
-    for index, member in enumerate(members):
-        if member.parameter.requires_grad:
-            layout = member.layout
-            run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
-            key = _Key(member.stages, member.tie, member.counted, member.group, member.parameter.dtype)
-            items.append(Item(index, member.parameter.numel(), run, key))
-    return [Bucket(flat, members, grid, sharded) for flat in plan(items, grid.data.size, capacity)]
+    for number, member in enumerate(members):
+        if member.group is None and mode.stage < 3:
+            continue
+        layout = member.layout
+        run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
+        layers = member.layers if mode.stage == 3 else ()
+        key = _Key(member.stages, layers, member.tie, member.counted, member.group, member.parameter.dtype)
+        items.append(Item(number, member.parameter.numel(), run, key))
+    return [Bucket(flat, members, grid, mode) for flat in plan(items, grid.data.size, capacity)]

@@ -1,7 +1,8 @@
-"""Stages 0 and 1: gradients summed over the data axis, bucket by bucket, while the last backward still runs."""
+"""Gradients summed over the data axis, bucket by bucket, while the backward pass still runs."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,48 +11,53 @@ from torch import Tensor
 from ..grid import Axis, Grid, Pending
 from .buckets import Bucket
 
+# Transient gradients that may be on their way at once: one travels while the next one fills.
+_UNDER_WAY = 2
+
 
 class GradientReducer:
     """Sums gradients over the data axis, at the points of a step where a program says so.
 
-    Stage 0 leaves every replica with the whole sum (all-reduce), stage 1 with the range it owns (reduce-scatter).
-    The collectives of a stage start within its last backward pass, each as soon as the gradients of its bucket are
-    final, and always in the order of the buckets: the same on every replica, whatever its autograd engine does.
+    The collectives of a stage start within a backward pass, each as soon as the gradients of its bucket are
+    complete, and always in the order of the buckets: the same on every replica, whatever its autograd engine
+    does. That pass is the stage's last one, or, for buckets whose whole gradient is transient, every one.
 
     Args:
         buckets: of this rank.
         grid: whose data axis is summed over.
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
-        sharded: stage 1.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], grid: Grid, tie_axes: Sequence[Axis | None], sharded: bool) -> None:
-        self._buckets, self._grid, self._tie_axes, self._sharded = list(buckets), grid, tie_axes, sharded
-        self._pending: list[Pending] = []
-        self._armed: list[Bucket] = []  # buckets of the stage whose last backward runs, next to reduce first
-        self._missing: dict[int, int] = {}  # bucket -> its gradients that are not final yet
+    def __init__(self, buckets: Sequence[Bucket], grid: Grid, tie_axes: Sequence[Axis | None]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.trained]
+        self._grid, self._tie_axes = grid, tie_axes
+        self._pending: deque[Pending] = deque()
+        self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, next to reduce first
+        self._missing: dict[int, int] = {}  # bucket -> its gradients that are not complete yet
         self._stages_left: dict[int, set[int]] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[member.parameter] = bucket
-                member.parameter.register_post_accumulate_grad_hook(self.accumulated)
+                if member.parameter.requires_grad:
+                    member.parameter.register_post_accumulate_grad_hook(self.accumulated)
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
         for bucket in self._buckets:
-            bucket.clear()
-        self._stages_left = {id(bucket): set(bucket.stages) for bucket in self._buckets}
-        self._pending, self._armed, self._missing = [], [], {}
+            bucket.begin()
+        # What REDUCE at a stage's end must still see to: gradients that a tie or several stages add up.
+        self._stages_left = {id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.transient}
+        self._armed, self._missing = [], {}
 
     @contextmanager
-    def last_backward(self, stage: int) -> Iterator[None]:
-        """The stage's gradients become final within: reduce each bucket as soon as it is.
+    def backward(self, stage: int, last: bool) -> Iterator[None]:
+        """A backward pass of the stage runs within: reduce each bucket as soon as it is complete.
 
         Buckets that another stage of this rank adds to, or that a tie must be summed for first, are left to
         ``reduce``. What got no gradient by the end is reduced all the same: another replica may have had one.
         """
-        self._armed = [bucket for bucket in self._buckets if bucket.stages == (stage,) and bucket.tie is None]
+        self._armed = [bucket for bucket in self._buckets if stage in bucket.stages and self._due(bucket, last)]
         self._missing = {id(bucket): len(bucket.members) for bucket in self._armed}
         yield
         for bucket in self._armed:
@@ -59,19 +65,28 @@ class GradientReducer:
         self._armed, self._missing = [], {}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """A parameter's gradient is complete, of one microbatch; in the last backward, for good."""
+        """Autograd, or a deferred weight gradient, has added to a parameter's gradient all that this pass adds."""
         bucket = self._bucket_of.get(parameter)
-        if bucket is None or id(bucket) not in self._missing:
+        if bucket is None:
             return
-        self._missing[id(bucket)] -= 1
-        while self._armed and not self._missing[id(self._armed[0])]:
-            self._start(self._armed.pop(0))
+        armed = id(bucket) in self._missing
+        if armed or not bucket.transient:
+            bucket.collect(parameter)
+        if armed:
+            self._missing[id(bucket)] -= 1
+            while self._armed and not self._missing[id(self._armed[0])]:
+                self._start(self._armed.pop(0))
+
+    def target(self, parameter: Tensor) -> Tensor | None:
+        """Where to add a deferred gradient of this parameter; None if it is not ours."""
+        bucket = self._bucket_of.get(parameter)
+        return None if bucket is None else bucket.target(parameter)
 
     def reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE: the stage's gradients are final; reduce what was not yet."""
         for bucket in self._buckets:
-            left = self._stages_left[id(bucket)]
-            if stage in left:
+            left = self._stages_left.get(id(bucket), set())
+            if microbatch < 0 and stage in left:
                 left.discard(stage)
                 if not left:
                     self._start(bucket)
@@ -82,33 +97,26 @@ class GradientReducer:
         assert axis is not None  # a program names a tie only to the ranks that share it
         for bucket in self._buckets:
             if bucket.tie == tie:
+                assert bucket.gradients is not None  # a tie's gradients stay whole until here
                 axis.all_reduce(bucket.gradients)
-
-    def gather(self, stage: int) -> None:
-        """GATHER: the parameters of stages 0 and 1 of ZeRO are always whole."""
-
-    def release(self, stage: int) -> None:
-        """RELEASE: they stay so."""
 
     def finish(self) -> None:
         """Wait until every gradient is reduced."""
         while self._pending:
-            self._pending.pop(0).wait()
+            self._pending.popleft().wait()
 
     def abandon(self) -> None:
         """After a failure: let go of every reduction under way."""
-        self._pending = []
+        self._pending.clear()
+
+    def _due(self, bucket: Bucket, last: bool) -> bool:
+        return bucket.transient or (last and len(bucket.stages) == 1 and bucket.tie is None)
 
     def _start(self, bucket: Bucket) -> None:
-        """Start one bucket's reduction; its gradients are final."""
-        self._stages_left[id(bucket)].clear()
-        if bucket.partial.numel():
-            self._grid.tensor.all_reduce(bucket.partial)
-        axis = self._grid.data
-        if axis.size == 1:
-            return
-        if self._sharded:
-            owned = bucket.gradients[slice(*bucket.owned)]
-            self._pending.append(axis.reduce_scatter(owned, bucket.gradients, async_op=True))
-        else:
-            self._pending.append(axis.all_reduce(bucket.gradients, async_op=True))
+        """Start one bucket's reduction."""
+        self._stages_left.get(id(bucket), set()).clear()
+        pending = bucket.reduce(self._grid.tensor)
+        if pending is not None:
+            self._pending.append(pending)
+        while bucket.transient and len(self._pending) > _UNDER_WAY:
+            self._pending.popleft().wait()

@@ -1,4 +1,4 @@
-"""The sharded optimizer: each rank steps the range it owns, then every rank gets all of it (ZeRO stage 1)."""
+"""The sharded optimizer: each rank steps the range it owns, then every rank gets all of it (ZeRO)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grid import Axis
 from .buckets import Bucket
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -24,22 +23,13 @@ class ShardedOptimizer:
         make: makes the optimizer from parameter groups.
         buckets: of this rank.
         groups: the options of each parameter group, in the order of ``Managed.group``.
-        axis: the data axis, over which stepped ranges are gathered.
-        sharded: whether a rank owns only a range (stage 1).
 
     Attributes:
         optimizer: torch's, over the owned ranges: for learning-rate schedulers and for a look at its state.
     """
 
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        buckets: Sequence[Bucket],
-        groups: Sequence[dict[str, Any]],
-        axis: Axis,
-        sharded: bool,
-    ) -> None:
-        self._buckets, self._axis, self._sharded = list(buckets), axis, sharded
+    def __init__(self, make: MakeOptimizer, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.trained]
         owned = [[bucket.master for bucket in self._buckets if bucket.group == i] for i in range(len(groups))]
         self.optimizer = make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
 
@@ -50,13 +40,10 @@ class ShardedOptimizer:
         Args:
             scale: 0-dim; one over the batch's weight, times what clipping asks for.
         """
-        gradients = [bucket.master.grad for bucket in self._buckets if bucket.master.grad is not None]
+        gradients = [bucket.owned_gradient for bucket in self._buckets]
         if gradients:
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
-        if self._sharded:
-            work = [
-                self._axis.all_gather(bucket.weights, bucket.master.detach(), async_op=True) for bucket in self._buckets
-            ]
-            for pending in work:
-                pending.wait()
+        under_way = [pending for bucket in self._buckets if (pending := bucket.publish()) is not None]
+        for pending in under_way:
+            pending.wait()

@@ -1,0 +1,74 @@
+"""In which dtypes a model computes, accumulates and communicates, and fp16's loss scale."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..zero.buckets import Mode
+from .config import Config, Fp16Config
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mode(config: Config) -> Mode:
+    """What the configuration asks of the data axis.
+
+    With bf16 or fp16, weights are of that dtype, and fp32 holds the master weights, the optimizer's state and the
+    gradients that are accumulated; they are reduced in fp32 too, unless ``communication_data_type`` says otherwise.
+    """
+    half = half_dtype(config)
+    return Mode(
+        stage=config.zero_optimization.stage,
+        weights=half,
+        accumulate=torch.float32 if half is not None else None,
+        communicate=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
+    )
+
+
+def half_dtype(config: Config) -> torch.dtype | None:
+    """bf16 or fp16, if the configuration enables one."""
+    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+
+
+class LossScaler:
+    """fp16's loss scale: halved where gradients overflow, doubled after a while without. DeepSpeed's keys.
+
+    A static scale (``loss_scale`` above 0) never moves; steps that overflow are skipped all the same.
+
+    Attributes:
+        scale: what the loss is multiplied by before the backward pass.
+        skipped: the number of steps that overflowed.
+    """
+
+    def __init__(self, config: Fp16Config) -> None:
+        self._config = config
+        self.scale = float(config.loss_scale or 2**config.initial_scale_power)
+        self.skipped = 0
+        self._good = 0  # steps since the last overflow or doubling
+        self._patience = config.hysteresis
+
+    def update(self, overflow: bool, report: bool) -> None:
+        """After each step, whether it overflowed anywhere on the grid; ``report`` on the rank that may say so."""
+        before = self.scale
+        if not overflow:
+            self._good += 1
+            if not self._config.loss_scale and self._good % self._config.loss_scale_window == 0:
+                self.scale *= 2
+                self._patience = self._config.hysteresis
+            return
+        self.skipped += 1
+        self._good = 0
+        if not self._config.loss_scale:
+            if self._patience > 1:
+                self._patience -= 1
+            else:
+                self.scale = max(self.scale / 2, self._config.min_loss_scale)
+        if report:
+            logging.getLogger("triax").warning(
+                "overflow in fp16: step skipped on every rank (%d so far); loss scale %g -> %g",
+                self.skipped,
+                before,
+                self.scale,
+            )

@@ -1,0 +1,141 @@
+"""Stage 3: weights are whole only while their layer runs, and the next layer's are on their way by then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Grid, Pending
+from ..grid.nest import map_tensors
+from .buckets import Bucket
+
+
+class ParameterGatherer:
+    """Gathers the weights of a layer before it runs, forward or backward, and releases them after.
+
+    Gathers have a communicator of their own: a replica whose backward pass makes its gradients final in another
+    order must not meet a gather with a reduction.
+
+    Args:
+        buckets: of this rank.
+        grid: whose data axis shards them.
+        order: for each stage, its layers in the order they run: what to fetch next.
+        keep: hold weights from a stage's first forward of a step to its end: one gather a step and layer instead
+            of one each forward and backward pass, for the memory of the whole weights.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], grid: Grid, order: dict[int, Sequence[int]], keep: bool) -> None:
+        members = range(grid.data.size)
+        axis = grid.subgroup("data", members, purpose=" gather")
+        assert axis is not None  # every rank is a member
+        self._axis, self._keep = axis, keep
+        self._buckets_of: dict[int, list[Bucket]] = {}
+        for bucket in buckets:
+            for layer in bucket.layers:
+                self._buckets_of.setdefault(layer, []).append(bucket)
+        self._next = {(a, b): c for a, b, c in _neighbours(order)}
+        self._stage_layers = order
+        self._arriving: dict[int, Pending | None] = {}  # bucket -> its gather, until its parameters are shown
+        for bucket in buckets:
+            bucket.release()
+
+    def run(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
+        """``call(x)``, one layer of a stage, with its weights whole: now, and when its backward pass comes."""
+        self._acquire(stage, layer, 1)
+        if not torch.is_grad_enabled():
+            y = call(x)
+            self._release(layer)
+            return y
+        x = _mark(x, lambda: self._release(layer))
+        y = call(x)
+        y = _mark(y, lambda: self._acquire(stage, layer, -1))
+        self._release(layer)
+        return y
+
+    def release(self, stage: int) -> None:
+        """RELEASE: keep the shards only of whatever the stage still has whole."""
+        for layer in self._stage_layers[stage]:
+            self._release(layer)
+
+    def finish(self) -> None:
+        """The step ends: nothing is kept."""
+        keep, self._keep = self._keep, False
+        for stage in self._stage_layers:
+            self.release(stage)
+        self._keep = keep
+
+    @contextmanager
+    def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
+        """Whole weights, for whoever wants to look at them. Collective over the data axis."""
+        buckets = list(buckets)
+        for bucket in buckets:
+            self._start(bucket)
+        for bucket in buckets:
+            self._await(bucket)
+        yield
+        for bucket in buckets:
+            bucket.release()
+
+    def _acquire(self, stage: int, layer: int, step: int) -> None:
+        """Have the layer's weights whole, and start fetching those of the layer that runs after it."""
+        for bucket in self._buckets_of.get(layer, ()):
+            self._start(bucket)
+        for bucket in self._buckets_of.get(self._next.get((stage * 2 + (step > 0), layer), -1), ()):
+            self._start(bucket)
+        for bucket in self._buckets_of.get(layer, ()):
+            self._await(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket.released:
+            self._arriving[id(bucket)] = bucket.restore(self._axis)
+
+    def _await(self, bucket: Bucket) -> None:
+        if id(bucket) in self._arriving:
+            pending = self._arriving.pop(id(bucket))
+            if pending is not None:
+                pending.wait()
+            bucket.show()
+
+    def _release(self, layer: int) -> None:
+        if not self._keep:
+            for bucket in self._buckets_of.get(layer, ()):
+                self._await(bucket)
+                bucket.release()
+
+
+def _neighbours(order: dict[int, Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """(stage and direction, layer, the layer after it)."""
+    for stage, layers in order.items():
+        for a, b in zip(layers, layers[1:], strict=False):
+            yield stage * 2 + 1, a, b
+            yield stage * 2, b, a
+
+
+def _mark(value: Any, action: Callable[[], None]) -> Any:
+    """The same nest, whose backward pass calls ``action`` when the gradients of all its tensors are there."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, value)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not wanted:
+        return value
+    marked = dict(zip(map(id, wanted), _Mark.apply(action, *wanted), strict=True))
+    return map_tensors(lambda tensor: marked.get(id(tensor), tensor), value)
+
+
+class _Mark(torch.autograd.Function):
+    """The identity; its backward runs an action first."""
+
+    @staticmethod
+    def forward(ctx: Any, action: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.action = action
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.action()
+        return (None, *gradients)

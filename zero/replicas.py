@@ -1,0 +1,142 @@
+"""The data axis of one rank: buckets, their reduction, their gathering, their optimizer, behind one object.
+
+It is what a program's ops on the data axis reach: GATHER, RELEASE, REDUCE, TIED. The stages of ZeRO differ in
+how buckets are laid out and in where a program puts these ops; nothing here asks for the stage again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Axis, Grid
+from .buckets import Bucket, Managed, Mode, make_buckets
+from .gradients import GradientReducer
+from .norm import squares
+from .optimizer import MakeOptimizer, ShardedOptimizer
+from .parameters import ParameterGatherer
+
+
+class Replicas:
+    """What this rank holds of the replicas of its stages.
+
+    Args:
+        members: this rank's parameters, in the order of the model.
+        grid: whose data axis the replicas lie on.
+        tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
+        order: for each stage of this rank, its layers in the order they run.
+        mode: what ZeRO does.
+        capacity: elements of a bucket.
+        keep: in stage 3, hold weights whole from a stage's first forward of a step to the step's end.
+        make: makes the optimizer; None: nothing is stepped.
+        groups: the options of its parameter groups.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Managed],
+        grid: Grid,
+        tie_axes: Sequence[Axis | None],
+        order: Mapping[int, Sequence[int]],
+        mode: Mode,
+        capacity: int,
+        keep: bool = False,
+        make: MakeOptimizer | None = None,
+        groups: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.mode, self._grid = mode, grid
+        self.buckets = make_buckets(members, grid, mode, capacity)
+        self._reducer = GradientReducer(self.buckets, grid, tie_axes)
+        self._gatherer = ParameterGatherer(self.buckets, grid, order, keep) if mode.stage == 3 else None
+        self._stepper = None if make is None else ShardedOptimizer(make, self.buckets, groups)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Torch's, over the ranges that this rank owns."""
+        return None if self._stepper is None else self._stepper.optimizer
+
+    @property
+    def around(self) -> Callable[[int, int, Callable[[Any], Any], Any], Any] | None:
+        """What to run layers in; None where weights are always whole."""
+        return None if self._gatherer is None else self._gatherer.run
+
+    def begin(self) -> None:
+        """A new step: gradients are zero."""
+        self._reducer.begin()
+
+    def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
+        """Within it a backward of the stage runs: reduce what becomes complete."""
+        return self._reducer.backward(stage, last)
+
+    def target(self, parameter: Tensor) -> Tensor | None:
+        """Where to add a deferred gradient of this parameter; None if it is not trained."""
+        return self._reducer.target(parameter)
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A parameter's gradient is whole, of one backward."""
+        self._reducer.accumulated(parameter)
+
+    def reduce(self, stage: int, microbatch: int) -> None:
+        """REDUCE: the stage's gradients are final; reduce what was not yet."""
+        self._reducer.reduce(stage, microbatch)
+
+    def tied(self, tie: int) -> None:
+        """TIED: sum a tie's gradients over its stages."""
+        self._reducer.tied(tie)
+
+    def gather(self, stage: int) -> None:
+        """GATHER: a run of the stage begins. Each of its layers is gathered where it runs, the next one ahead."""
+
+    def release(self, stage: int) -> None:
+        """RELEASE: the run ends; keep the shards only."""
+        if self._gatherer is not None:
+            self._gatherer.release(stage)
+
+    def finish(self) -> None:
+        """The program ends: every gradient is reduced, and no weight is whole that need not be."""
+        self._reducer.finish()
+        if self._gatherer is not None:
+            self._gatherer.finish()
+
+    def abandon(self) -> None:
+        """After a failure: let go of everything under way."""
+        self._reducer.abandon()
+
+    def squares(self) -> Tensor:
+        """This rank's share of the square of the global gradient norm."""
+        return squares(self.buckets, self._grid.device)
+
+    def step(self, scale: Tensor) -> None:
+        """Scale the gradients, step the optimizer, bring the new weights to every replica."""
+        assert self._stepper is not None
+        self._stepper.step(scale)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it all weights are whole. Collective over the data axis."""
+        if self._gatherer is None:
+            yield
+        else:
+            with self._gatherer.whole(self.buckets):
+                yield
+
+    def gradients(self) -> Iterator[tuple[Managed, Tensor]]:
+        """The whole gradient of each trained parameter, after a step. Collective over the data axis."""
+        for bucket in self.buckets:
+            if bucket.trained:
+                whole = gather_owned(bucket, bucket.owned_gradient, self._grid.data)
+                for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+                    yield member, whole[slot.start : slot.stop].view(member.parameter.shape)
+
+
+def gather_owned(bucket: Bucket, owned: Tensor, axis: Axis) -> Tensor:
+    """A whole flat tensor from the ranges that the ranks own; itself, where a rank owns everything."""
+    if bucket.owned == (0, bucket.flat.numel):
+        return owned
+    whole = owned.new_empty(bucket.flat.numel)
+    axis.all_gather(whole, owned.contiguous())
+    return whole
