@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from .config import ConfigError, batch_sizes, read_config
+from .schedule_cli import schedule
 
 app = typer.Typer(
     name="triax",
@@ -39,6 +40,9 @@ def config(
         "gradient_accumulation_steps": batch.accumulation,
     }
     typer.echo(json.dumps(resolved, indent=2))
+
+
+app.command()(schedule)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..pipe.schedules import RECIPES
+from ..pipe.schedules import NAMES
+from .choose import FILES
 
 
 class ConfigError(ValueError):
@@ -46,7 +47,20 @@ class ZeroConfig(_Section):
 class PipelineConfig(_Section):
     """``pipeline``: how stages take turns."""
 
-    schedule: str = Field(default="1f1b", description="The schedule's name.")
+    schedule: str = Field(
+        default="1f1b", description="A schedule's name, auto (searched for), or the path of a .csv or .json file."
+    )
+    costs: tuple[float, ...] = Field(
+        default=(1.0, 1.0, 1.0),
+        min_length=3,
+        max_length=4,
+        description="For auto: measured costs of F, I, W and a message, in any unit.",
+    )
+    memory: float | None = Field(
+        default=None,
+        gt=0,
+        description="For auto: activations a rank may hold, in microbatches through 1/pipe of the model.",
+    )
 
 
 class Bf16Config(_Section):
@@ -119,8 +133,9 @@ def read_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
         raise ConfigError("; ".join(map(_explain, error.errors()))) from error
     if checked.bf16.enabled and checked.fp16.enabled:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
-    if checked.pipeline.schedule not in RECIPES:
-        raise ConfigError(_no_such("pipeline.schedule", checked.pipeline.schedule, list(RECIPES)))
+    name = checked.pipeline.schedule
+    if name not in NAMES and not name.endswith(FILES):
+        raise ConfigError(_no_such("pipeline.schedule", name, list(NAMES)))
     return checked
 
 

@@ -16,8 +16,8 @@ from ..pipe.inference import forward_only
 from ..pipe.module import PipelineModule
 from ..pipe.nest import Schema, flatten, unflatten
 from ..pipe.passes import Program, lower
-from ..pipe.schedules import Schedule, make_schedule
-from ..pipe.simulate import Timeline
+from ..pipe.schedules import Schedule
+from ..pipe.simulate import Costs, Timeline
 from ..pipe.verify import verify
 from ..zero.buckets import Managed
 from ..zero.norm import clip_coefficient
@@ -25,7 +25,8 @@ from ..zero.optimizer import MakeOptimizer
 from ..zero.replicas import Replicas
 from . import precision
 from .batch import Feed
-from .config import Config, batch_sizes
+from .choose import choose_schedule
+from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
 
 
@@ -46,6 +47,7 @@ class Engine:
         self,
         module: PipelineModule,
         config: Config,
+        schedule: Schedule,
         make_optimizer: MakeOptimizer | None,
         groups: list[tuple[dict[str, Any], list[nn.Parameter]]],
         training_data: Dataset[Any] | None = None,
@@ -58,7 +60,7 @@ class Engine:
         self.record_timeline = False
         self.timeline: Timeline | None = None
         self._norm: Tensor | None = None
-        self._programs: dict[tuple[str, int], Program] = {}
+        self._evaluations: dict[int, Program] = {}
         self._feed = Feed(module, precision.half_dtype(config))
         module.dropout_state.seed = config.seed
 
@@ -89,7 +91,7 @@ class Engine:
             self.training_dataloader = make_loader(training_data, order, collate_fn)
             self._own_data = repeat(self.training_dataloader, order)
         # A schedule that cannot run is refused here, before the first step.
-        self._program(config.pipeline.schedule, self.batch.accumulation)
+        self._training = self._lower(schedule)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.
@@ -113,10 +115,9 @@ class Engine:
         self.module.train()
         self.module.dropout_state.step = self.global_steps
         self._executor.record = self.record_timeline
-        program = self._program(self.config.pipeline.schedule, self.batch.accumulation)
         try:
             self._replicas.begin()
-            result = self._executor.run(program, microbatches)
+            result = self._executor.run(self._training, microbatches)
             self._replicas.finish()
         except Exception as error:
             self._fail(error)
@@ -179,7 +180,7 @@ class Engine:
         self.module.eval()
         self._executor.record = False
         try:
-            result = self._executor.run(self._program("forward", count), microbatches, outputs=return_logits)
+            result = self._executor.run(self._evaluation(count), microbatches, outputs=return_logits)
         except Exception as error:
             self._fail(error)
         finally:
@@ -243,15 +244,16 @@ class Engine:
         """Microbatches a step and replica."""
         return self.batch.accumulation
 
-    def _program(self, schedule: str, microbatches: int) -> Program:
-        """The verified program of a schedule; made once."""
-        key = schedule, microbatches
-        if key not in self._programs:
-            made = schedule_for(self.module, schedule, microbatches)
-            program = lower(made, self.config.zero_optimization.stage, [tie.stages for tie in self.module.ties])
-            verify(program)
-            self._programs[key] = program
-        return self._programs[key]
+    def _evaluation(self, microbatches: int) -> Program:
+        """The verified program of a forward pass; made once for each number of microbatches."""
+        if microbatches not in self._evaluations:
+            self._evaluations[microbatches] = self._lower(forward_only(self.module.placement, microbatches))
+        return self._evaluations[microbatches]
+
+    def _lower(self, schedule: Schedule) -> Program:
+        program = lower(schedule, self.config.zero_optimization.stage, [tie.stages for tie in self.module.ties])
+        verify(program)
+        return program
 
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
         """The last stage's outputs on every stage."""
@@ -276,15 +278,19 @@ class Engine:
         raise error
 
 
-def schedule_for(module: PipelineModule, name: str, microbatches: int) -> Schedule:
-    """A schedule for this model; inference runs wherever the stages are.
+def training_schedule(module: PipelineModule, config: PipelineConfig, microbatches: int) -> Schedule:
+    """The schedule that the configuration asks for, of the model's size.
 
     Raises:
-        ValueError: the schedule does not run the model's chunks.
+        ConfigError: the schedule does not run the model's chunks, or is of another size.
     """
-    if name == "forward":
-        return forward_only(module.placement, microbatches)
-    return make_schedule(name, module.grid.pipe.size, microbatches, module.chunks)
+    costs = Costs(*config.costs)
+    try:
+        return choose_schedule(
+            config.schedule, module.grid.pipe.size, microbatches, module.chunks, costs, config.memory
+        )
+    except ValueError as error:
+        raise ConfigError(f"pipeline.schedule: {error} (chunks are PipelineModule(..., chunks=))") from error
 
 
 def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[Managed]:

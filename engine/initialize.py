@@ -15,7 +15,7 @@ from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
 from . import optimizers
 from .config import Config, ConfigError, batch_sizes, read_config
-from .engine import Engine, schedule_for
+from .engine import Engine, training_schedule
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
@@ -59,8 +59,8 @@ def initialize(
     if source is None:
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
-    microbatches = batch_sizes(checked, model.grid.data.size).accumulation
-    model.move(schedule_for(model, checked.pipeline.schedule, microbatches).placement)
+    schedule = training_schedule(model, checked.pipeline, batch_sizes(checked, model.grid.data.size).accumulation)
+    model.move(schedule.placement)
     groups = _groups(model, optimizer, model_parameters)
     make: MakeOptimizer | None = None
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -74,7 +74,7 @@ def initialize(
             "lr_scheduler is a scheduler over another optimizer than the engine's: pass a function instead, such as "
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
         )
-    engine = Engine(model, checked, make, groups, training_data, lr_scheduler, collate_fn)
+    engine = Engine(model, checked, schedule, make, groups, training_data, lr_scheduler, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -13,9 +13,10 @@ from rich.table import Table
 
 from ..pipe.draw import chrome_trace, picture, text
 from ..pipe.schedules import NAMES, RECIPES, Schedule, make_schedule
-from ..pipe.search import Found, find_schedule
+from ..pipe.search import Found
 from ..pipe.simulate import Costs, Simulation, simulate
 from ..pipe.verify import verify
+from .choose import choose_schedule, read_schedule
 
 
 def schedule(
@@ -58,7 +59,7 @@ def schedule(
                 _compare(pipe, microbatches, chunks, parsed, memory, plot, as_json)
                 return
             assert name is not None
-            chosen = _named(name, pipe, microbatches, chunks, parsed, memory)
+            chosen = choose_schedule(name, pipe, microbatches, chunks, parsed, memory)
         verify(chosen, memory)
         result = simulate(chosen, parsed)
         if plot is not None:
@@ -83,17 +84,6 @@ def parse_costs(text_: str) -> Costs:
     return Costs(*values)
 
 
-def read_schedule(path: Path) -> Schedule:
-    """A schedule from .json (as --json prints it) or CSV (as torch.distributed.pipelining writes it)."""
-    content = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".json":
-            return Schedule.from_json(content)
-        return Schedule.from_csv(content, name=path.stem)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
 def report(chosen: Schedule, result: Simulation) -> dict[str, Any]:
     """What --json prints."""
     out = chosen.to_dict() | {
@@ -112,12 +102,6 @@ def sends(chosen: Schedule) -> int:
     crossings = sum(a != b for a, b in pairwise(place))
     ways = 2 if any(op.kind != "F" for order in chosen.orders for op in order) else 1
     return crossings * ways * chosen.microbatches
-
-
-def _named(name: str, pipe: int, microbatches: int, chunks: int | None, costs: Costs, memory: float | None) -> Schedule:
-    if name == "auto":
-        return find_schedule(pipe, microbatches, costs, pipe if memory is None else memory, chunks)
-    return make_schedule(name, pipe, microbatches, chunks)
 
 
 def _print(chosen: Schedule, result: Simulation) -> None:

@@ -361,3 +361,39 @@ def test_stages_move_to_where_the_schedule_wants_them(ranks: Any) -> None:
 def straight() -> Any:
     made = engine(Grid())
     return made.gather(), made.train_batch(microbatches(made.grid, batch=8)).item()
+
+
+def scheduled(name: str, chunks: int, folder: Path) -> float:
+    """One step under a schedule from a file, or one that was searched for."""
+    grid = Grid(pipe=2, timeout=60)
+    path = folder / "mine.csv"
+    if grid.rank == 0:
+        path.write_text("0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0\n")
+    grid.world.barrier()
+    model = PipelineModule(
+        layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform", chunks=chunks
+    )
+    pipeline = {"schedule": str(path) if name == "file" else name, "costs": [1, 1.2, 0.7, 0.1], "memory": 2}
+    made, *_ = triax.initialize(model=model, config={**BASE, "pipeline": pipeline})
+    return made.train_batch(microbatches(grid, batch=8)).item()
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("file", 1), ("auto", 2)])
+def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name: str, chunks: int) -> None:
+    wanted = engine(Grid()).train_batch(microbatches(Grid(), batch=8)).item()
+    assert ranks(2, scheduled, name, chunks, tmp_path) == pytest.approx([wanted] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "words"),
+    [
+        ({"schedule": "zb-v"}, "chunks=2"),
+        ({"schedule": "no/such.csv"}, "cannot be read"),
+        ({"schedule": "zbv"}, "did you mean 'zb-v'?"),
+        ({"schedule": "auto", "costs": [1, 2]}, "pipeline.costs"),
+    ],
+)
+def test_schedules_refused(pipeline: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine(Grid(), pipeline=pipeline)
+    assert words in str(error.value)

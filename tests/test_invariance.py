@@ -73,14 +73,15 @@ def microbatches(grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
 
 def replicas_agree(engine: Any) -> bool:
     """Whether every replica, and every stage that holds a tie, has bitwise the same weights."""
-    for placed in engine.module.placed():
-        axes = [engine.grid.data, *([engine.module.tie_axes[placed.tie]] if placed.tie is not None else [])]
-        for axis in axes:
-            low, high = placed.parameter.detach().clone(), placed.parameter.detach().clone()
-            axis.all_reduce(low, op="min")
-            axis.all_reduce(high, op="max")
-            if not torch.equal(low, high):
-                return False
+    with engine._replicas.whole():
+        for placed in engine.module.placed():
+            axes = [engine.grid.data, *([engine.module.tie_axes[placed.tie]] if placed.tie is not None else [])]
+            for axis in axes:
+                low, high = placed.parameter.detach().clone(), placed.parameter.detach().clone()
+                axis.all_reduce(low, op="min")
+                axis.all_reduce(high, op="max")
+                if not torch.equal(low, high):
+                    return False
     return True
 
 

@@ -1,10 +1,10 @@
 """A bucket in memory: parameters and gradients in flat buffers, whole or sharded as the stage of ZeRO says.
 
-    stage       weights             gradients                           optimizer's state
-    0           whole               whole                               whole
-    1           whole               whole                               this rank's range
-    2           whole               whole within a backward, then range this rank's range
-    3           whole where used    whole within a backward, then range this rank's range
+stage       weights             gradients                           optimizer's state
+0           whole               whole                               whole
+1           whole               whole                               this rank's range
+2           whole               whole within a backward, then range this rank's range
+3           whole where used    whole within a backward, then range this rank's range
 """
 
 from __future__ import annotations

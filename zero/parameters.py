@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class ParameterGatherer:
 def _neighbours(order: dict[int, Sequence[int]]) -> Iterator[tuple[int, int, int]]:
     """(stage and direction, layer, the layer after it)."""
     for stage, layers in order.items():
-        for a, b in zip(layers, layers[1:], strict=False):
+        for a, b in pairwise(layers):
             yield stage * 2 + 1, a, b
             yield stage * 2, b, a
 
