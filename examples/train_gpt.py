@@ -168,7 +168,8 @@ def train(options: Options) -> None:
     bigram = Bigram(corpus.training).loss(unseen) if grid.rank == 0 else 0.0
     text = continue_text(engine, options) if options.sample else b""
     report.record(bigram_loss=bigram, training_seconds=clock.elapsed)
-    report.say(f"trained {step} steps in {minutes(clock.elapsed)} min")
+    ended = "" if step == options.steps else f" of {options.steps}: --time-limit {options.time_limit:g} ended it"
+    report.say(f"trained {step} steps in {minutes(clock.elapsed)} min{ended}")
     report.say(f"loss    {validation:.4f} nats per byte on held-out files; byte bigrams: {bigram:.4f}")
     if text:
         report.say(f"\n{text.decode(errors='replace')}\n")
@@ -258,7 +259,7 @@ def parse() -> Options:
         type=int,
         default=1,
         metavar="STAGE",
-        help="0: every replica holds all; 1: optimizer states are sharded (1)",
+        help="of ZeRO: what the replicas share out (1)",
     )
     add = parser.add_argument_group("the model").add_argument
     add("--layers", type=int, default=4, help="blocks (4)")
@@ -271,12 +272,12 @@ def parse() -> Options:
     add("--steps", type=int, default=600, help="optimizer steps (600)")
     add("--batch", type=int, default=32, help="sequences a step, over all replicas (32)")
     add("--microbatch", type=int, default=4, help="sequences that pass through the pipeline at once (4)")
-    add("--lr", type=float, default=2e-3, help="the highest learning rate (2e-3)")
+    add("--lr", type=float, default=4e-3, help="the highest learning rate (4e-3)")
     add("--warmup", type=int, default=50, metavar="STEPS", help="until the learning rate is there (50)")
     add("--weight-decay", type=float, default=0.1, help="of matrices (0.1)")
     add("--clip", type=float, default=1.0, help="the longest gradient; 0: any (1)")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (0)")
-    add("--time-limit", type=float, default=0.0, metavar="MINUTES", help="stop in good order by then; 0: never (0)")
+    add("--time-limit", type=float, default=5.0, metavar="MINUTES", help="then end in good order; 0: no limit (5)")
     add = parser.add_argument_group("the text").add_argument
     add("--data", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
     add("--validation", type=int, default=256, metavar="N", help="held-out sequences to measure (256)")

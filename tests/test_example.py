@@ -75,6 +75,7 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
     run = start(tmp_path, f"--data text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
     assert run.returncode == 0, run.stderr
     assert 1 < len(losses(tmp_path, "gpt")) < 2000
+    assert "of 100000: --time-limit 0.005 ended it\n" in run.stdout
     assert "nats per byte on held-out files" in run.stdout
     assert (tmp_path / "runs" / "gpt" / "schedule.png").exists()
 
