@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .ops import COMPUTE, Op
-from .schedules import Schedule
+from .schedule import Schedule
 from .simulate import Span, Timeline, timeline
 
 # F, B, I, W: (colour of the first chunk, of the last one), dark enough for white letters

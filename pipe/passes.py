@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .ops import BACKWARD, COMPUTE, GATHER, RECV_B, RECV_F, REDUCE, RELEASE, SEND_B, SEND_F, TIED, Op
-from .schedules import Schedule
+from .schedule import Schedule
 from .simulate import timeline
 
 Ties = tuple[tuple[int, ...], ...]

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from .anneal import Problem, Words, anneal, decode, words_of
 from .ops import Op
-from .schedules import RECIPES, Schedule, make_schedule, zigzag
+from .schedule import Schedule
+from .schedules import RECIPES, make_schedule, zigzag
 from .simulate import Costs, peak_activations, simulate
 
 PATIENCE = 0.5

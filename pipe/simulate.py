@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .ops import Op
-from .schedules import Schedule
+from .schedule import Schedule
 
 Cost = float | Sequence[float]
 

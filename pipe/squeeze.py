@@ -28,12 +28,16 @@ def squeeze(
     microbatches: int,
     limits: Sequence[int],
     ahead: bool,
+    hold: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, list[list[Op]]] | None:
     """(makespan in units, orders), or None where the pattern needs more memory than `limits` (in stages).
 
-    With `ahead`, ops may be pulled ahead; without, the pattern's order is kept and only W moves.
+    With `ahead`, ops may be pulled ahead; without, the pattern's order is kept and only W moves. What
+    `hold` says of a letter of the pattern is the time before which it does not start; -1 is: not before the
+    letters in front of it.
     """
-    ranks = [_Rank(pattern, microbatches, limit) for pattern, limit in zip(patterns, limits, strict=True)]
+    hold = hold or [[0] * len(pattern) for pattern in patterns]
+    ranks = [_Rank(*of_rank, microbatches, ahead) for of_rank in zip(patterns, limits, hold, strict=True)]
     arrival = {letter: times for rank in ranks for letter, times in rank.arrival.items()}
     arrival["F", 0][:] = [0] * microbatches
     # where each letter's result goes: forward to the next stage, at the last one turn, then backward
@@ -47,7 +51,7 @@ def squeeze(
     active, now, end = ranks, 0, 0
     while active:
         for rank in active:
-            if rank.busy <= now and rank.step(now, ahead):
+            if rank.busy <= now and rank.step(now):
                 end = max(end, rank.busy)
         if end <= now:  # nothing runs and nothing could start
             return None
@@ -63,7 +67,10 @@ def _backward(arrival: dict[Letter, list[int]], stage: int) -> Letter:
 class _Rank:
     """One rank's place in its pattern."""
 
-    def __init__(self, pattern: Sequence[Letter], microbatches: int, limit: int) -> None:
+    def __init__(
+        self, pattern: Sequence[Letter], limit: int, hold: Sequence[int], microbatches: int, ahead: bool
+    ) -> None:
+        self.hold, self.ahead = hold, ahead
         self.letters = sorted(set(pattern))
         index = {letter: i for i, letter in enumerate(self.letters)}
         self.word = [index[letter] for letter in pattern]
@@ -82,11 +89,11 @@ class _Rank:
         self.left = len(pattern) + sum(microbatches for kind, _ in self.letters if kind == "I")
         self.order: list[Op] = []
 
-    def step(self, now: int, ahead: bool) -> bool:
+    def step(self, now: int) -> bool:
         """Start one op at `now`, if there is one to start."""
         while self.done[self.head]:
             self.head += 1
-        place = self._choose(now, ahead)
+        place = self._choose(now)
         if place is None and not self.put_off:
             return False
         self.left -= 1
@@ -111,13 +118,14 @@ class _Rank:
         self.readers[i][mb] = self.busy
         return True
 
-    def _choose(self, now: int, ahead: bool) -> int | None:
+    def _choose(self, now: int) -> int | None:
         """The place in the word of the op to start, or None: then a W is next, if there is one."""
         ready = [
             self.places[i][mb] for i, mb in enumerate(self.next) if mb < self.microbatches and self.times[i][mb] <= now
         ]
-        for place in sorted(ready) if ahead else ready:
-            if place > self.head and not ahead:
+        for place in sorted(ready):
+            hold = self.hold[place]
+            if hold > now or (place > self.head and (hold < 0 or not self.ahead)):
                 continue
             if self.holds[self.word[place]] < 0:
                 return place

@@ -10,12 +10,15 @@ holds long on rank 0 and short on rank p-1, on its way up the other way round: s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .ops import Op
+from .schedule import Schedule
+from .simulate import Costs, timeline
 from .squeeze import Letter, squeeze
 
 Orders = list[list[Op]]
+Layout = Callable[[int], tuple[list[list[Letter]], list[list[int]] | None]]  # microbatches -> patterns, hold
 PERIOD = 6  # F, I and W of both stages: a rank's work for one microbatch, in units
 
 
@@ -33,7 +36,7 @@ def zb_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
         f, g, i, j = ("F", down), ("F", up), ("I", down), ("I", up)
         warm = [f] * (2 * (pipe - r) - 1) + [g, f] * r + [g, j] * (pipe - r)
         patterns.append(first(microbatches, warm + [f, i, g, j] * microbatches + [j, i] * pipe))
-    return best(patterns, microbatches, memory=pipe)
+    return best(lambda count: ([first(count, letters) for letters in patterns], None), microbatches, memory=pipe)
 
 
 def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
@@ -43,7 +46,7 @@ def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     """
     turn = 3 if pipe % 2 == 0 else 0  # units of patience that keep a rank's ops apart in every period
     offsets = [(2 * r, 3 * pipe - r - 2, 3 * pipe + turn + 2 * r - 1, 6 * pipe + turn - r - 2) for r in range(pipe)]
-    return best(stack(offsets, microbatches), microbatches, memory=(pipe + 2) // 2)
+    return best(lambda count: stack(offsets, count), microbatches, memory=(pipe + 2) // 2)
 
 
 def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
@@ -53,7 +56,7 @@ def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     """
     turn = 2 if pipe % 3 == 0 else 0
     offsets = [(r, 2 * pipe - r - 1, 2 * pipe + turn + r, 4 * pipe + turn - r - 1) for r in range(pipe)]
-    return best(stack(offsets, microbatches), microbatches, memory=(pipe + 4) // 3)
+    return best(lambda count: stack(offsets, count), microbatches, memory=(pipe + 4) // 3)
 
 
 def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
@@ -125,20 +128,25 @@ class _Counter:
         return mb
 
 
-def stack(offsets: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Letter]]:
+def stack(
+    offsets: Sequence[tuple[int, int, int, int]], microbatches: int
+) -> tuple[list[list[Letter]], list[list[int]]]:
     """One microbatch's block, repeated every period: the pattern of a steady state without idle time.
 
-    An offset is when a rank starts F down, F up, I up, I down.
+    An offset is when a rank starts F down, F up, I up, I down. Also returned: before when each letter must
+    not start, if the steady state (from rank 0's first I down to its last F down) is to keep its times.
     """
     stages = 2 * len(offsets)
-    patterns = []
+    begin, end = offsets[0][3], offsets[0][0] + PERIOD * (microbatches - 1)
+    patterns, hold = [], []
     for r, block in enumerate(offsets):
         up = stages - 1 - r
         letters = (("F", r), ("F", up), ("I", up), ("I", r))
         block_starts = zip(block, letters, strict=True)
         starts = sorted((t + PERIOD * m, a) for t, a in block_starts for m in range(microbatches))
         patterns.append([letter for _, letter in starts])
-    return patterns
+        hold.append([t if begin <= t <= end else 0 for t, _ in starts])
+    return patterns, hold
 
 
 def first(microbatches: int, letters: Sequence[Letter]) -> list[Letter]:
@@ -152,17 +160,30 @@ def first(microbatches: int, letters: Sequence[Letter]) -> list[Letter]:
     return pattern
 
 
-def best(patterns: list[list[Letter]], microbatches: int, memory: int) -> Orders:
-    """The squeezed pattern. Whether pulling ops ahead pays shows in a few microbatches already."""
-    pipe = len(patterns)
+def best(layout: Layout, microbatches: int, memory: int) -> Orders:
+    """The squeezed pattern. Which way of squeezing is best shows in a few microbatches already.
+
+    Of ways that are equal at F = I = W, the one that loses least where they are not, and messages take time.
+    """
+    # whether to pull ahead, and what the steady state keeps: its times, its order, or nothing
+    ways = ((False, "nothing"), (True, "times"), (True, "order"), (True, "nothing"))
+    pipe = len(layout(1)[0])
     placement = (*range(pipe), *reversed(range(pipe)))
-    limits = [2 * memory] * pipe
+
+    def attempt(way: int, count: int) -> Schedule | None:
+        ahead, keep = ways[way]
+        patterns, hold = layout(count)
+        if hold and keep == "order":
+            hold = [[-1 if t else 0 for t in times] for times in hold]
+        limits = [2 * memory] * pipe
+        result = squeeze(patterns, placement, count, limits, ahead, None if keep == "nothing" else hold)
+        return Schedule("", pipe, count, 2, placement, tuple(map(tuple, result[1]))) if result else None
+
+    def rank(sample: Schedule) -> tuple[float, float]:
+        return tuple(round(timeline(sample, costs).makespan, 6) for costs in (Costs(), Costs(1, 1, 0.75, 0.05)))
+
     few = min(microbatches, 2 * pipe)
-    tries = []
-    for ahead in (False, True):
-        result = squeeze([first(few, pattern) for pattern in patterns], placement, few, limits, ahead)
-        if result:
-            tries.append((result[0], ahead))
-    result = squeeze(patterns, placement, microbatches, limits, min(tries)[1])
-    assert result is not None
-    return result[1]
+    samples = [(rank(sample), way) for way in range(len(ways)) if (sample := attempt(way, few))]
+    schedule = attempt(min(samples)[1], microbatches)
+    assert schedule is not None
+    return [list(order) for order in schedule.orders]

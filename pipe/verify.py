@@ -34,7 +34,7 @@ from .ops import (
     Op,
 )
 from .passes import Program, crossing
-from .schedules import Schedule
+from .schedule import Schedule
 
 Orders = Sequence[Sequence[Op]]
 Wait = tuple[Op, int]  # the op that must come first, and its rank
