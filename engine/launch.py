@@ -42,6 +42,7 @@ from ..grid.topology import Topology
 
 PRELOAD = ("torch", "torch.distributed.device_mesh", "torch.distributed.elastic.multiprocessing")
 LINGER = 1.5  # seconds a failing rank stays, so that a rank that died without a word is noticed before it
+SPEAKS = 30  # seconds that rank 0 has to say what the user did wrong
 STOP = 5  # seconds that ranks get to end after a signal, before they are killed
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -101,7 +102,7 @@ def user_error(message: object) -> NoReturn:
     if environment is None or environment.rank == 0:
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(LINGER)  # launchers stop every rank when one leaves: rank 0 speaks first
+        time.sleep(SPEAKS)  # launchers stop every rank when one leaves: rank 0, which may have started late, goes first
     raise SystemExit(2)
 
 

@@ -49,10 +49,10 @@ class Reporter:
             return
         self.record(step=step, loss=loss, tokens_per_second=round(speed, 1), **more)
         count = f"{step:>{len(str(self.steps))}}/{self.steps}"
-        line = f"step {count}   loss {loss:.4f}   {speed:,.0f} tokens/s   {minutes(left)} left"
+        line = f"step {count}  loss {loss:.4f}  {speed:,.0f} tokens/s  {minutes(left)} left"
         if self._live is not None:
-            bar = int(24 * step / self.steps)
-            self._live.update(Text("━" * bar + " " * (24 - bar) + "  " + line, no_wrap=True, overflow="crop"))
+            bar = "━" * int(16 * step / self.steps)
+            self._live.update(Text(f"{bar:16}  {line}", no_wrap=True, overflow="crop"))
         elif step % self.every == 0 or step in (1, self.steps):
             self.say(line)
 

@@ -301,9 +301,14 @@ def check(options: Options) -> Topology:
     """
     environment = read_environment()
     processes = environment.world_size if environment else options.processes
-    replica = options.pipe * options.tensor
+    replica = Topology(pipe=options.pipe, tensor=options.tensor).world_size
     if options.data_parallel is None:
-        options.data_parallel = max((processes or replica) // max(replica, 1), 1)
+        if processes is not None and processes % replica:
+            raise ValueError(
+                f"{options.pipe} pipe x {options.tensor} tensor take {replica} processes a replica, and there are "
+                f"{processes}, no multiple of that: give --pipe and --tensor whose product divides {processes}"
+            )
+        options.data_parallel = processes // replica if processes is not None else 1
     topology = Topology(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
     if processes is not None and processes != topology.world_size:
         raise ValueError(

@@ -83,7 +83,8 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--pipe 3 --processes 8", "3 pipe x 2 data x 1 tensor is a grid of 6 processes, and there are 8"),
+        ("--pipe 3 --processes 8", "3 pipe x 1 tensor take 3 processes a replica, and there are 8"),
+        ("--pipe 2 --data-parallel 3 --processes 8", "2 pipe x 3 data x 1 tensor is a grid of 6 processes"),
         ("--pipe 20", "8 layers cannot fill 20 stages"),
         ("--tensor 3", "4 attention heads do not divide over tensor=3; give tensor=1, 2, 4"),
         ("--pipe 0", "axis pipe has size 0"),
@@ -110,7 +111,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert len(losses(tmp_path, "torchrun")) == 6 and good.stdout.count("trained 6 steps") == 1
     bad = start(tmp_path, "--data text --pipe 3", torchrun)
     assert bad.returncode != 0
-    assert bad.stderr.count("train_gpt.py: error: 3 pipe x 1 data x 1 tensor is a grid of 3 processes") == 1
+    assert bad.stderr.count("train_gpt.py: error: 3 pipe x 1 tensor take 3 processes a replica") == 1
 
 
 def test_learning_rate_rises_then_falls() -> None:
