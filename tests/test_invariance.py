@@ -165,13 +165,13 @@ def test_invariance(ranks: Any, grid: tuple[int, int, int], cells_checked: list[
 def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
     """A part of the next test: each schedule once a grid, with ZeRO and ties in turn."""
     fits = [(schedule, chunks) for schedule, chunks in OTHERS if grid[0] * chunks <= 8]
-    turns = itertools.cycle([(1, True), (0, False), (0, True), (1, False)])
+    turns = itertools.cycle([(1, True), (3, False), (2, True), (0, False), (3, True), (2, False), (0, True)])
     check(ranks, grid, [(*schedule, *turn) for schedule, turn in zip(fits, turns, strict=False)], cells_checked)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
 def test_invariance_of_everything(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
-    fits = [(schedule, chunks) for schedule, chunks in OTHERS if grid[0] * chunks <= 8]
-    for schedule in fits:
-        check(ranks, grid, [(*schedule, s, t) for s, t in itertools.product(STAGES, TIED)], cells_checked)
+    names = [*((name, 1) for name in SCHEDULES), *OTHERS]
+    for schedule in [(name, chunks) for name, chunks in names if grid[0] * chunks <= 8]:
+        check(ranks, grid, [(*schedule, s, t) for s, t in itertools.product(range(4), TIED)], cells_checked)
