@@ -97,6 +97,20 @@ def find_schedule(
     )
 
 
+def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
+    """A named schedule whose order suits `costs`, within its own peak memory; never slower.
+
+    The zero-bubble papers' generators take the costs too: what is best at F = I = W is not at others.
+    """
+    peak = round(max(peak_activations(schedule)) * schedule.chunks)
+    limits = [peak] * schedule.pipe
+    problem = Problem(schedule.placement, schedule.pipe, schedule.microbatches, costs, limits)
+    tuned = _improve(problem, schedule, int(EFFORT * effort), random.Random(0))
+    if simulate(tuned, costs).makespan < simulate(schedule, costs).makespan - 1e-12:
+        return replace(tuned, name=schedule.name)
+    return schedule
+
+
 def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
     """The chunks to try: those asked for, those that per-stage costs are for, or 1 and 2."""
     if chunks is not None:

@@ -27,8 +27,8 @@ def zb_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
 
     Idle (p-1)F/2 at F = I = W, peak p on every rank.
 
-    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3F2 0I1 3I2 3W1 0I2 0W1 3W2 0W2
-    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 1F2 2F2 2I2 1I2 2W0 1W0 2W1 1W1 2W2 1W2
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     patterns = []
     for r in range(pipe):
@@ -43,6 +43,9 @@ def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     """Half of 1F1B's memory (Qi 2024, V-Half): down two units a rank, up one, and back likewise.
 
     Idle about (p-1)(F+B)/2 at F = I = W, peak p//2 + 1 on every rank.
+
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     turn = 3 if pipe % 2 == 0 else 0  # units of patience that keep a rank's ops apart in every period
     offsets = [(2 * r, 3 * pipe - r - 2, 3 * pipe + turn + 2 * r - 1, 6 * pipe + turn - r - 2) for r in range(pipe)]
@@ -53,6 +56,10 @@ def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     """A third of 1F1B's memory (Qi 2024, V-Min): one unit a rank, every way.
 
     Idle about two thirds of (p-1)(F+B) at F = I = W, more where they differ; peak (p+4)//3.
+
+    rank 0: 0F0 0F1 0F2 5F0 5I0 5W0 5F1 0I0 5I1 0W0 5W1 5F2 5I2 0I1 5W2 0W1 0I2 0W2
+    rank 1: 1F0 1F1 1F2 4F0 4I0 4W0 4F1 1I0 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+    rank 2: 2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
     turn = 2 if pipe % 3 == 0 else 0
     offsets = [(r, 2 * pipe - r - 1, 2 * pipe + turn + r, 4 * pipe + turn - r - 1) for r in range(pipe)]
@@ -65,7 +72,8 @@ def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     With F&B the cost of an overlapped pair, idle (p-1)(F&B + B - 3W)/2; peak p + 1/2. The pairs are next
     to each other in the order; every microbatch of them keeps its whole backward, only the ends split it.
 
-    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3I3 0I2 0W2 ...
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+    rank 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
     """
     orders = []
     for r in range(pipe):

@@ -23,8 +23,8 @@ def wave(pipe: int, microbatches: int, chunks: int) -> Orders:
     Idle 2(p-1)/3 (F+B) at v = 2 and peak p; at more waves about (p-1)(F+B)/v where p divides m, up to
     half as much again where not, and peak at most p + (p-1)(v-2)/2v.
 
-    rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 0B0 3B1 3F2 0B1 3B2 0B2
-    rank 1: 1F0 2F0 1F1 2F1 2B0 1B0 1F2 2B1 2F2 1B1 2B2 1B2
+    rank 0: 0F0 0F1 3F0 3B0 0F2 3F1 3B1 0B0 3F2 3B2 0B1 0B2
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2B2 1B2
     """
     placement = [r for c in range(chunks) for r in (range(pipe) if c % 2 == 0 else reversed(range(pipe)))]
     limits = [chunks * pipe + (chunks // 2 - 1) * (pipe - 1)] * pipe
