@@ -277,7 +277,7 @@ def _weights(program: Program) -> None:
         unsummed = {
             s: {k for k, tie in ties.items() if s in tie} for s, r in enumerate(schedule.placement) if r == rank
         }
-        gathers = any(op.kind == GATHER for op in ops)
+        gathers = any(op.kind in (GATHER, RELEASE) for op in ops)
         for op in ops:
             kind, stage, mb = op
             if kind in BARE and stage not in unsummed:
@@ -285,6 +285,8 @@ def _weights(program: Program) -> None:
             if kind == GATHER:
                 whole.add(stage)
             elif kind == RELEASE:
+                if stage not in whole:
+                    raise ScheduleError(f"rank {rank}: {op} releases what no GATHER made whole", [(rank, op)])
                 whole.discard(stage)
             elif kind in COMPUTE:
                 if gathers and stage not in whole:
