@@ -18,12 +18,16 @@ class Feed:
 
     Floating-point inputs take ``dtype``, where the model computes in another than theirs; labels stay as they are.
     Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched.
+
+    What microbatches look like travels when it changes. A step like the last one costs one small collective.
     """
 
     def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None) -> None:
         self._module, self._grid, self._dtype = module, module.grid, dtype
         self._kinds: dict[Any, int] = {}
-        self._frozen: tuple[bool, ...] | None = None
+        self._facts: list[list[int]] = []  # of each of the last microbatches: its kind, and its length
+        self._parameters = list(module.parameters())
+        self._frozen: list[bool] = []
 
     def fetch(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Microbatch], bool]:
         """The next ``count`` microbatches, and whether what stages exchange may look different from before.
@@ -34,29 +38,30 @@ class Feed:
         """
         module, grid = self._module, self._grid
         pairs: list[tuple[Any, Any]] = []
+        facts = [[0, 0]] * count
         problem = None
         if module.is_first or module.is_last:
-            pairs, problem = self._next(data_iter, count)
-        frozen = tuple(parameter.requires_grad for parameter in module.parameters())
-        changed = frozen != self._frozen
-        self._frozen = frozen
-        flags = torch.tensor([problem is not None, changed], dtype=torch.int64)
+            try:
+                pairs, facts = self._next(data_iter, count)
+            except _BadData as error:
+                problem = f"{grid.describe()}: {error}"
+        frozen = [parameter.requires_grad for parameter in self._parameters]
+        news = len(facts) != len(self._facts) or (module.is_first and facts != self._facts)
+        flags = torch.tensor([problem is not None, frozen != self._frozen, news], dtype=torch.int64)
         grid.world.all_reduce(flags, op="max")
-        if flags[0]:
+        failed, changed, news = map(bool, flags.tolist())
+        if failed:
             reasons = [reason for reason in grid.world.all_gather_object(problem) if reason]
             raise RuntimeError(reasons[0])
+        self._frozen = frozen
+        if news:
+            # Microbatches that look alike have one number; ranks behind the first stage learn it, and their length.
+            table = torch.tensor(facts, dtype=torch.int64)
+            grid.pipe.broadcast(table, source=module.placement[0])
+            self._facts = table.tolist()
 
-        # Microbatches that look alike have one number; ranks behind the first stage learn it, and their length.
-        facts = torch.zeros(count, 2, dtype=torch.int64)
-        if module.is_first:
-            for row, (inputs, _) in zip(facts, pairs, strict=True):
-                tensors, schema = flatten(inputs)
-                row[0] = self._kinds.setdefault(schema, len(self._kinds))
-                row[1] = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-        grid.pipe.broadcast(facts, source=module.placement[0])
-
-        microbatches, first = [], grid.data.rank * int(facts[:, 1].sum())
-        for index, (kind, length) in enumerate(facts.tolist()):
+        microbatches, first = [], grid.data.rank * sum(length for _, length in self._facts)
+        for index, (kind, length) in enumerate(self._facts):
             inputs, labels = pairs[index] if pairs else (None, None)
             microbatches.append(
                 Microbatch(
@@ -67,34 +72,41 @@ class Feed:
                 )
             )
             first += length
-        return microbatches, bool(flags[1])
+        return microbatches, changed
 
-    def _next(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[tuple[Any, Any]], str | None]:
-        """The next pairs, and what went wrong, if anything did: the other ranks must hear of it first."""
-        who = self._grid.describe()
+    def _next(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[tuple[Any, Any]], list[list[int]]]:
+        """The next pairs; of each its kind and length.
+
+        Raises:
+            _BadData: there are none; the other ranks must hear of it before anybody stops.
+        """
         if not hasattr(data_iter, "__next__"):
             what = "None" if data_iter is None else f"a {type(data_iter).__name__}"
-            return [], f"{who}: data_iter is {what}, not an iterator: pass iter(loader) once and keep it"
+            raise _BadData(f"data_iter is {what}, not an iterator: pass iter(loader) once and keep it")
         assert data_iter is not None
         pairs: list[tuple[Any, Any]] = []
+        facts: list[list[int]] = []
         for index in range(count):
             try:
                 item = next(data_iter)
             except StopIteration:
-                return [], (
-                    f"{who}: the data ended after {index} of the {count} microbatches of this step: give whole steps, "
+                raise _BadData(
+                    f"the data ended after {index} of the {count} microbatches of this step: give whole steps, "
                     "or an iterator that starts again"
-                )
+                ) from None
             except Exception as error:
-                return [], f"{who}: the data iterator failed at microbatch {index}: {type(error).__name__}: {error}"
+                what = f"{type(error).__name__}: {error}"
+                raise _BadData(f"the data iterator failed at microbatch {index}: {what}") from error
             if not isinstance(item, (tuple, list)) or len(item) != 2:
-                return [], f"{who}: a microbatch is a pair (inputs, labels), not {_describe(item)}"
+                raise _BadData(f"a microbatch is a pair (inputs, labels), not {_describe(item)}")
             try:
-                flatten(item[0])
+                tensors, schema = flatten(item[0])
             except TypeError as error:
-                return [], f"{who}: the inputs of microbatch {index}: {error}"
+                raise _BadData(f"the inputs of microbatch {index}: {error}") from error
             pairs.append((item[0], item[1]))
-        return pairs, None
+            length = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+            facts.append([self._kinds.setdefault(schema, len(self._kinds)), length])
+        return pairs, facts
 
     def _move(self, value: Any, dtype: torch.dtype | None = None) -> Any:
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +114,10 @@ class Feed:
             return tensor.to(self._grid.device, wanted, non_blocking=True)
 
         return map_tensors(move, value)
+
+
+class _BadData(Exception):
+    """An iterator did not give what a step needs."""
 
 
 def _describe(item: Any) -> str:

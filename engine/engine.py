@@ -112,7 +112,8 @@ class Engine:
         microbatches, changed = self._feed.fetch(data_iter or self._own_data, self.batch.accumulation)
         if changed:
             self._executor.forget_schemas()
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         self.module.dropout_state.step = self.global_steps
         self._executor.record = self.record_timeline
         try:

@@ -8,29 +8,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .nest import Schema, flatten, unflatten
+from .nest import Schema
 
 
 class Boundary:
     """The inputs of one stage for one microbatch, and after the backward pass their gradients.
 
+    Attributes:
+        tensors: the inputs, part of the graph.
+
     The tensors that want a gradient enter the graph through one node, as results and not as leaves: a layer may
     change them in place, as it may in an uncut model, and all their gradients arrive in one call.
     """
 
-    def __init__(self, value: Any, schema: Schema) -> None:
-        tensors, _ = flatten(value)
-        self._wanted = [i for i, spec in enumerate(schema.tensors) if spec.grad]
-        self._specs = [schema.tensors[i] for i in self._wanted]
+    def __init__(self, tensors: list[Tensor], schema: Schema) -> None:
+        wanted = [i for i, spec in enumerate(schema.tensors) if spec.grad]
+        self.tensors = tensors
+        self._specs = [schema.tensors[i] for i in wanted]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._gradients: list[Tensor | None] = [None] * len(self._wanted)
-        if self._wanted:
-            anchor = torch.zeros((), requires_grad=True)
-            entered = _Enter.apply(self, anchor, *(tensors[i] for i in self._wanted))
-            for i, tensor in zip(self._wanted, entered, strict=True):
-                tensors[i] = tensor
-            value = unflatten(schema, tensors)
-        self.value = value
+        self._gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if wanted:
+            anchor = torch.empty((), requires_grad=True)
+            entered = _Enter.apply(self, anchor, *(tensors[i] for i in wanted))
+            self.tensors = list(tensors)
+            for i, tensor in zip(wanted, entered, strict=True):
+                self.tensors[i] = tensor
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -42,7 +44,7 @@ class Boundary:
 
     def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
         """What the graph's first node was handed."""
-        self._gradients = list(gradients)
+        self._gradients = gradients
 
 
 class _Enter(torch.autograd.Function):

@@ -20,7 +20,7 @@ from ..grid.nest import map_tensors
 from .backward import Deferred, SplitBackward
 from .boundary import Boundary
 from .module import PipelineModule
-from .nest import Schema, flatten, unflatten
+from .nest import Flat, flatten, unflatten
 from .ops import COMPUTE, Op
 from .p2p import Channel, Receive, receive_gradients, receive_value
 from .passes import Program
@@ -152,10 +152,11 @@ class Executor:
         self._splits = any(op.kind in "IW" for op in ops)
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result(self._grid.device)
+        self._losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
         # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
         self._arriving: dict[tuple[int, int], Receive] = {}  # its input
         self._returning: dict[tuple[int, int], Receive] = {}  # the gradients of its output
-        self._outputs: dict[tuple[int, int], Any] = {}  # its output
+        self._outputs: dict[tuple[int, int], Flat] = {}  # its output
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
         self.held.clear()
         self.spans, self.peak = [], 0
@@ -173,6 +174,9 @@ class Executor:
                 self.spans.append(Span(op, self._begin - origin, time.perf_counter() - origin))
         for channel in self._channels:
             channel.limit(0)
+        for loss, weight in self._losses:
+            self._result.loss += loss
+            self._result.weight += weight
         return self._result
 
     def _forward(self, op: Op) -> None:
@@ -183,18 +187,18 @@ class Executor:
         if stage == 0:
             value = microbatch.inputs
         else:
-            value, schema = self._input(stage, index)
+            tensors, schema = self._input(stage, index)
             if self._training:
-                boundary = Boundary(value, schema)
-                value = boundary.value
+                boundary = Boundary(tensors, schema)
+                tensors = boundary.tensors
+            value = unflatten(schema, tensors)
         self._begin = time.perf_counter()
         self._module.dropout_state.samples = microbatch.samples
         deferred = Deferred() if self._splits else None
         with SplitBackward(deferred) if deferred is not None else nullcontext():
             value = self._module.run_stage(stage, value)
             if stage < self._last_stage:
-                self._outputs[stage, index] = value
-                tensors, _ = flatten(value)
+                self._outputs[stage, index] = tensors, _ = flatten(value)
             else:
                 tensors = self._loss(value, index)
         if self._training:
@@ -247,10 +251,10 @@ class Executor:
     def _send_forward(self, op: Op) -> None:
         """``isend(outputs)``, to the next stage."""
         _, stage, index = op
-        kind = self._kind(index)
-        self._outgoing[stage + 1].send(self._outputs.pop((stage, index)), kind, index)
+        channel = self._outgoing[stage + 1]
+        channel.send(self._outputs.pop((stage, index)), self._kind(index), index)
         if not self._training:
-            self._outgoing[stage + 1].limit(_UNDER_WAY)
+            channel.limit(_UNDER_WAY)
 
     def _receive_forward(self, op: Op) -> None:
         """``inputs = irecv()``, from the stage before."""
@@ -260,8 +264,9 @@ class Executor:
     def _send_backward(self, op: Op) -> None:
         """``isend(gradients of the inputs)``, to the stage before."""
         _, stage, index = op
-        self._incoming[stage].send_tensors(self._gradients.pop((stage, index)), index)
-        self._incoming[stage].limit(_UNDER_WAY)
+        channel = self._incoming[stage]
+        channel.send_tensors(self._gradients.pop((stage, index)), index)
+        channel.limit(_UNDER_WAY)
 
     def _receive_backward(self, op: Op) -> None:
         """``gradients of the outputs = irecv()``, from the next stage."""
@@ -269,15 +274,14 @@ class Executor:
         channel, outputs = self._incoming[stage + 1], self._outgoing[stage + 1]
         self._returning[stage, index] = receive_gradients(channel, outputs, self._kind(index))
 
-    def _input(self, stage: int, index: int) -> tuple[Any, Schema]:
+    def _input(self, stage: int, index: int) -> Flat:
         """What the stage before made: received, or made on this rank."""
         receive = self._arriving.pop((stage, index), None)
         if receive is not None:
             tensors = receive.wait()
-            schema = self._outgoing[stage].schemas[self._kind(index)]
-            return unflatten(schema, tensors), schema
-        tensors, schema = flatten(self._outputs.pop((stage - 1, index)))
-        return unflatten(schema, [tensor.detach() for tensor in tensors]), schema
+            return tensors, self._outgoing[stage].schemas[self._kind(index)]
+        tensors, schema = self._outputs.pop((stage - 1, index))
+        return [tensor.detach() for tensor in tensors], schema
 
     def _gradients_of_outputs(self, stage: int, index: int) -> Sequence[Tensor | None]:
         """What the next stage sends back; None for a loss, whose own gradient is 1."""
@@ -303,8 +307,7 @@ class Executor:
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ValueError(f"the loss is {shape}; loss_fn returns a mean (0-dim) or a pair (sum, weight)")
-        self._result.loss += loss.detach().double()
-        self._result.weight += weight.detach().double() if isinstance(weight, Tensor) else weight
+        self._losses.append((loss.detach(), weight.detach() if isinstance(weight, Tensor) else weight))
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
     def _kind(self, index: int) -> Hashable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,7 @@ class PipelineModule(nn.Module):
         names = [_typename(layer) for layer in self._list]
         self.boundaries = boundaries(partition, len(self.placement), names, self._count)
         self._synchronise_built()
+        self._runs = [[self._run(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
         self.ties, self._shared = self._find_ties()
         self.layers = nn.ModuleDict()
         self._build()
@@ -119,16 +121,14 @@ class PipelineModule(nn.Module):
 
     def run_stage(self, stage: int, x: Any) -> Any:
         """Run the layers of one of this rank's stages."""
-        for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
-            entry = self._list[index]
-            if not isinstance(entry, (LayerSpec, nn.Module)):
-                x = entry(x)
+        layers, around = self.layers, self.around
+        for index, key, function in self._runs[stage]:
+            if key is None:
+                x = function(x)
                 continue
-            source = self._sources[index]
-            layer = self.layers[str(source)]
-            forward_fn = entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
-            call = layer if forward_fn is None else partial(forward_fn, layer)
-            x = call(x) if self.around is None else self.around(stage, source, call, x)
+            layer = layers[key]
+            call = layer if function is None else partial(function, layer)
+            x = call(x) if around is None else around(stage, index, call, x)
         return x
 
     def layers_of(self, stage: int) -> list[int]:
@@ -200,6 +200,13 @@ class PipelineModule(nn.Module):
         """Which layers this rank holds."""
         cuts = [f"stage {s}: layers {self.boundaries[s]} to {self.boundaries[s + 1] - 1}" for s in self.stages]
         return "; ".join(cuts)
+
+    def _run(self, index: int) -> tuple[int, str | None, Any]:
+        """How a place of the list is run: its layer, the key of that in ``layers``, and the function to call."""
+        entry, source = self._list[index], self._sources[index]
+        if not isinstance(entry, (LayerSpec, nn.Module)):
+            return source, None, entry
+        return source, str(source), entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
 
     def _stage_of(self, index: int) -> int:
         return next(stage for stage, stop in enumerate(self.boundaries[1:]) if index < stop)

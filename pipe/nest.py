@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Node = tuple[str, Any]
+
 
 class TensorSpec(NamedTuple):
     """One tensor of a message."""
@@ -27,9 +29,9 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The shape of a message: the nest as JSON, in which a tensor is its place in the list of tensors."""
+    """The shape of a message: the nest, in which a tensor is its place in the list of tensors."""
 
-    nest: str
+    nest: Node
     tensors: tuple[TensorSpec, ...]
 
     def encode(self) -> bytes:
@@ -41,13 +43,17 @@ class Schema:
     def decode(cls, data: bytes) -> Schema:
         """The inverse of ``encode``."""
         nest, rows = json.loads(data)
-        return cls(nest, tuple(TensorSpec(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in rows))
+        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in rows)
+        return cls(_frozen(nest), specs)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensors"
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Schema]:
+Flat = tuple[list[Tensor], Schema]
+
+
+def flatten(value: Any) -> Flat:
     """The tensors of a nest, in order, and the schema that puts them back.
 
     Raises:
@@ -57,42 +63,47 @@ def flatten(value: Any) -> tuple[list[Tensor], Schema]:
     tensors: list[Tensor] = []
     nest = _encode(value, tensors)
     specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-    return tensors, Schema(json.dumps(nest), specs)
+    return tensors, Schema(nest, specs)
 
 
 def unflatten(schema: Schema, tensors: list[Tensor]) -> Any:
     """The nest again."""
-    return _decode(json.loads(schema.nest), tensors)
+    return _decode(schema.nest, tensors)
 
 
-def _encode(value: Any, tensors: list[Tensor]) -> Any:
-    # A node is [kind, content], so that no content can be taken for a kind.
+def _encode(value: Any, tensors: list[Tensor]) -> Node:
+    # A node is (kind, content), so that no content can be taken for a kind.
     if isinstance(value, Tensor):
         tensors.append(value)
-        return ["tensor", len(tensors) - 1]
+        return "tensor", len(tensors) - 1
     if isinstance(value, (tuple, list)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_encode(item, tensors) for item in value]]
+        return kind, tuple(_encode(item, tensors) for item in value)
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(
                 f"a dict between stages has str keys, not {[key for key in value if not isinstance(key, str)]}"
             )
-        return ["dict", [[key, _encode(item, tensors)] for key, item in value.items()]]
+        return "dict", tuple((key, _encode(item, tensors)) for key, item in value.items())
     if value is None or isinstance(value, (bool, int, float, str)):
-        return ["constant", value]
+        return "constant", json.dumps(value)  # as text 1, 1.0 and True differ, and nan is itself
     raise TypeError(
         f"a {type(value).__name__} cannot travel between stages: return a tensor, or tuples, lists and dicts of tensors"
     )
 
 
-def _decode(node: Any, tensors: list[Tensor]) -> Any:
+def _decode(node: Node, tensors: list[Tensor]) -> Any:
     kind, content = node
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
         return {key: _decode(item, tensors) for key, item in content}
     if kind == "constant":
-        return content
+        return json.loads(content)
     items = [_decode(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)
+
+
+def _frozen(value: Any) -> Any:
+    """JSON's lists as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

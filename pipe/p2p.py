@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..grid import Axis, Pending
-from .nest import Schema, TensorSpec, flatten
+from .nest import Flat, Schema, TensorSpec
 
 
 class Channel:
@@ -34,13 +33,13 @@ class Channel:
         self.unposted: deque[Receive] = deque()  # receives whose buffers wait for a schema, in order
         self._sending: deque[tuple[int, Pending, Tensor]] = deque()
 
-    def send(self, value: Any, kind: Hashable, microbatch: int) -> None:
-        """Start sending a nest of tensors.
+    def send(self, value: Flat, kind: Hashable, microbatch: int) -> None:
+        """Start sending a nest of tensors, as ``flatten`` gives it.
 
         Raises:
             RuntimeError: the message does not look like the last one of its kind.
         """
-        tensors, schema = flatten(value)
+        tensors, schema = value
         known = self.schemas.get(kind)
         if known is None:
             data = torch.frombuffer(bytearray(schema.encode()), dtype=torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -39,7 +39,8 @@ class GradientReducer:
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[member.parameter] = bucket
-                if member.parameter.requires_grad:
+                # Where nothing travels and gradients are made in place, nobody need hear of each.
+                if member.parameter.requires_grad and (grid.data.size > 1 or not bucket.direct):
                     member.parameter.register_post_accumulate_grad_hook(self.accumulated)
 
     def begin(self) -> None:
@@ -50,19 +51,14 @@ class GradientReducer:
         self._stages_left = {id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.transient}
         self._armed, self._missing = [], {}
 
-    @contextmanager
-    def backward(self, stage: int, last: bool) -> Iterator[None]:
+    def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """A backward pass of the stage runs within: reduce each bucket as soon as it is complete.
 
         Buckets that another stage of this rank adds to, or that a tie must be summed for first, are left to
         ``reduce``. What got no gradient by the end is reduced all the same: another replica may have had one.
         """
-        self._armed = [bucket for bucket in self._buckets if stage in bucket.stages and self._due(bucket, last)]
-        self._missing = {id(bucket): len(bucket.members) for bucket in self._armed}
-        yield
-        for bucket in self._armed:
-            self._start(bucket)
-        self._armed, self._missing = [], {}
+        due = [bucket for bucket in self._buckets if stage in bucket.stages and self._due(bucket, last)]
+        return self._reducing(due) if due else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Autograd, or a deferred weight gradient, has added to a parameter's gradient all that this pass adds."""
@@ -108,6 +104,14 @@ class GradientReducer:
     def abandon(self) -> None:
         """After a failure: let go of every reduction under way."""
         self._pending.clear()
+
+    @contextmanager
+    def _reducing(self, due: list[Bucket]) -> Iterator[None]:
+        self._armed, self._missing = due, {id(bucket): len(bucket.members) for bucket in due}
+        yield
+        for bucket in self._armed:
+            self._start(bucket)
+        self._armed, self._missing = [], {}
 
     def _due(self, bucket: Bucket, last: bool) -> bool:
         return bucket.transient or (last and len(bucket.stages) == 1 and bucket.tie is None)
