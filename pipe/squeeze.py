@@ -43,10 +43,11 @@ def squeeze(
     # where each letter's result goes: forward to the next stage, at the last one turn, then backward
     for rank in ranks:
         for kind, stage in rank.arrival:
+            reader: Letter | None = None
             if kind == "F":
                 reader = ("F", stage + 1) if stage + 1 < len(placement) else _backward(arrival, stage)
-            else:
-                reader = _backward(arrival, stage - 1) if stage else None
+            elif stage:
+                reader = _backward(arrival, stage - 1)
             rank.readers.append(arrival[reader] if reader else [0] * microbatches)
     active, now, end = ranks, 0, 0
     while active:

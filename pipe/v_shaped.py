@@ -188,7 +188,8 @@ def best(layout: Layout, microbatches: int, memory: int) -> Orders:
         return Schedule("", pipe, count, 2, placement, tuple(map(tuple, result[1]))) if result else None
 
     def rank(sample: Schedule) -> tuple[float, float]:
-        return tuple(round(timeline(sample, costs).makespan, 6) for costs in (Costs(), Costs(1, 1, 0.75, 0.05)))
+        uneven = Costs(1, 1, 0.75, 0.05)
+        return round(timeline(sample).makespan, 6), round(timeline(sample, uneven).makespan, 6)
 
     few = min(microbatches, 2 * pipe)
     samples = [(rank(sample), way) for way in range(len(ways)) if (sample := attempt(way, few))]

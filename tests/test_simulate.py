@@ -21,12 +21,9 @@ cost = st.floats(0, 3, allow_nan=False)
 
 def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
     """Longest paths, by recursion over what each op waits for."""
-    f, i, w, hop = (
-        float(x) / (1 if k == 3 else schedule.chunks)
-        for k, x in enumerate(  # type: ignore[arg-type]
-            (costs.F, costs.I, costs.W, costs.COMM)
-        )
-    )
+    given = (costs.F, costs.I, costs.W, costs.COMM)
+    f, i, w, hop = (x for x in given if isinstance(x, float))
+    f, i, w = (x / schedule.chunks for x in (f, i, w))
     length = {"F": f, "I": i, "W": w, "B": i + w}
     before = {b: a for order in schedule.orders for a, b in pairwise(order)}
     every = {op for order in schedule.orders for op in order}
