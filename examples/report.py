@@ -26,6 +26,7 @@ class Reporter:
     def __init__(self, folder: Path, speaks: bool, steps: int, every: int) -> None:
         self.folder, self.speaks, self.steps, self.every = folder, speaks, steps, every
         self._rows: list[dict[str, Any]] = []
+        self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
         if speaks:
@@ -62,20 +63,26 @@ class Reporter:
             self._rows.append(row)
             self._file.write(json.dumps(row) + "\n")
 
+    def pipeline(self, step: int, measured: Timeline | None) -> None:
+        """When each op of a step ran; the picture is of the step with the median time."""
+        if self.speaks and measured is not None:
+            self._pipelines.append((measured.makespan, step, measured))
+
     def stop(self) -> None:
         """No more progress."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def draw(self, schedule: Schedule, measured: Timeline | None, bigram: float) -> None:
+    def draw(self, schedule: Schedule, bigram: float) -> None:
         """loss.png and schedule.png, where matplotlib is installed."""
         if not self.speaks:
             return
         try:
             draw_losses(self.folder / "loss.png", self._rows, bigram)
-            if measured is not None:
-                draw_schedule(self.folder / "schedule.png", schedule, measured)
+            if self._pipelines:
+                _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
+                draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
         except ModuleNotFoundError as error:
             if error.name != "matplotlib":
                 raise
@@ -113,13 +120,13 @@ def draw_losses(path: Path, rows: Sequence[dict[str, Any]], bigram: float) -> No
     figure.savefig(path)
 
 
-def draw_schedule(path: Path, schedule: Schedule, measured: Timeline) -> None:
+def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
     """The pipeline as it ran, and as it would run if each op always took its mean time and messages none."""
     from triax.pipe.draw import picture
 
     measured = from_zero(measured)
     ideal = timeline(schedule, mean_costs(schedule, measured))
-    titles = ["as measured, in seconds", "ideal: every op takes the mean time of its stage, messages none"]
+    titles = [f"{name} as measured, in seconds", "ideal: every op takes the mean time of its stage, messages none"]
     picture([measured, ideal], path, titles=titles)
 
 

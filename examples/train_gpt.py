@@ -150,10 +150,12 @@ def train(options: Options) -> None:
     clock = Clock(grid, options)
     for step in range(1, options.steps + 1):
         last = step == options.steps or clock.is_up()
-        engine.record_timeline = last
+        engine.record_timeline = last or step % 10 == 0
         rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=options.seed)
         loss = float(engine.train_batch(microbatches(rows)))
         clock.tick(step)
+        if engine.record_timeline:
+            report.pipeline(step, engine.timeline)
         if options.print_losses:
             report.say(f"step {step} loss {loss!r}")
         report.step(step, loss, clock.speed, clock.left, seconds=clock.elapsed, grad_norm=engine.get_global_grad_norm())
@@ -173,7 +175,7 @@ def train(options: Options) -> None:
     report.say(f"loss    {validation:.4f} nats per byte on held-out files; byte bigrams: {bigram:.4f}")
     if text:
         report.say(f"\n{text.decode(errors='replace')}\n")
-    report.draw(schedule, engine.timeline, bigram)
+    report.draw(schedule, bigram)
     grid.close()
 
 
@@ -231,10 +233,12 @@ class Clock:
         self._before = time.monotonic()
 
     def is_up(self) -> bool:
-        """Whether the next step is the last one in time: rank 0's clock decides for all."""
+        """Whether the next step is the last one in time, with one to spare: rank 0's clock decides for all."""
         import torch
 
-        up = torch.tensor([float(time.monotonic() - self._start + self._step > self._limit)], device=self._grid.device)
+        up = torch.tensor(
+            [float(time.monotonic() - self._start + 2 * self._step > self._limit)], device=self._grid.device
+        )
         if self._limit < math.inf:
             self._grid.world.broadcast(up)
         return bool(up)

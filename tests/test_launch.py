@@ -41,9 +41,9 @@ def run(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callab
     def go(body: str, *args: object, **options: Any) -> tuple[int, str, str]:
         script = tmp_path / "script.py"
         script.write_text(GRID + body)
-        options = {"ranks": 2, "topology": Topology(pipe=2), "logs": tmp_path / "logs"} | options
+        options = {"topology": Topology(pipe=2), "logs": tmp_path / "logs", **options}
         start = time.monotonic()
-        code = launch(script, *args, **options)
+        code = launch(script, *args, ranks=2, **options)
         assert time.monotonic() - start < 30
         return code, *capfd.readouterr()
 
