@@ -50,11 +50,12 @@ def squeeze(
                 reader = _backward(arrival, stage - 1)
             rank.readers.append(arrival[reader] if reader else [0] * microbatches)
     active, now, end = ranks, 0, 0
+    released = max((t for times in hold for t in times), default=0)  # from when on nothing is held
     while active:
         for rank in active:
             if rank.busy <= now and rank.step(now):
                 end = max(end, rank.busy)
-        if end <= now:  # nothing runs and nothing could start
+        if max(end, released) <= now:  # nothing runs and nothing could start
             return None
         now += 1
         active = [rank for rank in active if rank.left]
