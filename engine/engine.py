@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ..grid import Layout
+from ..grid.traffic import Sent
 from ..pipe.executor import Executor
 from ..pipe.inference import forward_only
 from ..pipe.module import PipelineModule
@@ -23,7 +24,7 @@ from ..zero.buckets import Managed
 from ..zero.norm import clip_coefficient
 from ..zero.optimizer import MakeOptimizer
 from ..zero.replicas import Replicas
-from . import precision
+from . import accounts, precision
 from .batch import Feed
 from .choose import choose_schedule
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
@@ -60,6 +61,7 @@ class Engine:
         self.record_timeline = False
         self.timeline: Timeline | None = None
         self._norm: Tensor | None = None
+        self._sent: dict[str, dict[str, Sent]] = {}
         self._evaluations: dict[int, Program] = {}
         self._feed = Feed(module, precision.half_dtype(config))
         module.dropout_state.seed = config.seed
@@ -83,6 +85,8 @@ class Engine:
         module.around = self._replicas.around
         self.optimizer = self._replicas.optimizer
         self._executor = Executor(module, self._replicas)
+        if self._scaler is not None:
+            self._executor.loss_scale = self._scaler.scale
         self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
         self.training_dataloader, self._own_data = None, None
         if training_data is not None:
@@ -109,6 +113,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise RuntimeError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
+        self.grid.traffic.clear()
         microbatches, changed = self._feed.fetch(data_iter or self._own_data, self.batch.accumulation)
         if changed:
             self._executor.forget_schemas()
@@ -147,6 +152,7 @@ class Engine:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale
         self.global_steps += 1
+        self._sent = self.grid.traffic.report()
         return loss / weight
 
     @torch.no_grad()
@@ -224,6 +230,20 @@ class Engine:
                     ranks = [topology.rank(**{**place._asdict(), "tensor": t}) for t in range(size)]
                     whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
         return whole_tensors
+
+    def traffic_report(self) -> dict[str, Any]:
+        """Bytes that this rank sent in the last ``train_batch``, counted: axis -> collective -> calls and bytes.
+
+        ``formula`` has, for the data axis, what ZeRO's paper says: ``accounts.data_axis_formula``.
+        """
+        sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
+        zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
+        data = accounts.data_axis_formula(self._replicas.buckets, self.grid.data.size, zero, self._training, rank)
+        return {"sent": sent, "formula": {"data": data}}
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that this rank holds between two steps, counted, by what they are for."""
+        return accounts.held_bytes(self._replicas, self.module)
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's whole gradient, before clipping; None before the first step."""

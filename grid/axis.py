@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .traffic import Traffic
+
 
 class Pending(Protocol):
     """Something under way; ``wait`` returns when it is done, and must be called exactly once."""
@@ -49,11 +51,20 @@ class Axis:
         ranks: their global ranks, in the axis's order.
         rank: this process's position among them.
         size: their number.
+        traffic: where its bytes are counted.
         group: torch's process group; None at size 1, and after the grid is closed.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], me: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        me: int,
+        group: dist.ProcessGroup | None,
+        traffic: Traffic | None = None,
+    ) -> None:
         self.name = name
+        self.traffic = traffic if traffic is not None else Traffic()
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(me)
         self.size = len(self.ranks)
@@ -71,6 +82,7 @@ class Axis:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
         """Reduce a contiguous tensor over the axis, in place."""
+        self._count("all_reduce", 2 * _bytes(tensor) / self.size * (self.size - 1))
         return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op])
 
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
@@ -79,6 +91,7 @@ class Axis:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
             return _Done()
+        self._count("all_gather", _bytes(tensor) * (self.size - 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return self._start(dist.all_gather_into_tensor, async_op, output, tensor)
@@ -93,6 +106,7 @@ class Axis:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
             return _Done()
+        self._count("reduce_scatter", _bytes(tensor) / self.size * (self.size - 1))
         if tensor.is_cuda:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
@@ -107,6 +121,7 @@ class Axis:
 
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """Overwrite a contiguous tensor with that of the axis's rank ``source``."""
+        self._count("broadcast", _bytes(tensor) if self.rank == source else 0)
         return self._start(dist.broadcast, async_op, tensor, src=self.ranks[source])
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -119,6 +134,7 @@ class Axis:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Start sending a contiguous tensor to the axis's rank ``to``; keep it unchanged until ``wait``."""
+        self._count("send", _bytes(tensor))
         work = dist.isend(tensor, self.ranks[to], group=self._open(), tag=tag)
         assert work is not None  # only a process outside the group gets None
         return work
@@ -133,6 +149,10 @@ class Axis:
         """Wait until every rank of the axis is here."""
         if self.size > 1:
             dist.barrier(group=self._open())
+
+    def _count(self, collective: str, size: float) -> None:
+        if self.size > 1:
+            self.traffic.add(self.name, collective, size)
 
     def _open(self) -> dist.ProcessGroup:
         # Without this check torch would take None for the default group: another grid's, perhaps.
@@ -150,3 +170,7 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .axis import Axis
 from .environment import Environment, read_environment
 from .topology import DEFAULT_AXES, Topology
+from .traffic import Traffic
 
 _FAILURE = "triax/failure"
 
@@ -41,6 +42,7 @@ class Grid:
         world: all ranks of the grid, joined.
         rank, size: this process and their number.
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
+        traffic: bytes that this rank sends, by axis and collective.
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 beside triax; None on one process.
 
     Raises:
@@ -69,6 +71,7 @@ class Grid:
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
+        self.traffic = Traffic()
 
         if self.size > 1:
             if environment is not None:
@@ -77,7 +80,8 @@ class Grid:
             else:
                 self._store = dist.distributed_c10d._get_default_store()
         self.mesh = self._mesh()
-        self.world = Axis("x".join(order), range(self.size), self.rank, dist.group.WORLD if self.size > 1 else None)
+        world = dist.group.WORLD if self.size > 1 else None
+        self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
         self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
         if self.device.type == "cuda":
             # NCCL makes a communicator at its first collective, which every rank of it must join: do it now,
@@ -113,7 +117,7 @@ class Grid:
         key = (axis + purpose, tuple(members))
         if key not in self._subgroups:
             groups = [[group[i] for i in members] for group in self.topology.groups(axis)]
-            self._subgroups[key] = self._make(f"{axis}{list(members)}{purpose}", groups)
+            self._subgroups[key] = self._make(axis, groups)
         return self._subgroups[key]
 
     def describe(self, rank: int | None = None) -> str:
@@ -167,14 +171,15 @@ class Grid:
 
     def _axis(self, name: str) -> Axis:
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)
-        return Axis(name, ranks, self.rank, self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None)
+        group = self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None
+        return Axis(name, ranks, self.rank, group, self.traffic)
 
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
         mine = None
         for ranks in groups:
             group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
-                mine = Axis(name, ranks, self.rank, group)
+                mine = Axis(name, ranks, self.rank, group, self.traffic)
         return mine
 
     def __repr__(self) -> str:

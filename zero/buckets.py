@@ -120,10 +120,10 @@ class Bucket:
 
         # An element counts once: a replicated one on the first tensor rank, a tied one on its first stage, and
         # what every replica holds on the first replica.
+        # Those that do not count are looked at all the same, times 0: an overflow on any rank must be seen.
         here = self.trained and self.counted and (sharded or grid.data.is_first)
-        runs = [run for run in RUNS if here and (run == SHARDED or grid.tensor.is_first)]
-        spans = [flat.span(run, *self.owned) for run in runs]
-        self._counted = [(a - self.owned[0], b - self.owned[0]) for a, b in spans if a < b]
+        spans = [(flat.span(run, *self.owned), run == SHARDED or grid.tensor.is_first) for run in RUNS if here]
+        self._counted = [(a - self.owned[0], b - self.owned[0], float(c)) for (a, b), c in spans if a < b]
 
     @property
     def trained(self) -> bool:
@@ -191,9 +191,11 @@ class Bucket:
         return self._axis.all_gather(self.weights, self.shard, async_op=True)
 
     def squares(self) -> list[Tensor]:
-        """The sums of squares, in float64, of the gradients that this rank counts."""
-        norms = (torch.linalg.vector_norm(self.owned_gradient[a:b], dtype=torch.float64) for a, b in self._counted)
-        return [norm.square() for norm in norms]
+        """The sums of squares, in float64, of the gradients that this rank counts; not finite if any of its are not."""
+        return [
+            torch.linalg.vector_norm(self.owned_gradient[a:b], dtype=torch.float64).square() * factor
+            for a, b, factor in self._counted
+        ]
 
     def release(self) -> None:
         """Keep the shard only. The parameters show NaN until ``restore``: a read too early is seen, not silent."""

@@ -1,0 +1,71 @@
+"""What a step sent and what a rank holds, counted; and beside it what the papers' formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..pipe.passes import Program
+from ..zero.buckets import Bucket
+from ..zero.replicas import Replicas
+
+
+def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, program: Program, rank: int) -> float:
+    """Bytes that ZeRO sends on the data axis in one step, from each rank: Rajbhandari et al. 2020, section 7.
+
+    With M the bytes of a rank's weights and N replicas, a reduce-scatter or an all-gather of them sends
+    (N-1)/N M. Stage 0 (an all-reduce) and 1 send two of these. Stage 2 reduces after every backward: one for each
+    microbatch and one all-gather. Stage 3 gathers for each forward and each backward pass and reduces after each.
+    (It sends less where weights stay whole from one pass to the next: the first layer's of a stage that turns from
+    a backward to a forward, and all of them if they are kept gathered within the step.)
+    """
+    backwards: dict[int, int] = {}
+    for op in program.ops[rank]:
+        if op.kind in "BW":
+            backwards[op.stage] = backwards.get(op.stage, 0) + 1
+    total = 0.0
+    for bucket in buckets:
+        if not bucket.trained:
+            continue
+        gradient = bucket.flat.numel * bucket.communicate.itemsize
+        weight = bucket.flat.numel * bucket.weights.element_size()
+        passes = sum(backwards.get(s, 0) for s in bucket.stages) if bucket.transient else 1
+        if stage == 0:
+            total += 2 * gradient
+        elif stage < 3:
+            total += passes * gradient + weight
+        else:
+            runs = sum(backwards.get(s, 0) for s in bucket.stages)
+            total += passes * gradient + 2 * runs * weight
+    return total * (replicas - 1) / replicas
+
+
+def held_bytes(replicas: Replicas, module: torch.nn.Module) -> dict[str, int]:
+    """Bytes that this rank holds between two steps, by what they are for.
+
+    Weights that are a view of something else count once: in stage 3 shards, else whole; a master that is the shard
+    itself is not counted again.
+    """
+    held = {"parameters": 0, "gradients": 0, "masters": 0, "optimizer": 0, "buffers": 0}
+    managed: set[Any] = set()
+    for bucket in replicas.buckets:
+        managed.update(member.parameter for member in bucket.members)
+        whole = bucket.weights.untyped_storage().nbytes()
+        apart = bucket.shard.untyped_storage().data_ptr() != bucket.weights.untyped_storage().data_ptr()
+        held["parameters"] += whole + (bucket.shard.untyped_storage().nbytes() if apart else 0)
+        gradient = bucket.gradients if bucket.gradients is not None else bucket.owned_gradient
+        held["gradients"] += gradient.untyped_storage().nbytes()
+        if bucket.master is not None and bucket.master.data_ptr() != bucket.shard.data_ptr():
+            held["masters"] += bucket.master.untyped_storage().nbytes()
+    held["parameters"] += sum(_size(p) for p in module.parameters() if p not in managed)
+    held["buffers"] = sum(_size(buffer) for buffer in module.buffers())
+    if replicas.optimizer is not None:
+        states = replicas.optimizer.state.values()
+        held["optimizer"] = sum(_size(t) for state in states for t in state.values() if torch.is_tensor(t) and t.dim())
+    return held
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,42 @@
+"""Counting what is sent: every collective and message adds its bytes here. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+
+class Sent(NamedTuple):
+    """Calls, and bytes that this rank sent in them."""
+
+    calls: int
+    bytes: float
+
+
+class Traffic:
+    """Bytes that this rank sends, by axis and collective, since ``clear``.
+
+    A collective over n ranks counts what its ring sends from each rank, which is also the least any algorithm can:
+    reduce-scatter and all-gather of M bytes in all (n-1)/n M, all-reduce twice that; a broadcast counts M on its
+    source, a send M.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+
+    def add(self, axis: str, collective: str, size: float) -> None:
+        """One call that sends ``size`` bytes from this rank."""
+        entry = self._sent[axis, collective]
+        entry[0] += 1
+        entry[1] += size
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        self._sent.clear()
+
+    def report(self) -> dict[str, dict[str, Sent]]:
+        """axis -> collective -> what was sent."""
+        report: dict[str, dict[str, Sent]] = {}
+        for (axis, collective), (calls, size) in sorted(self._sent.items()):
+            report.setdefault(axis, {})[collective] = Sent(int(calls), size)
+        return report
