@@ -13,6 +13,10 @@ from ..pipe.module import PipelineModule
 from ..pipe.nest import flatten
 
 
+class AgreedError(RuntimeError):
+    """Every rank raises it alike, before anything was changed: the engine can go on."""
+
+
 class Feed:
     """Fetches microbatches on the ranks that read them, and tells the others what they need to know of them.
 
@@ -26,21 +30,28 @@ class Feed:
         self._module, self._grid, self._dtype = module, module.grid, dtype
         self._kinds: dict[Any, int] = {}
         self._facts: list[list[int]] = []  # of each of the last microbatches: its kind, and its length
+        self._first = 0  # the number of this replica's first sample in the global batch
         self._parameters = list(module.parameters())
         self._frozen: list[bool] = []
 
-    def fetch(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Microbatch], bool]:
+    def fetch(
+        self, data_iter: Iterator[Any] | None, count: int, problem: str | None = None
+    ) -> tuple[list[Microbatch], bool]:
         """The next ``count`` microbatches, and whether what stages exchange may look different from before.
 
+        Args:
+            data_iter: of microbatches.
+            count: how many.
+            problem: what keeps this rank from running them, if anything does.
+
         Raises:
-            RuntimeError: on every rank alike, if any rank's iterator ended early, failed, or gave what is no
-                pair ``(inputs, labels)``.
+            AgreedError: on every rank alike, if any rank has a problem, or its iterator ended early, failed, or
+                gave what is no pair ``(inputs, labels)``.
         """
         module, grid = self._module, self._grid
         pairs: list[tuple[Any, Any]] = []
         facts = [[0, 0]] * count
-        problem = None
-        if module.is_first or module.is_last:
+        if problem is None and (module.is_first or module.is_last):
             try:
                 pairs, facts = self._next(data_iter, count)
             except _BadData as error:
@@ -52,15 +63,20 @@ class Feed:
         failed, changed, news = map(bool, flags.tolist())
         if failed:
             reasons = [reason for reason in grid.world.all_gather_object(problem) if reason]
-            raise RuntimeError(reasons[0])
+            raise AgreedError(reasons[0])
         self._frozen = frozen
         if news:
             # Microbatches that look alike have one number; ranks behind the first stage learn it, and their length.
             table = torch.tensor(facts, dtype=torch.int64)
             grid.pipe.broadcast(table, source=module.placement[0])
             self._facts = table.tolist()
+            # Replicas need not have the same number of samples: count those of the ones before.
+            samples = torch.zeros(grid.data.size, dtype=torch.int64)
+            samples[grid.data.rank] = table[:, 1].sum()
+            grid.data.all_reduce(samples)
+            self._first = int(samples[: grid.data.rank].sum())
 
-        microbatches, first = [], grid.data.rank * sum(length for _, length in self._facts)
+        microbatches, first = [], self._first
         for index, (kind, length) in enumerate(self._facts):
             inputs, labels = pairs[index] if pairs else (None, None)
             microbatches.append(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..grid import Layout
+from ..grid import Layout, layout_of
 from ..grid.traffic import Sent
 from ..pipe.executor import Executor
 from ..pipe.inference import forward_only
@@ -25,7 +27,7 @@ from ..zero.norm import clip_coefficient
 from ..zero.optimizer import MakeOptimizer
 from ..zero.replicas import Replicas
 from . import accounts, precision
-from .batch import Feed
+from .batch import AgreedError, Feed
 from .choose import choose_schedule
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
@@ -67,7 +69,10 @@ class Engine:
         module.dropout_state.seed = config.seed
 
         module.trained = True
-
+        self._knew = {parameter for parameter in module.parameters() if parameter.requires_grad}
+        # Where each parameter hangs: a step looks whether it still does, and walks no modules for that.
+        modules = list(module.modules())
+        self._homes = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
         self._precision = precision.mode(config)
         self._scaler = precision.LossScaler(config.fp16) if config.fp16.enabled else None
         self._replicas = Replicas(
@@ -108,25 +113,27 @@ class Engine:
             The loss, 0-dim float64, the same on every rank: the sum over the whole batch by its whole weight.
 
         Raises:
-            RuntimeError: on every rank. If the data failed, the engine can go on; if a rank failed within the
-                step, the process group is closed, so that no other rank waits for it.
+            RuntimeError: on every rank. If it is an ``AgreedError`` (the data failed, say) the engine can go on; if
+                a rank failed on its own, it leaves the process group, so that no other rank waits for it.
         """
+        with self._all_or_none():
+            return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
         if self.optimizer is None:
-            raise RuntimeError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
+            raise AgreedError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
         self.grid.traffic.clear()
-        microbatches, changed = self._feed.fetch(data_iter or self._own_data, self.batch.accumulation)
+        source = self._own_data if data_iter is None else data_iter
+        microbatches, changed = self._feed.fetch(source, self.batch.accumulation, self._untrainable())
         if changed:
             self._executor.forget_schemas()
         if not self.module.training:
             self.module.train()
         self.module.dropout_state.step = self.global_steps
         self._executor.record = self.record_timeline
-        try:
-            self._replicas.begin()
-            result = self._executor.run(self._training, microbatches)
-            self._replicas.finish()
-        except Exception as error:
-            self._fail(error)
+        self._replicas.begin()
+        result = self._executor.run(self._training, microbatches)
+        self._replicas.finish()
         if self.record_timeline:
             rows = self.grid.pipe.all_gather_object(tuple(self._executor.spans))
             self.timeline = Timeline(tuple(rows))
@@ -137,7 +144,7 @@ class Engine:
         self.grid.world.all_reduce(sums)
         loss, weight, square = sums
         if not weight > 0:
-            raise ValueError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
+            raise AgreedError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
         divisor = weight if self._scaler is None else weight * self._scaler.scale
         self._norm = square.sqrt() / divisor
         overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
@@ -155,7 +162,6 @@ class Engine:
         self._sent = self.grid.traffic.report()
         return loss / weight
 
-    @torch.no_grad()
     def eval_batch(
         self,
         data_iter: Iterator[Any],
@@ -175,21 +181,25 @@ class Engine:
             The loss, 0-dim float64, the same on every rank (None without ``compute_loss``). With
             ``return_logits`` a pair of it and the outputs: a list with one entry a microbatch of this replica,
             each what the last layer returned (or the module's ``output_fn`` made of it).
+
+        Raises:
+            RuntimeError: as ``train_batch``.
         """
+        with self._all_or_none(), torch.no_grad():
+            return self._eval_batch(data_iter, return_logits, compute_loss, num_micro_batches)
+
+    def _eval_batch(
+        self, data_iter: Iterator[Any], return_logits: bool, compute_loss: bool, num_micro_batches: int | None
+    ) -> Any:
         count = num_micro_batches or self.batch.accumulation
         microbatches, changed = self._feed.fetch(data_iter, count)
         if changed:
             self._executor.forget_schemas()
-        if not compute_loss:
-            for microbatch in microbatches:
-                microbatch.labels = None
         training = self.module.training
         self.module.eval()
         self._executor.record = False
         try:
-            result = self._executor.run(self._evaluation(count), microbatches, outputs=return_logits)
-        except Exception as error:
-            self._fail(error)
+            result = self._executor.run(self._evaluation(count), microbatches, outputs=return_logits, loss=compute_loss)
         finally:
             self.module.train(training)
         loss = None
@@ -290,13 +300,54 @@ class Engine:
         shared: list[Any] = unflatten(schema, tensors)
         return shared
 
-    def _fail(self, error: Exception) -> NoReturn:
-        """Leave the process group, so that ranks that wait for this one stop at once; then raise."""
-        if self.grid.size > 1:
-            self._executor.abandon()
-            self._replicas.abandon()
-            self.grid.close()
-        raise error
+    def _untrainable(self) -> str | None:
+        """Why a step would leave some of the model behind, if it would."""
+        name = self._replicas.displaced()
+        if name is not None:
+            return (
+                f"{self.grid.describe()}: {name} is no longer where this engine steps it: the model went to another "
+                "engine, was moved or cast, or its parameters were assigned. Do that before triax.initialize"
+            )
+        for home, key, parameter in self._homes:
+            if home.get(key) is not parameter:
+                return f"{self.grid.describe()}: {key} was put in place after triax.initialize: do it before"
+            if parameter.requires_grad and parameter not in self._knew:
+                return (
+                    f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so "
+                    "nothing would step it: let all that will ever train require gradients at triax.initialize, and "
+                    "freeze it then"
+                )
+        return None
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """What fails within on this rank alone makes it leave, and say why: ranks that wait for it stop at once."""
+        try:
+            yield
+        except AgreedError:
+            raise
+        except BaseException as error:
+            if self.grid.size == 1:
+                raise
+            raise self._left(error) from error
+
+    def _left(self, error: BaseException) -> BaseException:
+        """Leave the process group; returns what to raise."""
+        raised, me, reported = error, self.grid.describe(), self.grid.reported_failure()
+        if not str(error).startswith(me):  # else the executor said which op failed
+            message = f"{me} failed: {type(error).__name__}: {error}"
+            if isinstance(error, Exception):  # an interrupt stays one
+                raised = RuntimeError(message if reported is None else f"{me} stopped, because {reported}")
+            self.grid.report_failure(message)
+        # Works that are under way keep their connections open, so none may be left: not in the frames either.
+        self._executor.abandon()
+        self._replicas.abandon()
+        chain: BaseException | None = error
+        while chain is not None:
+            traceback.clear_frames(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
+        self.grid.close()
+        return raised
 
 
 def training_schedule(module: PipelineModule, config: PipelineConfig, microbatches: int) -> Schedule:

@@ -89,6 +89,7 @@ def _groups(model: PipelineModule, optimizer: Any, model_parameters: Iterable[An
     if not any(isinstance(item, Mapping) for item in given):
         given = [{"params": given}]
     groups: Groups = []
+    seen: set[nn.Parameter] = set()
     known = set(model.parameters())
     for group in given:
         parameters = group["params"]
@@ -100,6 +101,10 @@ def _groups(model: PipelineModule, optimizer: Any, model_parameters: Iterable[An
                 f"schedule has its stages on ranks {list(model.placement)}; pass PipelineModule(..., "
                 f"placement={list(model.placement)}) and they are there from the start.)"
             )
+        twice = sum(parameter in seen for parameter in parameters)
+        if twice:
+            raise ConfigError(f"{twice} parameters are in more than one parameter group: put each into one")
+        seen.update(parameters)
         groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
     return groups
 

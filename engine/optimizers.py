@@ -60,6 +60,11 @@ def from_instance(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, 
     """
     cls = type(optimizer)
     require_elementwise(optimizer)
+    if optimizer.state:
+        raise ConfigError(
+            f"this {cls.__name__} has state already, which cannot follow its parameters into flat shards: pass one "
+            "that has not stepped"
+        )
     known = inspect.signature(cls).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
     return lambda groups: cls(groups, **defaults)

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Its functions keep, as default arguments, the process group that there is when it is imported; torch's optimizers
+# import it. Imported here, before there is one, it keeps none, and `close` can close them all.
+import torch.distributed.nn.functional
+from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
 from .environment import Environment, read_environment
@@ -133,8 +137,11 @@ class Grid:
 
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""
-        if self._store is not None:
-            self._store.compare_set(_FAILURE, "", message)
+        try:
+            if self._store is not None:
+                self._store.compare_set(_FAILURE, "", message)
+        except RuntimeError:
+            return  # the process that held the store is gone, and with it whoever would read this
 
     def reported_failure(self) -> str | None:
         """What the first rank that failed said, if one did and its word can still be read."""
@@ -162,12 +169,14 @@ class Grid:
     def _mesh(self) -> DeviceMesh | None:
         if self.size == 1:
             return None
-        mesh = init_device_mesh(self.device.type, self.topology.shape, mesh_dim_names=self.topology.names)
-        for group in mesh.get_all_groups():
-            # The mesh gives them torch's default, half an hour on gloo. The world's own limit is its maker's.
-            if group is not dist.group.WORLD:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
-        return mesh
+        # Not by init_device_mesh: its groups have torch's own limit, half an hour on gloo, and what is set later
+        # does not hold for sends and receives.
+        limit, mine = timedelta(seconds=self.timeout), []
+        for name in self.topology.names:
+            made = {ranks: dist.new_group(ranks, timeout=limit) for ranks in map(tuple, self.topology.groups(name))}
+            mine += [group for ranks, group in made.items() if self.rank in ranks]
+        ranks = torch.arange(self.size).view(self.topology.shape)
+        return DeviceMesh.from_group(mine, self.device.type, mesh=ranks, mesh_dim_names=self.topology.names)
 
     def _axis(self, name: str) -> Axis:
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)

@@ -13,7 +13,8 @@ not split is not wrong, only not deferred.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,10 +26,26 @@ Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 
 
 class Deferred:
-    """The weight gradients that one backward pass has left to do, by parameter."""
+    """The weight gradients that one backward pass has left to do, by parameter.
+
+    Attributes:
+        collects: whether that pass runs now. At other times a layer differentiates something for itself (a
+            gradient penalty, a force), and its nodes return whole gradients.
+    """
 
     def __init__(self) -> None:
         self._queue: dict[Tensor, list[Accumulate]] = {}
+        self.collects = False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The stage's backward pass runs within. What it recomputes (checkpoints) is split as the forward was."""
+        self.collects = True
+        try:
+            with SplitBackward(self):
+                yield
+        finally:
+            self.collects = False
 
     def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
         """Queue one contribution to a parameter's gradient."""
@@ -132,25 +149,34 @@ _SPLIT: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
+# Each node keeps its parameter beside the saved tensors: a checkpoint, or any other hook on those, hands back a copy,
+# which wants no gradient.
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b, with dx = dy W at once and dW = dyᵀ x, db = Σ dy deferred."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferred, ctx.bias = deferred, bias
+        ctx.deferred, ctx.parameter, ctx.bias = deferred, weight, bias
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        dx = dy @ weight if ctx.needs_input_grad[1] else None
+        if not ctx.deferred.collects:
+            rows, gradients = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+            dweight = gradients.T @ rows if ctx.needs_input_grad[2] else None
+            return None, dx, dweight, gradients.sum(0) if ctx.needs_input_grad[3] else None
         rows, gradients = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        if weight.requires_grad:
-            ctx.deferred.add(weight, lambda into: _add_product(into, gradients.T, rows))
+        if ctx.parameter.requires_grad:
+            ctx.deferred.add(ctx.parameter, lambda into: _add_product(into, gradients.T, rows))
         if ctx.bias is not None and ctx.bias.requires_grad:
             bias = ctx.bias
             ctx.deferred.add(bias, lambda into: into.add_(gradients.sum(0)))
-        return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None
+        return None, dx, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -159,13 +185,17 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids, weight)
-        ctx.deferred, ctx.padding_idx = deferred, padding_idx
+        ctx.deferred, ctx.parameter, ctx.padding_idx = deferred, weight, padding_idx
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         ids, weight = ctx.saved_tensors
         padding_idx = ctx.padding_idx
+        if not ctx.deferred.collects:
+            padding = -1 if padding_idx is None else padding_idx
+            dweight = torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], padding, False)
+            return None, None, dweight, None
 
         def accumulate(into: Tensor) -> None:
             rows, gradients = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
@@ -173,7 +203,7 @@ class _Embedding(torch.autograd.Function):
                 gradients = gradients.masked_fill((rows == padding_idx)[:, None], 0.0)
             into.index_add_(0, rows, gradients.to(into.dtype))
 
-        ctx.deferred.add(weight, accumulate)
+        ctx.deferred.add(ctx.parameter, accumulate)
         return None, None, None, None
 
 
@@ -183,19 +213,22 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferred, ctx.bias, ctx.geometry = deferred, bias, geometry
+        ctx.deferred, ctx.parameter, ctx.bias, ctx.geometry = deferred, weight, bias, geometry
         return torch.ops.aten.convolution(x, weight, bias, *geometry)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        x, bias, geometry = x.detach(), ctx.bias, ctx.geometry
+        bias, geometry = ctx.bias, ctx.geometry
         sizes = None if bias is None else list(bias.shape)
         halves = torch.ops.aten.convolution_backward
+        if not ctx.deferred.collects:
+            return None, *halves(dy, x, weight, sizes, *geometry, list(ctx.needs_input_grad[1:4])), None
 
-        if weight.requires_grad:
+        x = x.detach()
+        if ctx.parameter.requires_grad:
             ctx.deferred.add(
-                weight,
+                ctx.parameter,
                 lambda into: into.add_(halves(dy, x, weight, sizes, *geometry, [False, True, False])[1]),
             )
         if bias is not None and bias.requires_grad:

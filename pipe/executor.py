@@ -135,19 +135,22 @@ class Executor:
         self._returning.clear()
         self.held.clear()
 
-    def run(self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False) -> Result:
+    def run(
+        self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False, loss: bool = True
+    ) -> Result:
         """Run this rank's part of a program.
 
         Args:
             program: verified; of this module's placement.
             microbatches: one for each of the program's.
             outputs: keep the last layer's outputs, on the ranks that hold the last stage.
+            loss: compute it; False leaves the labels alone.
 
         Raises:
             RuntimeError: an op failed; the message names this rank, its coordinate and the op.
         """
         ops = program.ops[self._grid.pipe.rank]
-        self._microbatches, self._keep_outputs = microbatches, outputs
+        self._microbatches, self._keep_outputs, self._wants_loss = microbatches, outputs, loss
         self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
         self._splits = any(op.kind in "IW" for op in ops)
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
@@ -174,8 +177,8 @@ class Executor:
                 self.spans.append(Span(op, self._begin - origin, time.perf_counter() - origin))
         for channel in self._channels:
             channel.limit(0)
-        for loss, weight in self._losses:
-            self._result.loss += loss
+        for value, weight in self._losses:
+            self._result.loss += value
             self._result.weight += weight
         return self._result
 
@@ -238,9 +241,10 @@ class Executor:
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
         self._begin = time.perf_counter()
-        boundary, edges, _ = self.held[stage, index]
+        boundary, edges, deferred = self.held[stage, index]
         if edges:
-            torch.autograd.backward(edges, gradients)
+            with deferred.backward() if deferred is not None else nullcontext():
+                torch.autograd.backward(edges, gradients)
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
 
@@ -300,14 +304,20 @@ class Executor:
         if self._keep_outputs:
             kept = outputs if module.output_fn is None else module.output_fn(outputs)
             self._result.outputs[index] = map_tensors(torch.Tensor.detach, kept)
-        if microbatch.labels is None and module.loss_fn is not None:
-            return []  # outputs alone were asked for
+        if not self._wants_loss:
+            return []
         value = outputs if module.loss_fn is None else module.loss_fn(outputs, microbatch.labels)
         loss, weight = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, 1.0)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ValueError(f"the loss is {shape}; loss_fn returns a mean (0-dim) or a pair (sum, weight)")
-        self._losses.append((loss.detach(), weight.detach() if isinstance(weight, Tensor) else weight))
+        if isinstance(weight, Tensor) and weight.numel() != 1:
+            raise ValueError(f"the loss's weight has shape {tuple(weight.shape)}; loss_fn returns (sum, weight), 0-dim")
+        if self._training and not loss.requires_grad and float(weight):
+            raise ValueError(
+                "the loss depends on no parameter that requires a gradient: is there a detach() on its way?"
+            )
+        self._losses.append((loss.detach(), weight.detach().view(()) if isinstance(weight, Tensor) else weight))
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
     def _kind(self, index: int) -> Hashable:

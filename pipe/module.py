@@ -158,7 +158,7 @@ class PipelineModule(nn.Module):
         """
         if tuple(placement) == self.placement:
             return
-        changed = [name for name, p in self.named_parameters() if self.trained or p._version != self._versions[p]]
+        changed = [name for name, p in self.named_parameters() if self.trained or _bits(p) != self._built.get(p)]
         flags = self.grid.pipe.all_gather_object(changed[:1])
         if any(flags):
             name = next(found[0] for found in flags if found)
@@ -221,7 +221,9 @@ class PipelineModule(nn.Module):
                 try:
                     with seeded(self.seed), torch.device("meta"):
                         layer: nn.Module | None = entry.build(self.grid)
-                except NotImplementedError as error:
+                except Exception as error:
+                    if "meta" not in str(error).lower():
+                        raise
                     raise ValueError(
                         f"layer {index}, {entry}, cannot be built on the meta device to count its parameters "
                         f"({error}): pass partition='uniform' or boundaries"
@@ -265,15 +267,15 @@ class PipelineModule(nn.Module):
                     for attribute in entry.tied_weight_attr:
                         name = f"layers.{home}.{attribute}"
                         shared[source, attribute] = (name, name)
-                        holders.setdefault(name, set()).add(stage)
             elif isinstance(entry, nn.Module):
                 for attribute, parameter in entry.named_parameters():
                     home, original = owner.setdefault(id(parameter), (source, attribute))
                     if home != source:
                         name = f"layers.{home}.{original}"
                         shared[source, attribute] = shared[home, original] = (name, name)
-                        held = holders.setdefault(name, set(holders[f"layers.{home}"]))
-                        held.add(stage)
+        # A shared parameter is wherever any of its layers is, and each of those may be listed several times.
+        for (source, _), (name, _) in shared.items():
+            holders.setdefault(name, set()).update(holders[f"layers.{source}"])
         ties = [Tie(key, tuple(sorted(stages))) for key, stages in holders.items() if len(stages) > 1]
         return ties, shared
 
@@ -294,7 +296,8 @@ class PipelineModule(nn.Module):
                         if isinstance(module, Dropout):
                             module.bind(f"layers.{source}.{name}", self.dropout_state)
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
-        self._versions = {parameter: parameter._version for parameter in self.parameters()}
+        # What tells `move` that weights are the initial ones still. (Their version counters do not see `p.data`.)
+        self._built = {p: _bits(p) for p in self.parameters()} if self.grid.pipe.size > 1 else {}
 
     def _make(self, source: int) -> nn.Module:
         """Build one layer, the same on every rank that does."""
@@ -383,3 +386,9 @@ def _share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entr
             "they must be alike"
         )
     setattr(layer, attribute, theirs)
+
+
+def _bits(parameter: Tensor) -> int:
+    """A number that changes when the parameter does: the sum of its elements' bits, read as integers."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
+    return int(parameter.detach().reshape(-1).view(words).sum(dtype=torch.int64))

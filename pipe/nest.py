@@ -47,7 +47,7 @@ class Schema:
         return cls(_frozen(nest), specs)
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.tensors)) or "no tensors"
+        return _describe(self.nest, self.tensors)
 
 
 Flat = tuple[list[Tensor], Schema]
@@ -107,3 +107,15 @@ def _decode(node: Node, tensors: list[Tensor]) -> Any:
 def _frozen(value: Any) -> Any:
     """JSON's lists as tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _describe(node: Node, tensors: tuple[TensorSpec, ...]) -> str:
+    kind, content = node
+    if kind == "tensor":
+        return str(tensors[content])
+    if kind == "constant":
+        return str(content)
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {_describe(item, tensors)}" for key, item in content) + "}"
+    items = ", ".join(_describe(item, tensors) for item in content)
+    return f"[{items}]" if kind == "list" else f"({items})"

@@ -77,7 +77,7 @@ def boundaries(
         return uniform(layers, stages)
     if method == "parameters":
         _check(layers, stages)
-        return balanced(weights(), stages)
+        return balanced(weights(), stages) if stages > 1 else [0, layers]
     if method.startswith("type:"):
         pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
         matches = [1.0 if pattern.search(name) else 0.0 for name in typenames]

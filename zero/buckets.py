@@ -190,6 +190,26 @@ class Bucket:
             return None
         return self._axis.all_gather(self.weights, self.shard, async_op=True)
 
+    def frozen(self) -> list[tuple[int, int]]:
+        """The spans of the owned range whose parameters were frozen since they were laid out."""
+        start, stop = self.owned
+        spans = []
+        for slot, member in zip(self.flat.slots, self.members, strict=True):
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            if not member.parameter.requires_grad and low < high:
+                spans.append((low - start, high - start))
+        return spans
+
+    def displaced(self) -> str | None:
+        """The name of a parameter that is no view of ``weights`` any more, if one is not."""
+        if self.released:
+            return None
+        base, size = self.weights.data_ptr(), self.weights.element_size()
+        for slot, member in zip(self.flat.slots, self.members, strict=True):
+            if slot.stop > slot.start and member.parameter.data_ptr() != base + slot.start * size:
+                return member.layout.name
+        return None
+
     def squares(self) -> list[Tensor]:
         """The sums of squares, in float64, of the gradients that this rank counts; not finite if any of its are not."""
         return [

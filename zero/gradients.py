@@ -33,7 +33,7 @@ class GradientReducer:
         self._grid, self._tie_axes = grid, tie_axes
         self._pending: deque[Pending] = deque()
         self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, next to reduce first
-        self._missing: dict[int, int] = {}  # bucket -> its gradients that are not complete yet
+        self._missing: dict[int, set[Tensor]] = {}  # bucket -> the parameters whose gradients are not complete yet
         self._stages_left: dict[int, set[int]] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
         for bucket in self._buckets:
@@ -66,10 +66,16 @@ class GradientReducer:
         if bucket is None:
             return
         armed = id(bucket) in self._missing
+        if armed and bucket not in self._armed and (bucket.transient or self._grid.data.size > 1):
+            name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
+            raise RuntimeError(
+                f"{name} got a part of its gradient after the rest was reduced: it is used in several places of a "
+                "stage, one of them a reentrant checkpoint; use torch.utils.checkpoint with use_reentrant=False"
+            )
         if armed or not bucket.transient:
             bucket.collect(parameter)
         if armed:
-            self._missing[id(bucket)] -= 1
+            self._missing[id(bucket)].discard(parameter)
             while self._armed and not self._missing[id(self._armed[0])]:
                 self._start(self._armed.pop(0))
 
@@ -107,7 +113,7 @@ class GradientReducer:
 
     @contextmanager
     def _reducing(self, due: list[Bucket]) -> Iterator[None]:
-        self._armed, self._missing = due, {id(bucket): len(bucket.members) for bucket in due}
+        self._armed, self._missing = due, {id(bucket): {m.parameter for m in bucket.members} for bucket in due}
         yield
         for bucket in self._armed:
             self._start(bucket)

@@ -43,7 +43,21 @@ class ShardedOptimizer:
         gradients = [bucket.owned_gradient for bucket in self._buckets]
         if gradients:
             torch._foreach_mul_(gradients, scale)
+        # A frozen parameter has no gradient, but decay and momentum would move it all the same.
+        frozen = [part for bucket in self._buckets for part in self._frozen(bucket)]
+        kept = [part.clone() for part in frozen]
         self.optimizer.step()
+        for part, before in zip(frozen, kept, strict=True):
+            part.copy_(before)
         under_way = [pending for bucket in self._buckets if (pending := bucket.publish()) is not None]
         for pending in under_way:
             pending.wait()
+
+    def _frozen(self, bucket: Bucket) -> list[Tensor]:
+        """The parts of a master and of its state that belong to frozen parameters."""
+        master = bucket.master
+        if master is None or not (spans := bucket.frozen()):
+            return []
+        state = [t for t in self.optimizer.state.get(master, {}).values() if isinstance(t, Tensor)]
+        flat = [master.detach(), *(tensor for tensor in state if tensor.shape == master.shape)]
+        return [tensor[start:stop] for tensor in flat for start, stop in spans]

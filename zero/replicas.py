@@ -106,6 +106,10 @@ class Replicas:
         """After a failure: let go of everything under way."""
         self._reducer.abandon()
 
+    def displaced(self) -> str | None:
+        """The name of a parameter that went elsewhere, so that a step would not move it."""
+        return next((name for bucket in self.buckets if (name := bucket.displaced()) is not None), None)
+
     def squares(self) -> Tensor:
         """This rank's share of the square of the global gradient norm."""
         return squares(self.buckets, self._grid.device)
