@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import Config, ConfigError
+    from .create import initialize
     from .engine import Engine
-    from .initialize import initialize
 
 __all__ = ["Config", "ConfigError", "Engine", "initialize"]
 
-_HOME = {"Config": "config", "ConfigError": "config", "Engine": "engine", "initialize": "initialize"}
+_HOME = {"Config": "config", "ConfigError": "config", "Engine": "engine", "initialize": "create"}
 
 
 def __getattr__(name: str) -> Any:
