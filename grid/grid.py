@@ -87,11 +87,8 @@ class Grid:
         world = dist.group.WORLD if self.size > 1 else None
         self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
         self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
-        if self.device.type == "cuda":
-            # NCCL makes a communicator at its first collective, which every rank of it must join: do it now,
-            # in the same order everywhere, and not in the middle of a schedule.
-            for axis in (self.world, self.pipe, self.data, self.tensor):
-                axis.all_reduce(torch.zeros(1, device=self.device))
+        for axis in (self.world, self.pipe, self.data, self.tensor):
+            self._connect(axis)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""
@@ -189,7 +186,18 @@ class Grid:
             group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine = Axis(name, ranks, self.rank, group, self.traffic)
+        if mine is not None:
+            self._connect(mine)
         return mine
+
+    def _connect(self, axis: Axis) -> None:
+        """NCCL makes a communicator at its first collective, which every rank of it must join.
+
+        So do it where the group is made, in the same order everywhere, and not in the middle of a schedule, where
+        two ranks may come to two channels in another order.
+        """
+        if self.device.type == "cuda" and axis.size > 1:
+            axis.all_reduce(torch.zeros(1, device=self.device))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.axes.items())
