@@ -356,6 +356,13 @@ def _sources(layers: Sequence[Layer]) -> list[int]:
         identity: Any = index
         if isinstance(entry, TiedLayerSpec):
             identity = (entry.key, entry.cls)
+            home = layers[seen.get(identity, index)]
+            assert isinstance(home, TiedLayerSpec)
+            if (home.args, home.kwargs) != (entry.args, entry.kwargs):
+                raise ValueError(
+                    f"layers {seen[identity]} and {index} have the key {entry.key!r} and are one layer, but their "
+                    f"arguments differ: {home} and {entry}. Make them alike, or give another key"
+                )
         elif isinstance(entry, nn.Module):
             identity = ("module", id(entry))
         sources.append(seen.setdefault(identity, index))

@@ -300,3 +300,9 @@ def test_a_failing_rank_names_itself_and_stops_the_others(ranks: Any, kind: str,
     for rank in (0, 2, 3):
         assert f"rank {rank} (pipe {rank}" in messages[rank], messages[rank]
         assert "rank 1 (pipe 1, data 0, tensor 0) failed at" in messages[rank], messages[rank]
+
+
+def test_a_tie_of_unlike_arguments_is_refused() -> None:
+    layers = [TiedLayerSpec("t", nn.Linear, 4, 4), TiedLayerSpec("t", nn.Linear, 4, 4, bias=False)]
+    with pytest.raises(ValueError, match="layers 0 and 1 have the key 't' and are one layer"):
+        PipelineModule(layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ class ParameterGatherer:
             of one each forward and backward pass, for the memory of the whole weights.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], grid: Grid, order: dict[int, Sequence[int]], keep: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], grid: Grid, order: Mapping[int, Sequence[int]], keep: bool) -> None:
         members = range(grid.data.size)
         axis = grid.subgroup("data", members, purpose=" gather")
         assert axis is not None  # every rank is a member
@@ -108,7 +108,7 @@ class ParameterGatherer:
                 bucket.release()
 
 
-def _neighbours(order: dict[int, Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+def _neighbours(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, int]]:
     """(stage and direction, layer, the layer after it)."""
     for stage, layers in order.items():
         for a, b in pairwise(layers):
