@@ -66,7 +66,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 
 def module(grid: Grid, chunks: int) -> PipelineModule:
-    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh] * 4
+    layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh] * 4
     return PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform", chunks=chunks)
 
 

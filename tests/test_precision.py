@@ -86,6 +86,7 @@ def test_updates_too_small_for_bf16_are_not_lost() -> None:
     """Weights near 1 have steps of 2**-8 in bf16; a learning rate of 1e-4 moves only the masters, and they add up."""
     made = engine(Grid(), 0, bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 1e-4}})
     norm = made.module.layers["6"]
+    assert isinstance(norm, torch.nn.LayerNorm)
     before = norm.weight.detach().clone()
     data = text(made.grid)
     for _ in range(3):

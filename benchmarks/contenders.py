@@ -1,0 +1,205 @@
+"""Those who are compared: each trains a stack on the ranks of one pipe axis, one step a call, with SGD."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from stacks import Entry, Stack
+from torch import Tensor, nn
+
+import triax
+
+LEARNING_RATE = 1e-3
+
+
+class Contender(Protocol):
+    """One rank's part of a pipeline.
+
+    Attributes:
+        ops: forwards and backwards (whole, or both halves) that the busiest rank runs in a step.
+    """
+
+    ops: int
+
+    def step(self) -> None:
+        """Forward and backward of every microbatch, then the optimizer."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of a step, of this rank's entries, by ``entry.parameter``. Steps are not timed from then on."""
+
+
+class OneProcess:
+    """The first rank alone, with the whole stack and no pipeline: what the others are measured against."""
+
+    def __init__(self, stack: Stack, pipe: int, microbatches: int) -> None:
+        self._stack, self._batch, self._count = stack, stack.batch(microbatches), microbatches
+        self._model = stack.whole()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+        self.ops = 2 * microbatches * pipe
+
+    def step(self) -> None:
+        if dist.get_rank() == 0:
+            self._differentiate()
+            self._optimizer.step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        self._differentiate()
+        return _named(dict(enumerate(self._model)))
+
+    def _differentiate(self) -> None:
+        self._optimizer.zero_grad()
+        for inputs, labels in self._batch:
+            (self._stack.loss(self._model(inputs), labels) / self._count).backward()
+
+
+class Triax:
+    """triax's engine."""
+
+    def __init__(self, stack: Stack, pipe: int, microbatches: int, schedule: str, chunks: int) -> None:
+        module = triax.PipelineModule(
+            [triax.LayerSpec(stack.build, index) for index in range(stack.entries)],
+            grid=triax.Grid(pipe=pipe),
+            loss_fn=stack.loss,
+            partition="uniform",
+            chunks=chunks,
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": stack.microbatch,
+            "gradient_accumulation_steps": microbatches,
+            "pipeline": {"schedule": schedule},
+        }
+        self.engine, *_ = triax.initialize(model=module, config=config, optimizer=_sgd)
+        self.schedule = triax.make_schedule(schedule, pipe, microbatches, chunks)
+        self.ops = max(map(len, self.schedule.orders))
+        self._data = itertools.cycle(stack.batch(microbatches))
+
+    def step(self) -> None:
+        self.engine.train_batch(self._data)
+
+    def gradients(self) -> dict[str, Tensor]:
+        self.engine.train_batch(self._data)
+        mine = {name for name, _ in self.engine.module.named_parameters()}
+        whole = self.engine.gather("gradients")
+        return {name.removeprefix("layers."): whole[name] for name in mine}
+
+    def activations(self) -> tuple[float, float]:
+        """The most activations this rank held in the last step, and how many the simulation says it holds."""
+        expected = triax.simulate(self.schedule).peak_activations[self.engine.grid.pipe.rank]
+        return self.engine._executor.peak / self.schedule.chunks, expected
+
+
+class Torch:
+    """torch.distributed.pipelining, as its documentation uses it, each stage one ``nn.Module``."""
+
+    def __init__(self, stack: Stack, pipe: int, microbatches: int, schedule: str, chunks: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, schedules
+
+        rank, stages = dist.get_rank(), pipe * chunks
+        mine = list(range(rank, stages, pipe))
+        if schedule == "ScheduleZBVZeroBubble":
+            mine = [rank, stages - 1 - rank]
+        cut = stack.entries // stages
+        self._modules = {
+            stage: nn.Sequential(*map(stack.build, range(stage * cut, (stage + 1) * cut))) for stage in mine
+        }
+        self._entries = {
+            stage * cut + i: entry for stage, module in self._modules.items() for i, entry in enumerate(module)
+        }
+        device = torch.device("cpu")
+        parts = [PipelineStage(module, stage, stages, device) for stage, module in self._modules.items()]
+        make = getattr(schedules, schedule)
+        self._schedule = make(parts[0] if chunks == 1 else parts, microbatches, loss_fn=stack.loss)
+        orders = getattr(self._schedule, "pipeline_order", {0: [None] * 0})
+        self.ops = max(sum(op is not None for op in order) for order in orders.values()) or 2 * microbatches
+        parameters = [parameter for entry in self._entries.values() for parameter in entry.parameters()]
+        self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
+        inputs, labels = (torch.cat(tensors) for tensors in zip(*stack.batch(microbatches), strict=True))
+        self._inputs = (inputs,) if 0 in mine else ()
+        self._labels = {"target": labels, "losses": []} if stages - 1 in mine else {}
+
+    def step(self) -> None:
+        self._differentiate()
+        self._optimizer.step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        self._differentiate()
+        return _named(self._entries)
+
+    def _differentiate(self) -> None:
+        self._optimizer.zero_grad()
+        self._schedule.step(*self._inputs, **self._labels, return_outputs=False)
+
+
+class DeepSpeed:
+    """DeepSpeed's PipelineEngine: 1F1B, the one schedule it has."""
+
+    def __init__(self, stack: Stack, pipe: int, microbatches: int) -> None:
+        # It reports through a logger of its own and through print.
+        with contextlib.redirect_stdout(io.StringIO()):
+            import deepspeed
+            from deepspeed.pipe import LayerSpec, PipelineModule
+            from deepspeed.utils.logging import logger
+
+            logger.setLevel(logging.ERROR)
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+            with torch.random.fork_rng(devices=[]):  # it seeds torch
+                module = PipelineModule(
+                    [LayerSpec(Entry, index, stack) for index in range(stack.entries)],
+                    num_stages=pipe,
+                    loss_fn=stack.loss,
+                    partition_method="uniform",
+                )
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=torch.optim.SGD(module.parameters(), lr=LEARNING_RATE),
+                config={
+                    "train_micro_batch_size_per_gpu": stack.microbatch,
+                    "gradient_accumulation_steps": microbatches,
+                    "steps_per_print": 10**9,
+                },
+            )
+        start = module._local_start
+        self._entries = {start + i: layer for i, layer in enumerate(module.forward_funcs)}
+        self._data = itertools.cycle(stack.batch(microbatches))
+        self.ops = 2 * microbatches
+
+    def step(self) -> None:
+        self._engine.train_batch(self._data)
+
+    def gradients(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        # It clears gradients in its step: read them as that begins.
+        hook = self._engine.optimizer.register_step_pre_hook(lambda *_: found.update(_named(self._entries)))
+        self._engine.train_batch(self._data)
+        hook.remove()
+        return found
+
+
+def contenders(stack: Stack, pipe: int, microbatches: int) -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """Names, and how to make them; triax's first, then its peers, the one process last."""
+    for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
+        yield f"triax {schedule}", lambda s=schedule, c=chunks: Triax(stack, pipe, microbatches, s, c)  # type: ignore[misc]
+    for schedule, chunks in (("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2), ("ScheduleZBVZeroBubble", 2)):
+        yield f"torch {schedule}", lambda s=schedule, c=chunks: Torch(stack, pipe, microbatches, s, c)  # type: ignore[misc]
+    yield "DeepSpeed PipelineEngine", lambda: DeepSpeed(stack, pipe, microbatches)
+    yield "one process", lambda: OneProcess(stack, pipe, microbatches)
+
+
+def _sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=LEARNING_RATE)
+
+
+def _named(entries: dict[int, nn.Module]) -> dict[str, Tensor]:
+    return {
+        f"{index}.{name}": parameter.grad.clone()
+        for index, entry in entries.items()
+        for name, parameter in entry.named_parameters()
+        if parameter.grad is not None
+    }
