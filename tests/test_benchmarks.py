@@ -11,7 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_pipeline_benchmark_runs() -> None:
-    command = [sys.executable, "benchmarks/pipeline.py", "--stages", "2", "--stacks", "smoke", "--rounds", "2", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/pipeline.py",
+        "--stages",
+        "2",
+        "--stacks",
+        "smoke",
+        "--rounds",
+        "2",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout[done.stdout.index("{") :])["results"].values()
