@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.layout import rename
 from ..grid.random import Dropout, DropoutState, seeded
-from .partition import boundaries
-from .schedules import loop, zigzag
+from .partition import boundaries, place
 from .spec import LayerSpec, TiedLayerSpec
 
 Layer = LayerSpec | nn.Module | Callable[[Any], Any]
@@ -323,27 +322,6 @@ class PipelineModule(nn.Module):
         """The ranks that hold a tie; None where this rank does not, or holds all of it. Collective."""
         ranks = sorted({self.placement[stage] for stage in tie.stages})
         return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
-
-
-def place(placement: str | Sequence[int], pipe: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage.
-
-    >>> place("loop", 3, 2), place("v", 3, 2)
-    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
-    """
-    if chunks < 1:
-        raise ValueError(f"chunks={chunks}: a rank holds at least one stage")
-    if placement == "loop":
-        return loop(pipe, chunks)
-    if placement == "v":
-        return zigzag(pipe, chunks)
-    ranks = () if isinstance(placement, str) else tuple(placement)
-    if sorted(ranks) != sorted(loop(pipe, chunks)):
-        raise ValueError(
-            f"placement={placement!r} does not give each of {pipe} ranks {chunks} stages: use 'loop', 'v' or a list "
-            f"such as {list(loop(pipe, chunks))}"
-        )
-    return ranks
 
 
 def _sources(layers: Sequence[Layer]) -> list[int]:

@@ -1,4 +1,7 @@
-"""Layers -> stages: where to cut the list. Boundaries ``[0, 8, 16, 23, 30]`` mean stage 0 has layers 0 to 7."""
+"""Layers -> stages -> ranks: where to cut the list, and where each stage runs.
+
+Boundaries ``[0, 8, 16, 23, 30]`` mean that stage 0 has layers 0 to 7.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+
+from .schedules import loop, zigzag
 
 
 def uniform(layers: int, parts: int) -> list[int]:
@@ -90,6 +95,27 @@ def boundaries(
         f"partition={method!r} is not a way to cut: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
         f"as {uniform(layers, stages) if layers >= stages else [0, layers]}"
     )
+
+
+def place(placement: str | Sequence[int], pipe: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each stage.
+
+    >>> place("loop", 3, 2), place("v", 3, 2)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks}: a rank holds at least one stage")
+    if placement == "loop":
+        return loop(pipe, chunks)
+    if placement == "v":
+        return zigzag(pipe, chunks)
+    ranks = () if isinstance(placement, str) else tuple(placement)
+    if sorted(ranks) != sorted(loop(pipe, chunks)):
+        raise ValueError(
+            f"placement={placement!r} does not give each of {pipe} ranks {chunks} stages: use 'loop', 'v' or a list "
+            f"such as {list(loop(pipe, chunks))}"
+        )
+    return ranks
 
 
 def _explicit(cuts: list[int], stages: int, layers: int) -> list[int]:
