@@ -12,8 +12,10 @@ own, on which both ends see the messages in the same order.
 
 Why no program hangs: take one linear order of the whole step, the simulation's. The messages of an op
 happen right after it in that order, on both ends, so replaying the order never blocks. Each rank's
-program is this order seen from that rank, except that receives are posted one compute op earlier, so
-that the transfer overlaps computation, and that relaxes: a receive posted earlier blocks nobody.
+program is this order seen from that rank, except that receives are posted earlier: at least one compute
+op, and no later than where the channel's message before is read, so that a receive is there when its
+message is sent, and the transfer overlaps computation. That relaxes: a receive posted earlier blocks
+nobody.
 """
 
 from __future__ import annotations
@@ -141,11 +143,16 @@ def message_pass(schedule: Schedule, orders: Orders) -> list[list[Op]]:
             arrivals[placement[s - 1]].append((at, Op(RECV_B, s - 1, mb)))
     out: list[list[Op]] = []
     for order, coming in zip(orders, arrivals, strict=True):
-        ends = [end[op] for op in order if op.kind in COMPUTE]
+        computed = [op for op in order if op.kind in COMPUTE]
+        ends = [end[op] for op in computed]
+        readers = {(op.kind != "F", op.stage, op.microbatch): i for i, op in enumerate(computed) if op.kind != "W"}
         posts: dict[int, list[Op]] = {}  # compute op -> the receives posted before it
+        read: dict[tuple[str, int], int] = {}  # channel -> the compute op that reads its last message
         for at, recv in coming:
-            # before the first op that ends after the arrival, and one earlier
-            posts.setdefault(max(bisect_right(ends, at) - 1, 0), []).append(recv)
+            # before the first op that ends after the arrival, and one earlier; or where the last message is read
+            kind, s, mb = recv
+            posts.setdefault(min(max(bisect_right(ends, at) - 1, 0), read.get((kind, s), 0)), []).append(recv)
+            read[kind, s] = readers[kind == RECV_B, s, mb]
         ops: list[Op] = []
         i = 0
         for op in order:

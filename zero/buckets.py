@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, Layout, Pending
 from .flat import PARTIAL, REPLICATED, RUNS, SHARDED, FlatBucket, Item, plan
 
+# Elements squared at once on a CPU, which converts them first: all together, that is twice the gradients' memory.
+_PIECE = 2**16
+
 
 class Managed(NamedTuple):
     """A parameter handed to the data axis, and what must be known of it."""
@@ -213,8 +216,9 @@ class Bucket:
     def squares(self) -> list[Tensor]:
         """The sums of squares, in float64, of the gradients that this rank counts; not finite if any of its are not."""
         return [
-            torch.linalg.vector_norm(self.owned_gradient[a:b], dtype=torch.float64).square() * factor
+            torch.linalg.vector_norm(piece, dtype=torch.float64).square() * factor
             for a, b, factor in self._counted
+            for piece in self.owned_gradient[a:b].split(_PIECE if self._device.type == "cpu" else b - a)
         ]
 
     def release(self) -> None:
