@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import triax
 
 LEARNING_RATE = 1e-3
+ALONE = "one process"
 
 
 class Contender(Protocol):
@@ -106,14 +107,12 @@ class Torch:
         if schedule == "ScheduleZBVZeroBubble":
             mine = [rank, stages - 1 - rank]
         cut = stack.entries // stages
-        self._modules = {
-            stage: nn.Sequential(*map(stack.build, range(stage * cut, (stage + 1) * cut))) for stage in mine
-        }
-        self._entries = {
-            stage * cut + i: entry for stage, module in self._modules.items() for i, entry in enumerate(module)
-        }
-        device = torch.device("cpu")
-        parts = [PipelineStage(module, stage, stages, device) for stage, module in self._modules.items()]
+        self._entries: dict[int, nn.Module] = {}
+        parts = []
+        for stage in mine:
+            entries = {index: stack.build(index) for index in range(stage * cut, (stage + 1) * cut)}
+            parts.append(PipelineStage(nn.Sequential(*entries.values()), stage, stages, torch.device("cpu")))
+            self._entries.update(entries)
         make = getattr(schedules, schedule)
         self._schedule = make(parts[0] if chunks == 1 else parts, microbatches, loss_fn=stack.loss)
         orders = getattr(self._schedule, "pipeline_order", {0: [None] * 0})
@@ -189,7 +188,7 @@ def contenders(stack: Stack, pipe: int, microbatches: int) -> Iterator[tuple[str
     for schedule, chunks in (("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2), ("ScheduleZBVZeroBubble", 2)):
         yield f"torch {schedule}", lambda s=schedule, c=chunks: Torch(stack, pipe, microbatches, s, c)  # type: ignore[misc]
     yield "DeepSpeed PipelineEngine", lambda: DeepSpeed(stack, pipe, microbatches)
-    yield "one process", lambda: OneProcess(stack, pipe, microbatches)
+    yield ALONE, lambda: OneProcess(stack, pipe, microbatches)
 
 
 def _sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -15,17 +15,18 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from contenders import Contender, OneProcess, Triax, contenders
+from contenders import ALONE, Contender, OneProcess, Triax, contenders
 from rich.console import Console
 from rich.table import Table
 from stacks import GPT, SMOKE, TINY
@@ -34,6 +35,8 @@ import triax
 from triax.engine.launch import launch
 
 WARM_UP = 2
+MORE = 4  # times the microbatches: by how much longer that takes, an op's overhead is told from a step's
+DISTURBED = 0.04  # the share of the machine that other programs may take during a turn
 STACKS = {"gpt": GPT, "tiny": TINY, "smoke": SMOKE}
 
 
@@ -45,6 +48,9 @@ class Row:
     problem: str = ""  # why it did not run
     ops: int = 0  # that the busiest rank runs in a step
     times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
+    more_ops: int = 0  # of a step of MORE times the microbatches, on the tiny stack
+    more_times: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)  # of each round: the share of the machine that others took
     memory: list[float] = field(default_factory=list)  # per rank: growth of the process in a step, in MiB
     activations: list[tuple[float, float]] = field(default_factory=list)  # per rank: held at once; as simulated
 
@@ -64,9 +70,7 @@ def main() -> None:
         for name in options.stacks:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "rows.json"
-                code = launch(
-                    measure, name, stages, options.microbatches, options.rounds, str(path), ranks=stages, threads=1
-                )
+                code = launch(measure, name, stages, options, str(path), ranks=stages, threads=1)
                 if code:
                     sys.exit(code)
                 rows = [Row(**row) for row in json.loads(path.read_text())]
@@ -79,11 +83,15 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--stacks", choices=STACKS, nargs="+", default=["gpt", "tiny"])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose names contain one of these")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds, in all, to repeat turns that other programs disturbed"
+    )
     parser.add_argument("--json", action="store_true", help="one object, with every round's times, instead of tables")
     return parser.parse_args()
 
@@ -91,35 +99,48 @@ def parse() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------- on each rank
 
 
-def measure(stack_name: str, stages: int, microbatches: int, rounds: int, path: str) -> None:
-    """Time every contender; rank 0 writes the rows to ``path``."""
-    stack = STACKS[stack_name]
+def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str) -> None:
+    """Time every contender, or those that ``options.only`` names in part; rank 0 writes the rows to ``path``."""
+    stack, microbatches = STACKS[stack_name], options.microbatches
+    if not stack.heads:
+        stack = replace(stack, entries=2 * stages)
     grid = triax.Grid(pipe=stages)
     expected = OneProcess(stack, stages, microbatches).gradients()
+    more = {} if stack.heads else dict(contenders(stack, stages, MORE * microbatches))
     rows: list[Row] = []
-    running: list[tuple[Row, Contender]] = []
+    running: list[tuple[Row, Contender, Contender | None]] = []
     for name, make in contenders(stack, stages, microbatches):
+        if options.only and name != ALONE and not any(part in name for part in options.only):
+            continue
         row = Row(name)
         rows.append(row)
         try:
-            contender = make()
+            contender, longer = make(), more[name]() if name in more else None
         except ImportError as error:
             row.problem = f"{error}: pip install -e '.[bench]'"
             continue
         row.ops = contender.ops
         compare(name, contender.gradients(), expected)
+        row.more_ops = longer.ops if longer is not None else 0
         for _ in range(WARM_UP):
             contender.step()
-        running.append((row, contender))
+            if longer is not None:
+                longer.step()
+        running.append((row, contender, longer))
 
     gc.collect()
     gc.freeze()  # what exists by now is no garbage: let no contender pay for looking through the others
     turns = 1 if stack.heads else 20  # of the tiny stack, a round's turn is so many steps
-    for round_ in range(rounds):
+    deadline = time.monotonic() + options.patience
+    for round_ in range(options.rounds):
         for i in range(len(running)):
-            row, contender = running[(round_ + i) % len(running)]
-            row.times.append(timed(grid, contender.step, turns))
-    for row, contender in running:
+            row, contender, longer = running[(round_ + i) % len(running)]
+            elapsed, others = timed(grid, contender.step, turns, deadline)
+            row.times.append(elapsed)
+            row.others.append(others)
+            if longer is not None:
+                row.more_times.append(timed(grid, longer.step, turns, deadline)[0])
+    for row, contender, _ in running:
         row.memory = [float(grown) for grown in grid.world.all_gather_object(growth(grid, contender.step))]
         if isinstance(contender, Triax):
             row.activations = grid.world.all_gather_object(contender.activations())
@@ -139,19 +160,48 @@ def compare(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch
     if not found:
         raise AssertionError(f"{name} left no gradients")
     for parameter, gradient in found.items():
-        message = f"{name}, {parameter}: {{}}".format
+        message = f"{name}, the gradient of {parameter}: {{}}".format
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=message)
 
 
-def timed(grid: triax.Grid, step: Callable[[], None], turns: int) -> float:
-    """A step's time on the slowest rank: the mean of ``turns`` in a row."""
-    grid.world.barrier()
-    begin = time.perf_counter()
-    for _ in range(turns):
-        step()
-    elapsed = torch.tensor([(time.perf_counter() - begin) / turns])
-    grid.world.all_reduce(elapsed, op="max")
-    return float(elapsed)
+def timed(grid: triax.Grid, step: Callable[[], None], turns: int, deadline: float) -> tuple[float, float]:
+    """A step's time on the slowest rank, the mean of ``turns`` in a row; and the share of the machine others took.
+
+    Until the deadline (of ``time.monotonic`` on rank 0), it waits for others to be idle, and a turn that they
+    disturbed is done again.
+    """
+    while True:
+        while grid.rank == 0 and time.monotonic() < deadline and _share_taken(0.15) > DISTURBED:
+            pass
+        grid.world.barrier()
+        machine, mine, begin = _busy(), time.process_time(), time.perf_counter()
+        for _ in range(turns):
+            step()
+        elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        grid.world.all_reduce(elapsed, op="max")
+        ours = torch.tensor(time.process_time() - mine, dtype=torch.float64)
+        grid.world.all_reduce(ours)
+        others = max(0.0, (_busy() - machine - float(ours)) / (float(elapsed) * (os.cpu_count() or 1)))
+        again = torch.tensor(others > DISTURBED and time.monotonic() < deadline, dtype=torch.int64)
+        grid.world.broadcast(again)
+        if not again:
+            return float(elapsed) / turns, others
+
+
+def _share_taken(seconds: float) -> float:
+    """The share of the machine that is taken while this process sleeps."""
+    busy = _busy()
+    time.sleep(seconds)
+    return (_busy() - busy) / seconds / (os.cpu_count() or 1)
+
+
+def _busy() -> float:
+    """Seconds that the machine's cores have worked since it started; 0 where the system does not tell."""
+    try:
+        user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
 
 
 def growth(grid: triax.Grid, step: Callable[[], None]) -> float:
@@ -184,8 +234,8 @@ def _status(key: str) -> int:
 def summary(rows: list[Row], stack: str, stages: int, microbatches: int) -> dict[str, Any]:
     """The figures of one table, as plain data."""
     ran = [row for row in rows if row.times]
-    fastest = min((row for row in ran if row.is_peer), key=lambda row: row.step)
-    alone = next(row for row in ran if row.name == "one process")
+    fastest = min([row for row in ran if row.is_peer] or ran, key=lambda row: row.step)
+    alone = next(row for row in ran if row.name == ALONE)
     made: list[dict[str, Any]] = []
     for row in rows:
         if not row.times:
@@ -197,27 +247,48 @@ def summary(rows: list[Row], stack: str, stages: int, microbatches: int) -> dict
             "ratio": row.step / fastest.step,
             "speedup": alone.step / row.step,
             "ops": row.ops,
-            # A rank's own share of the work, done without a pipeline, is not overhead.
-            "overhead": (row.step - alone.step / stages) / row.ops if row is not alone else 0.0,
+            **(overhead(row, alone, stages) if row.more_times and row is not alone else {}),
             "memory": row.memory,
             "activations": [held for held, _ in row.activations],
             "times": row.times,
+            "others": row.others,
         }
         made.append(figures)
     return {"stack": stack, "stages": stages, "microbatches": microbatches, "fastest": fastest.name, "rows": made}
 
 
+def overhead(row: Row, alone: Row, stages: int) -> dict[str, float]:
+    """Seconds beyond a rank's share of the work, which one process does without a pipeline.
+
+    Of an op: by how much longer a step of more microbatches takes. Of a step: what is left.
+    """
+    work = (median(alone.more_times) - alone.step) / stages
+    each = (median(row.more_times) - row.step - work) / (row.more_ops - row.ops)
+    return {"overhead_op": each, "overhead_step": row.step - alone.step / stages - each * row.ops}
+
+
 def show(result: dict[str, Any]) -> None:
     """Print a table."""
     title = f"{result['stack']} stack, {result['stages']} stages, {result['microbatches']} microbatches"
+    shares = [share for row in result["rows"] for share in row.get("others", ())]
+    if median(shares) > DISTURBED:
+        title += f" (others took {median(shares):.0%} of the machine meanwhile: wait, or give --patience)"
     table = Table(title=title, title_justify="left", caption=f"ratio to {result['fastest']}", caption_justify="left")
     table.add_column("")
-    for head in ("step, ms", "min to max", "ratio", "speedup", "overhead, us/op", "memory, MiB", "activations held"):
+    tiny = any("overhead_op" in row for row in result["rows"])
+    last = ("overhead, us/op", "and us/step") if tiny else ("memory, MiB", "activations held")
+    for head in ("step, ms", "min to max", "ratio", "speedup", *last):
         table.add_column(head, justify="right")
     for row in result["rows"]:
         if "problem" in row:
             table.add_row(row["name"], row["problem"])
             continue
+        cells = {
+            "op": f"{1e6 * row['overhead_op']:.0f}" if "overhead_op" in row else "",
+            "step": f"{1e6 * row['overhead_step']:.0f}" if "overhead_op" in row else "",
+            "memory": " ".join(f"{grown:.0f}" for grown in row["memory"]),
+            "activations": " ".join(f"{held:g}" for held in row["activations"]),
+        }
         low, high = (f"{1e3 * f(row['times']):.1f}" for f in (min, max))
         table.add_row(
             row["name"],
@@ -225,9 +296,7 @@ def show(result: dict[str, Any]) -> None:
             f"{low} to {high}",
             f"{row['ratio']:.2f}",
             f"{row['speedup']:.2f}",
-            f"{1e6 * row['overhead']:.0f}" if row["overhead"] else "",
-            " ".join(f"{grown:.0f}" for grown in row["memory"]),
-            " ".join(f"{held:g}" for held in row["activations"]),
+            *(cells[key] for key in (("op", "step") if tiny else ("memory", "activations"))),
         )
     Console(width=160).print(table)
 

@@ -38,10 +38,13 @@ class Stack:
         """The microbatches of one step, the same on every rank."""
         generator = torch.Generator().manual_seed(1)
         if not self.heads:
-            pairs = [torch.randn(2, self.microbatch, self.width, generator=generator) for _ in range(microbatches)]
+            shape = (2, self.microbatch, self.width)
+            pairs = [torch.randn(shape, generator=generator) for _ in range(microbatches)]
             return [(x, y) for x, y in pairs]
-        shape = (self.microbatch, self.length + 1)
-        text = [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(microbatches)]
+        text = [
+            torch.randint(self.vocabulary, (self.microbatch, self.length + 1), generator=generator)
+            for _ in range(microbatches)
+        ]
         return [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in text]
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
