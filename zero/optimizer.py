@@ -13,7 +13,7 @@ from .buckets import Bucket
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class ShardedOptimizer:
+class RangeStepper:
     """Steps the owned range of each bucket with one of torch's own optimizers, on flat tensors.
 
     The optimizer must work element by element (Adam, AdamW, SGD, ...): a flat range is then stepped exactly as

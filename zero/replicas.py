@@ -17,7 +17,7 @@ from ..grid import Axis, Grid
 from .buckets import Bucket, Managed, Mode, make_buckets
 from .gradients import GradientReducer
 from .norm import squares
-from .optimizer import MakeOptimizer, ShardedOptimizer
+from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
 
 
@@ -52,7 +52,7 @@ class Replicas:
         self.buckets = make_buckets(members, grid, mode, capacity)
         self._reducer = GradientReducer(self.buckets, grid, tie_axes)
         self._gatherer = ParameterGatherer(self.buckets, grid, order, keep) if mode.stage == 3 else None
-        self._stepper = None if make is None else ShardedOptimizer(make, self.buckets, groups)
+        self._stepper = None if make is None else RangeStepper(make, self.buckets, groups)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
