@@ -198,6 +198,9 @@ def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A rank that leaves at once makes the others fail while they still connect. Torch then counts a group that
+        # never was, and in the next job this rank would look for the others under another name than they use.
+        dist.distributed_c10d._world.group_count = 0
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)

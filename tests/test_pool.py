@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import signal
@@ -61,6 +62,13 @@ def fails_on(bad: int) -> None:
     if dist.get_rank() == bad:
         raise ValueError(f"the bad rank is {bad}")
     dist.barrier()
+
+
+def connects_to_nobody(store: str) -> None:
+    if dist.is_initialized() or os.environ["RANK"] != "0":
+        return
+    limit = datetime.timedelta(seconds=0.2)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=0, world_size=2, timeout=limit)
 
 
 def compares(left: list[int], right: list[int]) -> None:
@@ -232,6 +240,12 @@ def test_all_ranks_are_whole_after_a_failure(ranks: Any) -> None:
         with pytest.raises(RankFailure, match=f"the bad rank is {bad}"):
             ranks(3, fails_on, bad)
         assert [float(x) for x in ranks(3, weighted_sum, torch.ones(1))] == [6.0] * 3
+
+
+def test_a_group_that_never_came_to_be_is_not_counted(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="rank 0 raised"):
+        ranks(2, connects_to_nobody, str(tmp_path / "store"), init_group=False)
+    assert [float(x) for x in ranks(2, weighted_sum, torch.ones(1))] == [3.0] * 2
 
 
 def test_an_assertion_on_a_rank_shows_its_values(ranks: Any) -> None:
