@@ -193,6 +193,22 @@ class Bucket:
             return None
         return self._axis.all_gather(self.weights, self.shard, async_op=True)
 
+    @torch.no_grad()
+    def adopt(self, spans: Sequence[tuple[int, int]]) -> None:
+        """These elements of the whole weights were written, alike on every replica: shard and master take them.
+
+        A master of another dtype keeps its own value where it rounds to what is there.
+        """
+        start, stop = self.owned
+        for low, high in ((max(a, start), min(b, stop)) for a, b in spans):
+            if low >= high:
+                continue
+            written = self.weights[low:high]
+            self.shard[low - start : high - start].copy_(written)
+            if self.master is not None and self.master.dtype != written.dtype:
+                master = self.master.detach()[low - start : high - start]
+                master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
+
     def frozen(self) -> list[tuple[int, int]]:
         """The spans of the owned range whose parameters were frozen since they were laid out."""
         start, stop = self.owned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -69,17 +68,15 @@ class ParameterGatherer:
             self.release(stage)
         self._keep = keep
 
-    @contextmanager
-    def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
-        """Whole weights, for whoever wants to look at them. Collective over the data axis."""
+    def borrow(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Gather these; returns those that were released, for the caller to release again. Collective."""
         buckets = list(buckets)
+        released = [bucket for bucket in buckets if bucket.released]
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
             self._await(bucket)
-        yield
-        for bucket in buckets:
-            bucket.release()
+        return released
 
     def _acquire(self, stage: int, layer: int, step: int) -> None:
         """Have the layer's weights whole, and start fetching those of the layer that runs after it."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..grid import Axis, Grid
 from .buckets import Bucket, Managed, Mode, make_buckets
 from .gradients import GradientReducer
+from .lend import settle
 from .norm import squares
 from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
@@ -34,6 +35,11 @@ class Replicas:
         keep: in stage 3, hold weights whole from a stage's first forward of a step to the step's end.
         make: makes the optimizer; None: nothing is stepped.
         groups: the options of its parameter groups.
+
+    Attributes:
+        buckets: of this rank.
+        gatherer: what makes weights whole in stage 3; None where they always are.
+        axis, device: over which the replicas lie, and where this one is.
     """
 
     def __init__(
@@ -48,10 +54,11 @@ class Replicas:
         make: MakeOptimizer | None = None,
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.mode, self._grid = mode, grid
+        self.mode, self.axis, self.device = mode, grid.data, grid.device
         self.buckets = make_buckets(members, grid, mode, capacity)
         self._reducer = GradientReducer(self.buckets, grid, tie_axes)
-        self._gatherer = ParameterGatherer(self.buckets, grid, order, keep) if mode.stage == 3 else None
+        self.gatherer = ParameterGatherer(self.buckets, grid, order, keep) if mode.stage == 3 else None
+        settle((member.parameter for member in members), self)
         self._stepper = None if make is None else RangeStepper(make, self.buckets, groups)
 
     @property
@@ -62,7 +69,7 @@ class Replicas:
     @property
     def around(self) -> Callable[[int, int, Callable[[Any], Any], Any], Any] | None:
         """What to run layers in; None where weights are always whole."""
-        return None if self._gatherer is None else self._gatherer.run
+        return None if self.gatherer is None else self.gatherer.run
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
@@ -93,14 +100,14 @@ class Replicas:
 
     def release(self, stage: int) -> None:
         """RELEASE: the run ends; keep the shards only."""
-        if self._gatherer is not None:
-            self._gatherer.release(stage)
+        if self.gatherer is not None:
+            self.gatherer.release(stage)
 
     def finish(self) -> None:
         """The program ends: every gradient is reduced, and no weight is whole that need not be."""
         self._reducer.finish()
-        if self._gatherer is not None:
-            self._gatherer.finish()
+        if self.gatherer is not None:
+            self.gatherer.finish()
 
     def abandon(self) -> None:
         """After a failure: let go of everything under way."""
@@ -112,7 +119,7 @@ class Replicas:
 
     def squares(self) -> Tensor:
         """This rank's share of the square of the global gradient norm."""
-        return squares(self.buckets, self._grid.device)
+        return squares(self.buckets, self.device)
 
     def step(self, scale: Tensor) -> None:
         """Scale the gradients, step the optimizer, bring the new weights to every replica."""
@@ -122,17 +129,18 @@ class Replicas:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within it all weights are whole. Collective over the data axis."""
-        if self._gatherer is None:
+        borrowed = [] if self.gatherer is None else self.gatherer.borrow(self.buckets)
+        try:
             yield
-        else:
-            with self._gatherer.whole(self.buckets):
-                yield
+        finally:
+            for bucket in borrowed:
+                bucket.release()
 
     def gradients(self) -> Iterator[tuple[Managed, Tensor]]:
         """The whole gradient of each trained parameter, after a step. Collective over the data axis."""
         for bucket in self.buckets:
             if bucket.trained:
-                whole = gather_owned(bucket, bucket.owned_gradient, self._grid.data)
+                whole = gather_owned(bucket, bucket.owned_gradient, self.axis)
                 for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                     yield member, whole[slot.start : slot.stop].view(member.parameter.shape)
 
