@@ -43,6 +43,9 @@ def test_a_plan_places_everything_once(data: st.DataObject) -> None:
         if len(bucket.slots) > 1:
             assert sum(items[slot.number].numel for slot in bucket.slots) <= capacity
     # Within a key the order is the backward pass's: from the last parameter to the first.
+    # Buckets come in the order in which they become complete: with the first of their parameters.
+    ends = [min(slot.number for slot in b.slots) for b in buckets]
+    assert ends == sorted(ends, reverse=True)
     for key in "ab":
         firsts = [max(slot.number for slot in b.slots) for b in buckets if b.key == key]
         assert firsts == sorted(firsts, reverse=True)

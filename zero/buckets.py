@@ -9,7 +9,7 @@ stage       weights             gradients                           optimizer's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -209,13 +209,14 @@ class Bucket:
                 master = self.master.detach()[low - start : high - start]
                 master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
-    def frozen(self) -> list[tuple[int, int]]:
-        """The spans of the owned range whose parameters were frozen since they were laid out."""
+    def frozen(self, without: Collection[Tensor] = ()) -> list[tuple[int, int]]:
+        """The spans of the owned range that stand still: frozen since they were laid out, or without a gradient."""
         start, stop = self.owned
         spans = []
         for slot, member in zip(self.flat.slots, self.members, strict=True):
             low, high = max(slot.start, start), min(slot.stop, stop)
-            if not member.parameter.requires_grad and low < high:
+            stands = not member.parameter.requires_grad or (len(without) > 0 and member.parameter in without)
+            if stands and low < high:
                 spans.append((low - start, high - start))
         return spans
 

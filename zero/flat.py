@@ -62,8 +62,8 @@ def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
     """Place parameters in buckets.
 
     Args:
-        items: in the order of the model. Buckets are filled from the last to the first: the order in which
-            the backward pass makes their gradients final.
+        items: in the order of the model. Buckets are filled from the last to the first, and come in the order in
+            which the backward pass makes their gradients final.
         shards: the size of the data axis.
         capacity: elements after which a bucket is closed; a larger parameter gets a bucket of its own.
     """
@@ -83,7 +83,7 @@ def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
             filling.append(item)
             total += item.numel
         buckets.append(_bucket(key, filling, shards))
-    return buckets
+    return sorted(buckets, key=lambda bucket: -min(slot.number for slot in bucket.slots))
 
 
 def _bucket(key: Hashable, items: list[Item], shards: int) -> FlatBucket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,17 +34,18 @@ class RangeStepper:
         self.optimizer = make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
 
     @torch.no_grad()
-    def step(self, scale: Tensor) -> None:
+    def step(self, scale: Tensor | None, without: Collection[Tensor] = ()) -> None:
         """Scale the owned gradients, in place, by one number; step; share the result.
 
         Args:
-            scale: 0-dim; one over the batch's weight, times what clipping asks for.
+            scale: 0-dim; one over the batch's weight, times what clipping asks for. None is 1.
+            without: parameters that had no gradient on any replica, which stand still, as torch's ``None`` does.
         """
         gradients = [bucket.owned_gradient for bucket in self._buckets]
-        if gradients:
+        if gradients and scale is not None:
             torch._foreach_mul_(gradients, scale)
-        # A frozen parameter has no gradient, but decay and momentum would move it all the same.
-        frozen = [part for bucket in self._buckets for part in self._frozen(bucket)]
+        # Without a gradient, decay and momentum would move a parameter all the same.
+        frozen = [part for bucket in self._buckets for part in self._frozen(bucket, without)]
         kept = [part.clone() for part in frozen]
         self.optimizer.step()
         for part, before in zip(frozen, kept, strict=True):
@@ -53,10 +54,10 @@ class RangeStepper:
         for pending in under_way:
             pending.wait()
 
-    def _frozen(self, bucket: Bucket) -> list[Tensor]:
-        """The parts of a master and of its state that belong to frozen parameters."""
+    def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[Tensor]:
+        """The parts of a master and of its state that belong to parameters which stand still."""
         master = bucket.master
-        if master is None or not (spans := bucket.frozen()):
+        if master is None or not (spans := bucket.frozen(without)):
             return []
         state = [t for t in self.optimizer.state.get(master, {}).values() if isinstance(t, Tensor)]
         flat = [master.detach(), *(tensor for tensor in state if tensor.shape == master.shape)]

@@ -6,7 +6,7 @@ how buckets are laid out and in where a program puts these ops; nothing here ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -121,10 +121,10 @@ class Replicas:
         """This rank's share of the square of the global gradient norm."""
         return squares(self.buckets, self.device)
 
-    def step(self, scale: Tensor) -> None:
-        """Scale the gradients, step the optimizer, bring the new weights to every replica."""
+    def step(self, scale: Tensor | None, without: Collection[Tensor] = ()) -> None:
+        """Scale the gradients, step the optimizer, bring the new weights to every replica: ``RangeStepper.step``."""
         assert self._stepper is not None
-        self._stepper.step(scale)
+        self._stepper.step(scale, without)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
