@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from contenders import ALONE, Contender, OneProcess, Triax, contenders
 from rich.console import Console
 from rich.table import Table
@@ -104,6 +105,7 @@ def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str
     stack, microbatches = STACKS[stack_name], options.microbatches
     if not stack.heads:
         stack = replace(stack, entries=2 * stages)
+    dist.init_process_group("gloo")  # by torch, for the peers: triax makes groups of its own beside it
     grid = triax.Grid(pipe=stages)
     expected = OneProcess(stack, stages, microbatches).gradients()
     more = {} if stack.heads else dict(contenders(stack, stages, MORE * microbatches))
