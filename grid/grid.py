@@ -19,7 +19,8 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
-from .environment import Environment, read_environment
+from .environment import Environment, read_environment, resident_peak
+from .threads import unobtrusive
 from .topology import DEFAULT_AXES, Topology
 from .traffic import Traffic
 
@@ -170,7 +171,7 @@ class Grid:
         # does not hold for sends and receives.
         limit, mine = timedelta(seconds=self.timeout), []
         for name in self.topology.names:
-            made = {ranks: dist.new_group(ranks, timeout=limit) for ranks in map(tuple, self.topology.groups(name))}
+            made = {ranks: _group(ranks, limit) for ranks in map(tuple, self.topology.groups(name))}
             mine += [group for ranks, group in made.items() if self.rank in ranks]
         ranks = torch.arange(self.size).view(self.topology.shape)
         return DeviceMesh.from_group(mine, self.device.type, mesh=ranks, mesh_dim_names=self.topology.names)
@@ -183,7 +184,7 @@ class Grid:
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
         mine = None
         for ranks in groups:
-            group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
+            group = _group(ranks, timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine = Axis(name, ranks, self.rank, group, self.traffic)
         if mine is not None:
@@ -257,5 +258,11 @@ def _initialise(environment: Environment, device: torch.device, timeout: float) 
     store, rank, size = next(iter(rendezvous))
     store = dist.PrefixStore(f"triax/{environment.restarts}", store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    with unobtrusive():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return store
+
+
+def _group(ranks: Sequence[int], limit: timedelta) -> Any:
+    with unobtrusive():
+        return dist.new_group(ranks, timeout=limit)
