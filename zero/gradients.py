@@ -34,6 +34,7 @@ class GradientReducer:
         self._pending: deque[Pending] = deque()
         self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, next to reduce first
         self._missing: dict[int, set[Tensor]] = {}  # bucket -> the parameters whose gradients are not complete yet
+        self._runs_left: dict[int, int] = {}  # layer -> those of its runs whose backward is to come in this pass
         self._stages_left: dict[int, set[int]] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
         for bucket in self._buckets:
@@ -76,8 +77,21 @@ class GradientReducer:
             bucket.collect(parameter)
         if armed:
             self._missing[id(bucket)].discard(parameter)
-            while self._armed and not self._missing[id(self._armed[0])]:
-                self._start(self._armed.pop(0))
+            self._start_complete()
+
+    def over(self, layer: int, runs: int) -> None:
+        """The backward of one of a layer's runs is over; after all of them, what has no gradient yet gets none.
+
+        Stage 3 needs this: were such a gradient waited for to the pass's end, this replica would stand at the next
+        gather, and another one, which has that gradient, at the reductions that come before it.
+        """
+        if not self._armed:
+            return
+        self._runs_left[layer] = self._runs_left.get(layer, runs) - 1
+        for bucket in self._armed:
+            if layer in bucket.layers and all(self._runs_left.get(each, 1) <= 0 for each in bucket.layers):
+                self._missing[id(bucket)].clear()
+        self._start_complete()
 
     def target(self, parameter: Tensor) -> Tensor | None:
         """Where to add a deferred gradient of this parameter; None if it is not ours."""
@@ -114,10 +128,15 @@ class GradientReducer:
     @contextmanager
     def _reducing(self, due: list[Bucket]) -> Iterator[None]:
         self._armed, self._missing = due, {id(bucket): {m.parameter for m in bucket.members} for bucket in due}
+        self._runs_left = {}
         yield
         for bucket in self._armed:
             self._start(bucket)
         self._armed, self._missing = [], {}
+
+    def _start_complete(self) -> None:
+        while self._armed and not self._missing[id(self._armed[0])]:
+            self._start(self._armed.pop(0))
 
     def _due(self, bucket: Bucket, last: bool) -> bool:
         return bucket.transient or (last and len(bucket.stages) == 1 and bucket.tie is None)

@@ -26,13 +26,21 @@ class ParameterGatherer:
         order: for each stage, its layers in the order they run: what to fetch next.
         keep: hold weights from a stage's first forward of a step to its end: one gather a step and layer instead
             of one each forward and backward pass, for the memory of the whole weights.
+        over: told, within a backward pass, that one of a layer's runs is over, and of how many.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], grid: Grid, order: Mapping[int, Sequence[int]], keep: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        grid: Grid,
+        order: Mapping[int, Sequence[int]],
+        keep: bool,
+        over: Callable[[int, int], None],
+    ) -> None:
         members = range(grid.data.size)
         axis = grid.subgroup("data", members, purpose=" gather")
         assert axis is not None  # every rank is a member
-        self._axis, self._keep = axis, keep
+        self._axis, self._keep, self._over = axis, keep, over
         self._buckets_of: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             for layer in bucket.layers:
@@ -50,9 +58,9 @@ class ParameterGatherer:
             y = call(x)
             self._release(layer)
             return y
-        x = _mark(x, lambda: self._release(layer))
+        x = mark(x, lambda: self._end(stage, layer))
         y = call(x)
-        y = _mark(y, lambda: self._acquire(stage, layer, -1))
+        y = mark(y, lambda: self._acquire(stage, layer, -1))
         self._release(layer)
         return y
 
@@ -80,12 +88,30 @@ class ParameterGatherer:
 
     def _acquire(self, stage: int, layer: int, step: int) -> None:
         """Have the layer's weights whole, and start fetching those of the layer that runs after it."""
+        self.fetch(layer)
+        self.fetch(self._next.get((stage * 2 + (step > 0), layer), -1))
+        self.arrive(layer)
+
+    def fetch(self, layer: int) -> None:
+        """Start gathering a layer's weights."""
         for bucket in self._buckets_of.get(layer, ()):
             self._start(bucket)
-        for bucket in self._buckets_of.get(self._next.get((stage * 2 + (step > 0), layer), -1), ()):
-            self._start(bucket)
+
+    def arrive(self, layer: int) -> None:
+        """Wait for them."""
         for bucket in self._buckets_of.get(layer, ()):
             self._await(bucket)
+
+    def drop(self, layer: int) -> None:
+        """Keep the shards only."""
+        for bucket in self._buckets_of.get(layer, ()):
+            self._await(bucket)
+            bucket.release()
+
+    def _end(self, stage: int, layer: int) -> None:
+        """The backward of one of a layer's runs is over."""
+        self._release(layer)
+        self._over(layer, self._stage_layers[stage].count(layer))
 
     def _start(self, bucket: Bucket) -> None:
         if bucket.released:
@@ -100,9 +126,7 @@ class ParameterGatherer:
 
     def _release(self, layer: int) -> None:
         if not self._keep:
-            for bucket in self._buckets_of.get(layer, ()):
-                self._await(bucket)
-                bucket.release()
+            self.drop(layer)
 
 
 def _neighbours(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, int]]:
@@ -113,7 +137,7 @@ def _neighbours(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, 
             yield stage * 2, b, a
 
 
-def _mark(value: Any, action: Callable[[], None]) -> Any:
+def mark(value: Any, action: Callable[[], None]) -> Any:
     """The same nest, whose backward pass calls ``action`` when the gradients of all its tensors are there."""
     tensors: list[Tensor] = []
     map_tensors(tensors.append, value)

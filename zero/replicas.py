@@ -57,7 +57,8 @@ class Replicas:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
         self.buckets = make_buckets(members, grid, mode, capacity)
         self._reducer = GradientReducer(self.buckets, grid, tie_axes)
-        self.gatherer = ParameterGatherer(self.buckets, grid, order, keep) if mode.stage == 3 else None
+        over = self._reducer.over  # tells it which gradients will not come
+        self.gatherer = ParameterGatherer(self.buckets, grid, order, keep, over) if mode.stage == 3 else None
         settle((member.parameter for member in members), self)
         self._stepper = None if make is None else RangeStepper(make, self.buckets, groups)
 
