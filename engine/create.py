@@ -60,6 +60,7 @@ def initialize(
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
     schedule = training_schedule(model, checked.pipeline, batch_sizes(checked, model.grid.data.size).accumulation)
+    model.require_untouched()
     model.move(schedule.placement)
     groups = _groups(model, optimizer, model_parameters)
     make: MakeOptimizer | None = None

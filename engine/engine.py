@@ -86,6 +86,7 @@ class Engine:
             make=make_optimizer,
             groups=[group for group, _ in groups],
         )
+        module.fill(self._replicas.fill)
         _cast_rest(module, self._precision.weights)
         module.around = self._replicas.around
         self.optimizer = self._replicas.optimizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.layout import rename
 from ..grid.random import Dropout, DropoutState, seeded
+from .meta import Placeholders, Put
 from .partition import boundaries, place
 from .spec import LayerSpec, TiedLayerSpec
-
-Layer = LayerSpec | nn.Module | Callable[[Any], Any]
+from .ties import Layer, Tie, find_ties, share, sources, typename
 
 
 class Placed(NamedTuple):
@@ -29,14 +28,6 @@ class Placed(NamedTuple):
     layers: tuple[int, ...]  # the layers that use it, by their first place in the list
     tie: int | None  # index into PipelineModule.ties, where other ranks hold it too
     counted: bool  # whether this rank's stage is the one that counts it (a tie is counted once)
-
-
-@dataclass(frozen=True)
-class Tie:
-    """Weights that several stages hold."""
-
-    key: str
-    stages: tuple[int, ...]
 
 
 class PipelineModule(nn.Module):
@@ -63,6 +54,8 @@ class PipelineModule(nn.Module):
             engine moves stages to where its schedule wants them, so this only saves building them twice.
         seed: of the initial weights. (The configuration's ``seed`` is that of data order and dropout.)
         dtype: of parameters; None leaves what the layers make.
+        device: ``"meta"`` builds placeholders (NaN); ``triax.initialize``, or ``fill``, then builds one layer after
+            the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and a layer.
         output_fn: applied to the last layer's output where ``eval_batch`` is asked for outputs, e.g. to gather
             a vocabulary that is sharded.
 
@@ -81,25 +74,31 @@ class PipelineModule(nn.Module):
         placement: str | Sequence[int] = "loop",
         seed: int = 0,
         dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
         output_fn: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
+        if device is not None and torch.device(device).type != "meta":
+            raise ValueError(f"device={str(device)!r}: layers go to the grid's; pass device='meta' to build them later")
         self.grid = grid if grid is not None else Grid()
         self.loss_fn, self.output_fn = loss_fn, output_fn
         self.seed, self.dtype = seed, dtype
         self.chunks = chunks
         self.placement = place(placement, self.grid.pipe.size, chunks)
+        self._hollow = device is not None  # layers are built without their values until ``fill``
+        self._placeholders = Placeholders(self._new)
         self.dropout_state = DropoutState(seed)
         # Called, where it is set, as around(stage, layer, call, x) in place of call(x): ZeRO 3 gathers weights there.
         self.around: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
         self.trained = False  # set by the engine, whose optimizer changes weights behind their version counters
         self._list = list(layers)
-        self._sources = _sources(self._list)
-        names = [_typename(layer) for layer in self._list]
+        self._sources = sources(self._list)
+        names = [typename(layer) for layer in self._list]
         self.boundaries = boundaries(partition, len(self.placement), names, self._count)
         self._synchronise_built()
         self._runs = [[self._run(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
-        self.ties, self._shared = self._find_ties()
+        stages = [self._stage_of(index) for index in range(len(self._list))]
+        self.ties, self._shared = find_ties(self._list, self._sources, stages)
         self.layers = nn.ModuleDict()
         self._build()
 
@@ -118,8 +117,40 @@ class PipelineModule(nn.Module):
         """Whether this rank holds the last stage, which reads the labels."""
         return self.placement[-1] == self.grid.pipe.rank
 
+    def fill(self, put: Put | None = None) -> None:
+        """Build the layers of a model of ``device="meta"``, one after the other; nothing to do for any other.
+
+        Args:
+            put: called as ``put(parameter, value)`` with each parameter's initial value; returns whether it was
+                kept elsewhere (a shard of it, say). None, or a value not kept: the parameter takes it.
+
+        Raises:
+            RuntimeError: see ``require_untouched``.
+        """
+        if put is None:
+            self.require_untouched()
+        self._placeholders.fill(self.layers, put or (lambda parameter, value: False))
+        self._hollow = False
+        if put is None:
+            self._remember()
+
+    def require_untouched(self) -> None:
+        """Refuse to go on with placeholders that somebody gave values.
+
+        Raises:
+            RuntimeError: those values would be lost.
+        """
+        name = self._placeholders.disturbed(self.parameters())
+        if name is not None:
+            raise RuntimeError(
+                f"{name} was changed while it was a placeholder, and its values would be lost: call model.fill() "
+                "first, or leave out device='meta'"
+            )
+
     def run_stage(self, stage: int, x: Any) -> Any:
         """Run the layers of one of this rank's stages."""
+        if self._placeholders:
+            raise RuntimeError("the weights are placeholders still: triax.initialize, or model.fill(), builds them")
         layers, around = self.layers, self.around
         for index, key, function in self._runs[stage]:
             if key is None:
@@ -157,7 +188,10 @@ class PipelineModule(nn.Module):
         """
         if tuple(placement) == self.placement:
             return
-        changed = [name for name, p in self.named_parameters() if self.trained or _bits(p) != self._built.get(p)]
+        if self._placeholders:
+            changed = [name] if (name := self._placeholders.disturbed(self.parameters())) else []
+        else:
+            changed = [name for name, p in self.named_parameters() if self.trained or _bits(p) != self._built.get(p)]
         flags = self.grid.pipe.all_gather_object(changed[:1])
         if any(flags):
             name = next(found[0] for found in flags if found)
@@ -169,6 +203,7 @@ class PipelineModule(nn.Module):
         used = {self._sources[i] for s in self.stages for i in range(self.boundaries[s], self.boundaries[s + 1])}
         for source in [int(key) for key in self.layers if int(key) not in used]:
             del self.layers[str(source)]
+        self._placeholders.keep(self.parameters(), used)
         self._build()
 
     def placed(self) -> list[Placed]:
@@ -217,16 +252,7 @@ class PipelineModule(nn.Module):
             if id(entry) in counts:
                 continue
             if isinstance(entry, LayerSpec):
-                try:
-                    with seeded(self.seed), torch.device("meta"):
-                        layer: nn.Module | None = entry.build(self.grid)
-                except Exception as error:
-                    if "meta" not in str(error).lower():
-                        raise
-                    raise ValueError(
-                        f"layer {index}, {entry}, cannot be built on the meta device to count its parameters "
-                        f"({error}): pass partition='uniform' or boundaries"
-                    ) from error
+                layer: nn.Module | None = self._on_meta(index, "pass partition='uniform' or boundaries")
             else:
                 layer = entry if isinstance(entry, nn.Module) else None
             parameters = layer.parameters() if layer is not None else ()
@@ -247,37 +273,6 @@ class PipelineModule(nn.Module):
                     axis.broadcast(data)
                     tensor.data.copy_(data)
 
-    def _find_ties(self) -> tuple[list[Tie], dict[tuple[int, str], tuple[str, str]]]:
-        """The ties between stages, and for each shared parameter (source, attribute) its whole name and its key.
-
-        Every rank finds the same, from the list alone.
-        """
-        holders: dict[str, set[int]] = {}  # key -> stages
-        shared: dict[tuple[int, str], tuple[str, str]] = {}
-        first: dict[str, int] = {}  # TiedLayerSpec's key -> the first source
-        owner: dict[int, tuple[int, str]] = {}  # a built module's parameter -> where it stood first
-        for index, entry in enumerate(self._list):
-            source, stage = self._sources[index], self._stage_of(index)
-            if isinstance(entry, (LayerSpec, nn.Module)):
-                holders.setdefault(f"layers.{source}", set()).add(stage)
-            if isinstance(entry, TiedLayerSpec):
-                home = first.setdefault(entry.key, source)
-                if any(self._sources[i] != home for i, e in enumerate(self._list) if _has_key(e, entry.key)):
-                    for attribute in entry.tied_weight_attr:
-                        name = f"layers.{home}.{attribute}"
-                        shared[source, attribute] = (name, name)
-            elif isinstance(entry, nn.Module):
-                for attribute, parameter in entry.named_parameters():
-                    home, original = owner.setdefault(id(parameter), (source, attribute))
-                    if home != source:
-                        name = f"layers.{home}.{original}"
-                        shared[source, attribute] = shared[home, original] = (name, name)
-        # A shared parameter is wherever any of its layers is, and each of those may be listed several times.
-        for (source, _), (name, _) in shared.items():
-            holders.setdefault(name, set()).update(holders[f"layers.{source}"])
-        ties = [Tie(key, tuple(sorted(stages))) for key, stages in holders.items() if len(stages) > 1]
-        return ties, shared
-
     def _build(self) -> None:
         """Build this rank's layers, share what they share, and give every parameter its whole-model name."""
         keys = {tie.key for tie in self.ties}
@@ -287,6 +282,8 @@ class PipelineModule(nn.Module):
                 if isinstance(self._list[source], (LayerSpec, nn.Module)) and str(source) not in self.layers:
                     layer = self._make(source)
                     self.layers[str(source)] = layer
+                    if self._hollow and isinstance(self._list[source], LayerSpec):
+                        self._placeholders.replace(source, layer, self.grid.device)
                     for attribute, parameter in layer.named_parameters():
                         name, key = self._shared.get((source, attribute), (f"layers.{source}.{attribute}", ""))
                         key = key or f"layers.{source}"
@@ -295,19 +292,40 @@ class PipelineModule(nn.Module):
                         if isinstance(module, Dropout):
                             module.bind(f"layers.{source}.{name}", self.dropout_state)
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
-        # What tells `move` that weights are the initial ones still. (Their version counters do not see `p.data`.)
-        self._built = {p: _bits(p) for p in self.parameters()} if self.grid.pipe.size > 1 else {}
+        self._remember()
 
-    def _make(self, source: int) -> nn.Module:
+    def _remember(self) -> None:
+        """What tells `move` that weights are the initial ones still. (Their version counters do not see `p.data`.)"""
+        known = self.grid.pipe.size > 1 and not self._placeholders
+        self._built = {p: _bits(p) for p in self.parameters()} if known else {}
+
+    def _new(self, source: int) -> nn.Module:
         """Build one layer, the same on every rank that does."""
         entry = self._list[source]
         if isinstance(entry, LayerSpec):
             with seeded(self.seed, f"layers.{source}"), torch.device("cpu"):
-                layer = entry.build(self.grid)
-        else:
-            assert isinstance(entry, nn.Module)
-            layer = entry
-        layer = layer.to(device=self.grid.device, dtype=self.dtype)
+                entry = entry.build(self.grid)
+        assert isinstance(entry, nn.Module)
+        return entry.to(device=self.grid.device, dtype=self.dtype)
+
+    def _on_meta(self, index: int, otherwise: str) -> nn.Module:
+        """Build a layer without its values."""
+        spec = self._list[index]
+        assert isinstance(spec, LayerSpec)
+        try:
+            with seeded(self.seed), torch.device("meta"):
+                return spec.build(self.grid).to(dtype=self.dtype)
+        except Exception as error:
+            if "meta" not in str(error).lower():
+                raise
+            what = f"layer {index}, {spec}, cannot be built on the meta device"
+            raise ValueError(f"{what} ({error}): {otherwise}") from error
+
+    def _make(self, source: int) -> nn.Module:
+        """Build one layer, or its placeholders, with the parameters that it shares."""
+        entry = self._list[source]
+        hollow = self._hollow and isinstance(entry, LayerSpec)
+        layer = self._on_meta(source, "leave out device='meta'") if hollow else self._new(source)
         if isinstance(entry, TiedLayerSpec):
             for attribute in entry.tied_weight_attr:
                 name, _ = self._shared.get((source, attribute), ("", ""))
@@ -315,62 +333,13 @@ class PipelineModule(nn.Module):
                 if home != source:
                     # Another class's layer owns this weight: take it from there, or build it as it is built there.
                     owner = self.layers[str(home)] if str(home) in self.layers else self._make(home)
-                    _share(owner, layer, attribute, self._list[home], entry)
+                    share(owner, layer, attribute, self._list[home], entry)
         return layer
 
     def _tie_axis(self, tie: Tie) -> Axis | None:
         """The ranks that hold a tie; None where this rank does not, or holds all of it. Collective."""
         ranks = sorted({self.placement[stage] for stage in tie.stages})
         return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
-
-
-def _sources(layers: Sequence[Layer]) -> list[int]:
-    """For each place in the list, the first place of the same layer: its own, unless it is tied or listed twice."""
-    sources = []
-    seen: dict[Any, int] = {}
-    for index, entry in enumerate(layers):
-        if not callable(entry) and not isinstance(entry, LayerSpec):
-            raise TypeError(f"layer {index} is a {type(entry).__name__}, not a LayerSpec, an nn.Module or a function")
-        identity: Any = index
-        if isinstance(entry, TiedLayerSpec):
-            identity = (entry.key, entry.cls)
-            home = layers[seen.get(identity, index)]
-            assert isinstance(home, TiedLayerSpec)
-            if (home.args, home.kwargs) != (entry.args, entry.kwargs):
-                raise ValueError(
-                    f"layers {seen[identity]} and {index} have the key {entry.key!r} and are one layer, but their "
-                    f"arguments differ: {home} and {entry}. Make them alike, or give another key"
-                )
-        elif isinstance(entry, nn.Module):
-            identity = ("module", id(entry))
-        sources.append(seen.setdefault(identity, index))
-    if not sources:
-        raise ValueError("a PipelineModule needs at least one layer")
-    return sources
-
-
-def _has_key(entry: Layer, key: str) -> bool:
-    return isinstance(entry, TiedLayerSpec) and entry.key == key
-
-
-def _typename(layer: Layer) -> str:
-    if isinstance(layer, LayerSpec):
-        return layer.typename
-    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
-
-
-def _share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entry: Layer) -> None:
-    """Make ``layer.attribute`` the owner's parameter."""
-    for module, what in ((owner, home), (layer, entry)):
-        if not isinstance(getattr(module, attribute, None), Tensor):
-            raise ValueError(f"{what} has no parameter {attribute!r} to tie: name it in tied_weight_attr")
-    theirs, ours = getattr(owner, attribute), getattr(layer, attribute)
-    if layout_of(theirs).shape != layout_of(ours).shape or theirs.shape != ours.shape:
-        raise ValueError(
-            f"{home} and {entry} tie {attribute!r} of shapes {tuple(theirs.shape)} and {tuple(ours.shape)}: "
-            "they must be alike"
-        )
-    setattr(layer, attribute, theirs)
 
 
 def _bits(parameter: Tensor) -> int:

@@ -31,7 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # In these folders, every file but these runs where torch is not installed, on the standard library alone.
 MAY_NEED_TORCH: dict[str, tuple[str, ...]] = {
     "grid": ("axis", "grid", "layout", "nest", "random"),
-    "pipe": ("backward", "boundary", "executor", "module", "nest", "p2p", "spec"),
+    "pipe": ("backward", "boundary", "executor", "meta", "module", "nest", "p2p", "spec", "ties"),
     "plan": (),
 }
 # And so do these, of the other folders.

@@ -87,36 +87,33 @@ class Bucket:
         accumulate = mode.accumulate or dtype
         sharded = mode.stage > 0
         self.transient = mode.stage >= 2 and self.tie is None
-        self.released = False
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
         self.communicate = mode.communicate or accumulate
 
-        self.weights = torch.zeros(flat.numel, dtype=dtype, device=grid.device)
-        whole = self.weights if accumulate == dtype else torch.zeros_like(self.weights, dtype=accumulate)
-        for slot, member in zip(flat.slots, self.members, strict=True):
-            # Masters start from the parameters as they are, before anything is rounded.
-            whole[slot.start : slot.stop].view(member.parameter.shape).copy_(member.parameter.detach())
-        if whole is not self.weights:
-            self.weights.copy_(whole)
-        self.shard = self.weights[slice(*self.owned)]
-        if mode.stage == 3:
-            self.shard = self.shard.clone()
-        self._show(self._views(self.weights))
-
+        self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
+        self.released = mode.stage == 3  # nothing is whole until it is gathered
+        if self.released:
+            self.weights.untyped_storage().resize_(0)
+            self.shard = torch.zeros(self.owned[1] - self.owned[0], dtype=dtype, device=grid.device)
+        else:
+            self.shard = self.weights.zero_()[slice(*self.owned)]
         self.gradients: Tensor | None = None
         self.owned_gradient = torch.zeros(0, dtype=accumulate, device=grid.device)
         self.master: nn.Parameter | None = None
         self.direct = not self.transient and accumulate == dtype
         self._accumulate = accumulate
         if self.trained:
-            own = self.shard if accumulate == dtype else whole[slice(*self.owned)].clone()
-            self.master = nn.Parameter(own)
+            self.master = nn.Parameter(self.shard if accumulate == dtype else self.shard.to(accumulate))
             if self.transient:
-                self.owned_gradient = torch.zeros_like(own)
+                self.owned_gradient = torch.zeros_like(self.master)
             else:
-                self.gradients = torch.zeros_like(whole)
+                self.gradients = torch.zeros_like(self.weights, dtype=accumulate)
                 self.owned_gradient = self.gradients[slice(*self.owned)]
             self.master.grad = self.owned_gradient
+        self._slots = {member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)}
+        for member in self.members:
+            self.fill(member.parameter, member.parameter)
+        self._show(self._nothing() if self.released else self._views(self.weights))
         self._targets: dict[Tensor, Tensor] = {}
         if self.gradients is not None:
             self._aim(self.gradients)
@@ -132,6 +129,22 @@ class Bucket:
     def trained(self) -> bool:
         """Whether an optimizer steps it."""
         return self.group is not None
+
+    @torch.no_grad()
+    def fill(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a parameter its initial values: everywhere, or where they are released those of the owned range."""
+        _, start, stop = self._slots[parameter]
+        homes = [(self.shard, *self.owned) if self.released else (self.weights, 0, self.flat.numel)]
+        if self.master is not None and self.master.data_ptr() != self.shard.data_ptr():
+            homes.append((self.master, *self.owned))
+        value = value.detach()
+        # A placeholder is one element, seen many times: it is not copied out.
+        values = value.reshape(-1) if any(value.stride()) else value.as_strided((value.numel(),), (0,))
+        for home, first, last in homes:
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                # Masters start from the values before they are rounded; weights are the masters, rounded.
+                home[low - first : high - first] = values[low - start : high - start].to(self._accumulate)
 
     def begin(self) -> None:
         """A new step: gradients are zero, and every parameter accumulates here, whatever was done to its ``.grad``."""
@@ -241,8 +254,7 @@ class Bucket:
     def release(self) -> None:
         """Keep the shard only. The parameters show NaN until ``restore``: a read too early is seen, not silent."""
         if not self.released:
-            nothing = torch.full((), float("nan"), dtype=self.weights.dtype, device=self._device)
-            self._show([nothing.expand(member.parameter.shape) for member in self.members])
+            self._show(self._nothing())
             # The storage is emptied, not dropped: what autograd saved for backward are views of it.
             self.weights.untyped_storage().resize_(0)
             self.released = True
@@ -261,6 +273,10 @@ class Bucket:
     def show(self) -> None:
         """Let the parameters be views of the whole weights again."""
         self._show(self._views(self.weights))
+
+    def _nothing(self) -> list[Tensor]:
+        nothing = torch.full((), float("nan"), dtype=self.weights.dtype, device=self._device)
+        return [nothing.expand(member.parameter.shape) for member in self.members]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [

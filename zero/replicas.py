@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..grid import Axis, Grid
 from .buckets import Bucket, Managed, Mode, make_buckets
@@ -56,6 +56,7 @@ class Replicas:
     ) -> None:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
         self.buckets = make_buckets(members, grid, mode, capacity)
+        self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._reducer = GradientReducer(self.buckets, grid, tie_axes)
         over = self._reducer.over  # tells it which gradients will not come
         self.gatherer = ParameterGatherer(self.buckets, grid, order, keep, over) if mode.stage == 3 else None
@@ -71,6 +72,13 @@ class Replicas:
     def around(self) -> Callable[[int, int, Callable[[Any], Any], Any], Any] | None:
         """What to run layers in; None where weights are always whole."""
         return None if self.gatherer is None else self.gatherer.run
+
+    def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
+        """Give a parameter its initial values, of which this rank keeps what it owns; False if it is not held here."""
+        bucket = self._bucket_of.get(parameter)
+        if bucket is not None:
+            bucket.fill(parameter, value)
+        return bucket is not None
 
     def begin(self) -> None:
         """A new step: gradients are zero."""

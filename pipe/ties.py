@@ -1,0 +1,121 @@
+"""Which places of the list are one layer, and which weights several stages hold: found from the list alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..grid import layout_of
+from .spec import LayerSpec, TiedLayerSpec
+
+Layer = LayerSpec | nn.Module | Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Weights that several stages hold."""
+
+    key: str
+    stages: tuple[int, ...]
+
+
+def sources(layers: Sequence[Layer]) -> list[int]:
+    """For each place in the list, the first place of the same layer: its own, unless it is tied or listed twice.
+
+    Raises:
+        TypeError: an entry is no layer.
+        ValueError: the list is empty, specs of one key differ, or a module has no values.
+    """
+    found = []
+    seen: dict[Any, int] = {}
+    for index, entry in enumerate(layers):
+        if not callable(entry) and not isinstance(entry, LayerSpec):
+            raise TypeError(f"layer {index} is a {type(entry).__name__}, not a LayerSpec, an nn.Module or a function")
+        identity: Any = index
+        if isinstance(entry, TiedLayerSpec):
+            identity = (entry.key, entry.cls)
+            home = layers[seen.get(identity, index)]
+            assert isinstance(home, TiedLayerSpec)
+            if (home.args, home.kwargs) != (entry.args, entry.kwargs):
+                raise ValueError(
+                    f"layers {seen[identity]} and {index} have the key {entry.key!r} and are one layer, but their "
+                    f"arguments differ: {home} and {entry}. Make them alike, or give another key"
+                )
+        elif isinstance(entry, nn.Module):
+            identity = ("module", id(entry))
+            if any(tensor.is_meta for tensor in (*entry.parameters(), *entry.buffers())):
+                raise ValueError(
+                    f"layer {index}, a {type(entry).__name__}, was built on the meta device and has no values: list "
+                    "LayerSpec(cls, ...) and pass device='meta' to PipelineModule"
+                )
+        found.append(seen.setdefault(identity, index))
+    if not found:
+        raise ValueError("a PipelineModule needs at least one layer")
+    return found
+
+
+def find_ties(
+    layers: Sequence[Layer], sources: Sequence[int], stages: Sequence[int]
+) -> tuple[list[Tie], dict[tuple[int, str], tuple[str, str]]]:
+    """The ties between stages, and for each shared parameter (source, attribute) its whole name and its key.
+
+    Args:
+        layers: the list.
+        sources: of each place, as ``sources`` finds them.
+        stages: of each place.
+    """
+    holders: dict[str, set[int]] = {}  # key -> stages
+    shared: dict[tuple[int, str], tuple[str, str]] = {}
+    first: dict[str, int] = {}  # TiedLayerSpec's key -> the first source
+    owner: dict[int, tuple[int, str]] = {}  # a built module's parameter -> where it stood first
+    for entry, source, stage in zip(layers, sources, stages, strict=True):
+        if isinstance(entry, (LayerSpec, nn.Module)):
+            holders.setdefault(f"layers.{source}", set()).add(stage)
+        if isinstance(entry, TiedLayerSpec):
+            home = first.setdefault(entry.key, source)
+            if any(sources[i] != home for i, e in enumerate(layers) if _has_key(e, entry.key)):
+                for attribute in entry.tied_weight_attr:
+                    name = f"layers.{home}.{attribute}"
+                    shared[source, attribute] = (name, name)
+        elif isinstance(entry, nn.Module):
+            for attribute, parameter in entry.named_parameters():
+                home, original = owner.setdefault(id(parameter), (source, attribute))
+                if home != source:
+                    name = f"layers.{home}.{original}"
+                    shared[source, attribute] = shared[home, original] = (name, name)
+    # A shared parameter is wherever any of its layers is, and each of those may be listed several times.
+    for (source, _), (name, _) in shared.items():
+        holders.setdefault(name, set()).update(holders[f"layers.{source}"])
+    return [Tie(key, tuple(sorted(held))) for key, held in holders.items() if len(held) > 1], shared
+
+
+def share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entry: Layer) -> None:
+    """Make ``layer.attribute`` the owner's parameter.
+
+    Raises:
+        ValueError: one of them has no such parameter, or the shapes differ.
+    """
+    for module, what in ((owner, home), (layer, entry)):
+        if not isinstance(getattr(module, attribute, None), Tensor):
+            raise ValueError(f"{what} has no parameter {attribute!r} to tie: name it in tied_weight_attr")
+    theirs, ours = getattr(owner, attribute), getattr(layer, attribute)
+    if layout_of(theirs).shape != layout_of(ours).shape or theirs.shape != ours.shape:
+        raise ValueError(
+            f"{home} and {entry} tie {attribute!r} of shapes {tuple(theirs.shape)} and {tuple(ours.shape)}: "
+            "they must be alike"
+        )
+    setattr(layer, attribute, theirs)
+
+
+def typename(layer: Layer) -> str:
+    """The class's or the function's name, which ``partition="type:REGEX"`` matches."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def _has_key(entry: Layer, key: str) -> bool:
+    return isinstance(entry, TiedLayerSpec) and entry.key == key

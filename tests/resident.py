@@ -1,0 +1,36 @@
+"""What a process has in memory, as the kernel counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_MMAP_THRESHOLD = -3  # of glibc's mallopt
+
+
+def status(key: str) -> int:
+    """Bytes: ``VmRSS`` (now), ``VmHWM`` (at the most), ``RssAnon``, ``RssFile``, ``RssShmem``, ``VmData`` ..."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def rest() -> int:
+    """Bytes resident now, when what can be collected is gone; the peak, ``VmHWM``, starts from here again."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+@contextmanager
+def own_pages() -> Iterator[None]:
+    """Within it each tensor of 64 KiB or more has pages of its own, returned at once when it is freed.
+
+    Else the allocator's heap keeps freed pages as it sees fit, more one time than another.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, 2**16)
+    yield
+    libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the most that it sets by itself
