@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..pipe.module import PipelineModule
 from ..pipe.passes import Program
 from ..zero.buckets import Bucket
 from ..zero.replicas import Replicas
+from .formulas import STATES, ModelStates, model_states
+from .meter import Meter
+
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, program: Program, rank: int) -> float:
@@ -42,6 +48,55 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
     return total * (replicas - 1) / replicas
 
 
+class Accounts:
+    """Counts what one rank holds, for ``engine.memory_report``."""
+
+    def __init__(self, replicas: Replicas, module: PipelineModule) -> None:
+        self._replicas, self._module = replicas, module
+        self._activations: int | None = None
+        self._working: int | None = None
+
+    @contextmanager
+    def step(self, count: bool) -> Iterator[None]:
+        """Within it a step runs, whose activations are counted if ``count``."""
+        if not count:
+            yield
+            return
+        before = sum(held_bytes(self._replicas, self._module).values())
+        meter = Meter(lambda: sum(bucket.weights.untyped_storage().nbytes() for bucket in self._replicas.buckets))
+        with meter.counting():
+            yield
+        # An optimizer makes its state in its first step: that is no working memory.
+        after = sum(held_bytes(self._replicas, self._module).values())
+        self._activations = meter.activations
+        self._working = max(0, before + meter.peak - after - meter.activations)
+
+    def report(self) -> dict[str, Any]:
+        """See ``Engine.memory_report``."""
+        held: dict[str, int | None] = {**held_bytes(self._replicas, self._module)}
+        held |= {"activations": self._activations, "working": self._working}
+        return {"held": held, "formula": self._formula(), "peak": self._module.grid.peak_memory()}
+
+    def _formula(self) -> dict[str, float]:
+        """The papers' bytes for this rank's parameters, trained and not."""
+        mode, replicas = self._replicas.mode, self._module.grid.data.size
+        total = dict.fromkeys(ModelStates._fields, 0.0)
+        trained = {m.parameter for bucket in self._replicas.buckets if bucket.trained for m in bucket.members}
+        optimizer = self._replicas.optimizer
+        for parameter in self._module.parameters():
+            states = model_states(
+                parameter.numel(),
+                replicas,
+                mode.stage,
+                _NAMES.get(parameter.dtype, "fp32"),
+                states_kept(optimizer) if optimizer is not None else 0,
+            )
+            for name, value in states._asdict().items():
+                if name == "parameters" or parameter in trained:
+                    total[name] += value
+        return total
+
+
 def held_bytes(replicas: Replicas, module: torch.nn.Module) -> dict[str, int]:
     """Bytes that this rank holds between two steps, by what they are for.
 
@@ -65,6 +120,12 @@ def held_bytes(replicas: Replicas, module: torch.nn.Module) -> dict[str, int]:
         states = replicas.optimizer.state.values()
         held["optimizer"] = sum(_size(t) for state in states for t in state.values() if torch.is_tensor(t) and t.dim())
     return held
+
+
+def states_kept(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors as large as its parameters an optimizer of torch keeps with its options."""
+    name, options = type(optimizer).__name__.lower(), optimizer.defaults
+    return STATES.get(name, 0) + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from .config import ConfigError, batch_sizes, read_config
+from .formulas import BYTES, STATES, ModelStates, model_states
 from .schedule_cli import schedule
 
 app = typer.Typer(
@@ -40,6 +42,31 @@ def config(
         "gradient_accumulation_steps": batch.accumulation,
     }
     typer.echo(json.dumps(resolved, indent=2))
+
+
+@app.command()
+def memory(
+    parameters: Annotated[float, typer.Option(help="Of one rank's stages and shards, as 7.5e9.")],
+    replicas: Annotated[int, typer.Option(help="The size of the data axis.")] = 1,
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(BYTES)}.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(STATES)}.")] = "adamw",
+) -> None:
+    """Print what the model states take on one rank, by stage of ZeRO, in GB (1e9 bytes)."""
+    try:
+        rows = [model_states(parameters, replicas, stage, precision, optimizer) for stage in range(4)]
+        paper = [model_states(parameters, replicas, stage, precision, optimizer, precision) for stage in range(4)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    half = BYTES[precision] == 2
+    title = f"{parameters:g} parameters, {replicas} replicas, {precision}, {optimizer}: GB on each rank"
+    table = Table(title=title, title_justify="left")
+    heads = ["stage", *ModelStates._fields, "all", *([f"with gradients in {precision}"] if half else [])]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for stage, (row, narrow) in enumerate(zip(rows, paper, strict=True)):
+        figures = [*row, row.total, *([narrow.total] if half else [])]
+        table.add_row(str(stage), *(f"{figure / 1e9:.4g}" for figure in figures))
+    Console().print(table)
 
 
 app.command()(schedule)

@@ -44,6 +44,7 @@ class Engine:
         training_dataloader: microbatches of ``training_data``; None without it.
         global_steps: optimizer steps taken.
         record_timeline: set it to measure the next batches; ``timeline`` then holds the last one's.
+        record_memory: set it to count what the next batches hold while they run, for ``memory_report``.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Engine:
         self.module, self.config, self.grid = module, config, module.grid
         self.batch = batch_sizes(config, self.grid.data.size)
         self.global_steps = 0
-        self.record_timeline = False
+        self.record_timeline = self.record_memory = False
         self.timeline: Timeline | None = None
         self._norm: Tensor | None = None
         self._sent: dict[str, dict[str, Sent]] = {}
@@ -86,7 +87,7 @@ class Engine:
             make=make_optimizer,
             groups=[group for group, _ in groups],
         )
-        module.fill(self._replicas.fill)
+        self._accounts = accounts.Accounts(self._replicas, module)
         _cast_rest(module, self._precision.weights)
         module.around = self._replicas.around
         self.optimizer = self._replicas.optimizer
@@ -117,7 +118,7 @@ class Engine:
             RuntimeError: on every rank. If it is an ``AgreedError`` (the data failed, say) the engine can go on; if
                 a rank failed on its own, it leaves the process group, so that no other rank waits for it.
         """
-        with self._all_or_none():
+        with self._all_or_none(), self._accounts.step(self.record_memory):
             return self._train_batch(data_iter)
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
@@ -252,9 +253,15 @@ class Engine:
         data = accounts.data_axis_formula(self._replicas.buckets, self.grid.data.size, zero, self._training, rank)
         return {"sent": sent, "formula": {"data": data}}
 
-    def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds between two steps, counted, by what they are for."""
-        return accounts.held_bytes(self._replicas, self.module)
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of this rank, counted, beside the papers' formula and the process's own peak.
+
+        ``held`` between two steps: parameters, gradients, masters, optimizer, buffers; and, if ``record_memory`` was
+        set during the last batch, what that added at its largest: activations (all that autograd saved) and working
+        (what lives within one operation: temporaries, gathered weights, gradients and messages under way).
+        ``formula``: ``formulas.model_states``. ``peak``: ``Grid.peak_memory``.
+        """
+        return self._accounts.report()
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's whole gradient, before clipping; None before the first step."""

@@ -89,6 +89,7 @@ class Grid:
         self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
         self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
         for axis in (self.world, self.pipe, self.data, self.tensor):
+            axis.grid = self
             self._connect(axis)
 
     def axis(self, name: str) -> Axis:
@@ -132,6 +133,10 @@ class Grid:
         """Wait until the device has done all it was given: for measuring."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def peak_memory(self) -> int:
+        """Bytes: the most that tensors took of the GPU so far; on a CPU, that this whole process was resident in."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_peak()
 
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..grid import Axis, Grid, Pending
 from .buckets import Bucket
 
-# Transient gradients that may be on their way at once: one travels while the next one fills.
+# Buckets that may be on their way at once: one travels while the next one fills. More would hold memory for nothing.
 _UNDER_WAY = 2
 
 
@@ -147,5 +147,5 @@ class GradientReducer:
         pending = bucket.reduce(self._grid.tensor)
         if pending is not None:
             self._pending.append(pending)
-        while bucket.transient and len(self._pending) > _UNDER_WAY:
+        while len(self._pending) > _UNDER_WAY:
             self._pending.popleft().wait()
