@@ -61,7 +61,7 @@ class Channel:
         """Start sending tensors whose shapes the other end knows."""
         for tensor in tensors:
             if tensor.numel():
-                self._start(_real(tensor.detach().resolve_conj().resolve_neg()).contiguous(), microbatch)
+                self._start(tensor.detach().resolve_conj().resolve_neg().contiguous(), microbatch)
 
     def settle(self, microbatch: int) -> None:
         """Let go of all that was sent up to a microbatch, once it has left.
@@ -134,7 +134,7 @@ class Receive:
         channel, self._posted = self._channel, []
         for spec in specs:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=channel.device)
-            work = channel.axis.receive(_real(tensor), channel.peer, channel.tag) if tensor.numel() else None
+            work = channel.axis.receive(tensor, channel.peer, channel.tag) if tensor.numel() else None
             self._posted.append((work, tensor))
 
 
@@ -163,8 +163,3 @@ def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Rec
         return None if schema is None else tuple(spec for spec in schema.tensors if spec.grad)
 
     return Receive(channel, lookup)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs: gloo has no other way to carry them."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
