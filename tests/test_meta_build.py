@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,3 +214,51 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:
         assert LAYERS <= found < LAYERS + 1.5
     for found in ranks(2, peak, 3, None):
         assert found > LAYERS
+
+
+ALLOWANCE, THIN = 48 * 2**20, 512  # bytes that a rank may take beyond what it takes to train next to nothing
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + 0.1 * self.linear(x)
+        return y
+
+
+def limited(stage: int) -> str | list[float]:
+    """The losses of a model whose states (16 bytes a parameter) are 4 times what a rank may allocate; or why not."""
+    grid = Grid(data=8, timeout=60)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with own_pages():
+        try:
+            for width in (8, THIN):
+                if width == THIN:
+                    gc.collect()
+                    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + ALLOWANCE, before[1]))
+                count = 4 * ALLOWANCE // (16 * THIN**2)
+                layers = [LayerSpec(Residual, width) for _ in range(count)]
+                model = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, device="meta")
+                config = {
+                    "train_micro_batch_size_per_gpu": 1,
+                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                    "zero_optimization": {"stage": stage, "reduce_bucket_size": THIN**2},
+                }
+                engine, *_ = triax.initialize(model=model, config=config)
+                x = torch.randn(1, width, generator=torch.Generator().manual_seed(grid.rank))
+                losses = [engine.train_batch(iter([(x, x)])).item() for _ in range(2)]
+            return losses
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_a_model_4_times_what_a_rank_may_hold_trains_in_stage_3_and_in_no_other(ranks: Any) -> None:
+    for losses in ranks(8, limited, 3):
+        assert losses[1] < losses[0]
+    for stage in (0, 2):
+        assert any("memory" in said for said in ranks(8, limited, stage))
