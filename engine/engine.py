@@ -87,6 +87,7 @@ class Engine:
             make=make_optimizer,
             groups=[group for group, _ in groups],
         )
+        module.fill(self._replicas.fill)
         self._accounts = accounts.Accounts(self._replicas, module)
         _cast_rest(module, self._precision.weights)
         module.around = self._replicas.around
