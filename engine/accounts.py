@@ -37,7 +37,7 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
             continue
         gradient = bucket.flat.numel * bucket.communicate.itemsize
         weight = bucket.flat.numel * bucket.weights.element_size()
-        passes = sum(backwards.get(s, 0) for s in bucket.stages) if bucket.transient else 1
+        passes = sum(backwards.get(s, 0) for s in bucket.stages) if bucket.each else 1
         if stage == 0:
             total += 2 * gradient
         elif stage < 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ def initialize(
     if source is None:
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
+    if model.grid.rank == 0:
+        for note in checked.zero_optimization.notes():
+            logging.getLogger("triax").warning("%s", note)
     schedule = training_schedule(model, checked.pipeline, batch_sizes(checked, model.grid.data.size).accumulation)
     model.require_untouched()
     model.move(schedule.placement)

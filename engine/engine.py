@@ -291,7 +291,9 @@ class Engine:
         return self._evaluations[microbatches]
 
     def _lower(self, schedule: Schedule) -> Program:
-        program = lower(schedule, self.config.zero_optimization.stage, [tie.stages for tie in self.module.ties])
+        zero = self.config.zero_optimization
+        each = None if zero.reduce_each_microbatch else False
+        program = lower(schedule, zero.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
         return program
 

@@ -45,10 +45,11 @@ class Program:
         return "\n".join((f"program of {str(self.schedule).splitlines()[0]}", *rows))
 
 
-def lower(schedule: Schedule, zero: int = 0, ties: Iterable[Iterable[int]] = ()) -> Program:
+def lower(schedule: Schedule, zero: int = 0, ties: Iterable[Iterable[int]] = (), each: bool | None = None) -> Program:
     """The program of `schedule` under ZeRO stage `zero`, with weights tied between stages.
 
-    `ties[k]` are the stages that hold tied weight k.
+    `ties[k]` are the stages that hold tied weight k. `each`: reduce after every backward, and not after a
+    stage's last one only; None: as ZeRO's paper does, in stages 2 and 3.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero is the stage of ZeRO, 0, 1, 2 or 3, not {zero}")
@@ -58,7 +59,8 @@ def lower(schedule: Schedule, zero: int = 0, ties: Iterable[Iterable[int]] = ())
             stages = f"the stages are 0 to {schedule.stages - 1}"
             raise ValueError(f"tie {k} is held by stages {list(tie)}, but {stages}")
     ops: Orders = schedule.orders
-    ops = [reduce_pass(order, sorted_ties, schedule.placement, each=zero >= 2) for order in ops]
+    each = zero >= 2 if each is None else each
+    ops = [reduce_pass(order, sorted_ties, schedule.placement, each) for order in ops]
     if zero == 3:
         ops = [gather_pass(order) for order in ops]
     ops = [tie_pass(order, rank, sorted_ties, schedule.placement) for rank, order in enumerate(ops)]

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 from ..grid import Axis, Grid, Pending
-from .buckets import Bucket
+from .buckets import Bucket, Mode
 
 # Buckets that may be on their way at once: one travels while the next one fills. More would hold memory for nothing.
 _UNDER_WAY = 2
@@ -20,28 +20,34 @@ class GradientReducer:
 
     The collectives of a stage start within a backward pass, each as soon as the gradients of its bucket are
     complete, and always in the order of the buckets: the same on every replica, whatever its autograd engine
-    does. That pass is the stage's last one, or, for buckets whose whole gradient is transient, every one.
+    does. That pass is the stage's last one, or, where the mode says ``each``, every one.
 
     Args:
         buckets: of this rank.
         grid: whose data axis is summed over.
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
+        mode: what ZeRO does.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], grid: Grid, tie_axes: Sequence[Axis | None]) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], grid: Grid, tie_axes: Sequence[Axis | None], mode: Mode | None = None
+    ) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._grid, self._tie_axes = grid, tie_axes
         self._pending: deque[Pending] = deque()
+        self._under_way = _UNDER_WAY if mode is None or mode.overlap else 0
         self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, next to reduce first
         self._missing: dict[int, set[Tensor]] = {}  # bucket -> the parameters whose gradients are not complete yet
         self._runs_left: dict[int, int] = {}  # layer -> those of its runs whose backward is to come in this pass
         self._stages_left: dict[int, set[int]] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
+        self._strict = mode is not None and not mode.unused
+        self._unused: dict[Tensor, str] = {}  # where that is an error: parameters without a gradient in this step
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[member.parameter] = bucket
                 # Where nothing travels and gradients are made in place, nobody need hear of each.
-                if member.parameter.requires_grad and (grid.data.size > 1 or not bucket.direct):
+                if member.parameter.requires_grad and (grid.data.size > 1 or not bucket.direct or self._strict):
                     member.parameter.register_post_accumulate_grad_hook(self.accumulated)
 
     def begin(self) -> None:
@@ -49,8 +55,11 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.begin()
         # What REDUCE at a stage's end must still see to: gradients that a tie or several stages add up.
-        self._stages_left = {id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.transient}
+        self._stages_left = {id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.each}
         self._armed, self._missing = [], {}
+        if self._strict:
+            members = [member for bucket in self._buckets for member in bucket.members]
+            self._unused = {m.parameter: m.layout.name for m in members if m.parameter.requires_grad}
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """A backward pass of the stage runs within: reduce each bucket as soon as it is complete.
@@ -66,6 +75,7 @@ class GradientReducer:
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             return
+        self._unused.pop(parameter, None)
         armed = id(bucket) in self._missing
         if armed and bucket not in self._armed and (bucket.transient or self._grid.data.size > 1):
             name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
@@ -73,7 +83,7 @@ class GradientReducer:
                 f"{name} got a part of its gradient after the rest was reduced: it is used in several places of a "
                 "stage, one of them a reentrant checkpoint; use torch.utils.checkpoint with use_reentrant=False"
             )
-        if armed or not bucket.transient:
+        if armed or not bucket.each:
             bucket.collect(parameter)
         if armed:
             self._missing[id(bucket)].discard(parameter)
@@ -117,9 +127,22 @@ class GradientReducer:
                 axis.all_reduce(bucket.gradients)
 
     def finish(self) -> None:
-        """Wait until every gradient is reduced."""
+        """Wait until every gradient is reduced.
+
+        Raises:
+            RuntimeError: a parameter got none in this step, and that was to be an error.
+        """
         while self._pending:
             self._pending.popleft().wait()
+        for bucket in self._buckets:
+            bucket.complete()
+        if self._unused:
+            names = list(self._unused.values())
+            raise RuntimeError(
+                f"{len(names)} parameters got no gradient in this step: {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''}. Freeze them, or let "
+                "zero_optimization.ignore_unused_parameters be true"
+            )
 
     def abandon(self) -> None:
         """After a failure: let go of every reduction under way."""
@@ -139,7 +162,7 @@ class GradientReducer:
             self._start(self._armed.pop(0))
 
     def _due(self, bucket: Bucket, last: bool) -> bool:
-        return bucket.transient or (last and len(bucket.stages) == 1 and bucket.tie is None)
+        return bucket.each or (last and len(bucket.stages) == 1 and bucket.tie is None)
 
     def _start(self, bucket: Bucket) -> None:
         """Start one bucket's reduction."""
@@ -147,5 +170,5 @@ class GradientReducer:
         pending = bucket.reduce(self._grid.tensor)
         if pending is not None:
             self._pending.append(pending)
-        while len(self._pending) > _UNDER_WAY:
+        while len(self._pending) > self._under_way:
             self._pending.popleft().wait()

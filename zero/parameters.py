@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..grid import Grid, Pending
 from ..grid.nest import map_tensors
-from .buckets import Bucket
+from .buckets import Bucket, Mode
 
 
 class ParameterGatherer:
@@ -24,6 +24,7 @@ class ParameterGatherer:
         buckets: of this rank.
         grid: whose data axis shards them.
         order: for each stage, its layers in the order they run: what to fetch next.
+        mode: how far to fetch ahead, and what to keep.
         keep: hold weights from a stage's first forward of a step to its end: one gather a step and layer instead
             of one each forward and backward pass, for the memory of the whole weights.
         over: told, within a backward pass, that one of a layer's runs is over, and of how many.
@@ -34,18 +35,22 @@ class ParameterGatherer:
         buckets: Sequence[Bucket],
         grid: Grid,
         order: Mapping[int, Sequence[int]],
+        mode: Mode,
         keep: bool,
         over: Callable[[int, int], None],
     ) -> None:
         members = range(grid.data.size)
         axis = grid.subgroup("data", members, purpose=" gather")
         assert axis is not None  # every rank is a member
-        self._axis, self._keep, self._over = axis, keep, over
+        self._axis, self._keep, self._over, self._mode = axis, keep, over, mode
+        self._buckets = list(buckets)
         self._buckets_of: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             for layer in bucket.layers:
                 self._buckets_of.setdefault(layer, []).append(bucket)
         self._next = {(a, b): c for a, b, c in _neighbours(order)}
+        # What runs between a layer's forward and its backward, where these follow each other; and the other way.
+        self._until = {key: self._elements(layers) for key, layers in _between(order)}
         self._stage_layers = order
         self._arriving: dict[int, Pending | None] = {}  # bucket -> its gather, until its parameters are shown
         for bucket in buckets:
@@ -56,25 +61,25 @@ class ParameterGatherer:
         self._acquire(stage, layer, 1)
         if not torch.is_grad_enabled():
             y = call(x)
-            self._release(layer)
+            self.drop(layer)
             return y
         x = mark(x, lambda: self._end(stage, layer))
         y = call(x)
         y = mark(y, lambda: self._acquire(stage, layer, -1))
-        self._release(layer)
+        self._release(stage, layer, 1)
         return y
 
     def release(self, stage: int) -> None:
         """RELEASE: keep the shards only of whatever the stage still has whole."""
         for layer in self._stage_layers[stage]:
-            self._release(layer)
+            if not self._keep or self._crowded(0):
+                self.drop(layer)
 
     def finish(self) -> None:
         """The step ends: nothing is kept."""
-        keep, self._keep = self._keep, False
-        for stage in self._stage_layers:
-            self.release(stage)
-        self._keep = keep
+        for layers in self._stage_layers.values():
+            for layer in layers:
+                self.drop(layer)
 
     def borrow(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """Gather these; returns those that were released, for the caller to release again. Collective."""
@@ -89,8 +94,33 @@ class ParameterGatherer:
     def _acquire(self, stage: int, layer: int, step: int) -> None:
         """Have the layer's weights whole, and start fetching those of the layer that runs after it."""
         self.fetch(layer)
-        self.fetch(self._next.get((stage * 2 + (step > 0), layer), -1))
+        if self._mode.overlap:
+            self._prefetch(stage * 2 + (step > 0), layer)
         self.arrive(layer)
+
+    def _prefetch(self, way: int, layer: int) -> None:
+        """Start gathering what runs next, as far as the mode says."""
+        budget, ahead = self._mode.prefetch, self._next.get((way, layer))
+        for _ in self._next:  # at most all of them
+            if ahead is None or self._crowded(self._elements([ahead])):
+                return
+            if budget is not None:
+                budget -= self._elements([ahead])
+                if budget < 0:
+                    return
+            self.fetch(ahead)
+            if budget is None:
+                return
+            ahead = self._next.get((way, ahead))
+
+    def _elements(self, layers: Iterable[int]) -> int:
+        return sum(bucket.flat.numel for layer in layers for bucket in self._buckets_of.get(layer, ()))
+
+    def _crowded(self, more: int) -> bool:
+        """Whether what is whole, and so many elements more, is beyond the limit."""
+        if self._mode.live is None:
+            return False
+        return sum(bucket.flat.numel for bucket in self._buckets if not bucket.released) + more > self._mode.live
 
     def fetch(self, layer: int) -> None:
         """Start gathering a layer's weights."""
@@ -110,7 +140,7 @@ class ParameterGatherer:
 
     def _end(self, stage: int, layer: int) -> None:
         """The backward of one of a layer's runs is over."""
-        self._release(layer)
+        self._release(stage, layer, -1)
         self._over(layer, self._stage_layers[stage].count(layer))
 
     def _start(self, bucket: Bucket) -> None:
@@ -124,8 +154,9 @@ class ParameterGatherer:
                 pending.wait()
             bucket.show()
 
-    def _release(self, layer: int) -> None:
-        if not self._keep:
+    def _release(self, stage: int, layer: int, step: int) -> None:
+        soon = self._until.get((stage * 2 + (step > 0), layer), 0) < self._mode.reuse
+        if not (self._keep or soon) or self._crowded(0):
             self.drop(layer)
 
 
@@ -135,6 +166,14 @@ def _neighbours(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, 
         for a, b in pairwise(layers):
             yield stage * 2 + 1, a, b
             yield stage * 2, b, a
+
+
+def _between(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    """(stage and direction, layer), and the layers that run from there to its next run, the other way."""
+    for stage, layers in order.items():
+        for i, layer in enumerate(layers):
+            yield (stage * 2 + 1, layer), [*layers[i + 1 :]] * 2
+            yield (stage * 2, layer), [*layers[:i]] * 2
 
 
 def mark(value: Any, action: Callable[[], None]) -> Any:
