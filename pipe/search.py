@@ -20,6 +20,7 @@ from .ops import Op
 from .schedule import Schedule
 from .schedules import RECIPES, make_schedule, zigzag
 from .simulate import Costs, peak_activations, simulate
+from .v_shaped import LAYOUTS, ways
 
 PATIENCE = 0.5
 EFFORT = 8_000_000  # letters decoded: some five seconds
@@ -105,10 +106,14 @@ def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
     peak = round(max(peak_activations(schedule)) * schedule.chunks)
     limits = [peak] * schedule.pipe
     problem = Problem(schedule.placement, schedule.pipe, schedule.microbatches, costs, limits)
-    tuned = _improve(problem, schedule, int(EFFORT * effort), random.Random(0))
-    if simulate(tuned, costs).makespan < simulate(schedule, costs).makespan - 1e-12:
-        return replace(tuned, name=schedule.name)
-    return schedule
+    starts = [schedule, *(other for other in _others(schedule) if _fits(other, limits))]
+    start = min(starts, key=lambda candidate: simulate(candidate, costs).makespan)
+    # The search puts every W where it thinks best, and that may be worse.
+    found = min(
+        (schedule, start, _improve(problem, start, int(EFFORT * effort), random.Random(0))),
+        key=lambda candidate: round(simulate(candidate, costs).makespan, 12),
+    )
+    return replace(found, name=schedule.name)
 
 
 def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
@@ -138,9 +143,7 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
         if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
             continue
         schedule = make_schedule(name, pipe, microbatches, chunks)
-        peaks = peak_activations(schedule)
-        if all(peak * chunks <= limit + 1e-9 for peak, limit in zip(peaks, limits, strict=True)):
-            schedules.append(schedule)
+        schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
     placement = zigzag(pipe, chunks)
     mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
     alone = tuple(
@@ -152,6 +155,18 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
         for stages in mine
     )
     return [*schedules, Schedule("one at a time", pipe, microbatches, chunks, placement, alone)]
+
+
+def _others(schedule: Schedule) -> list[Schedule]:
+    """The same schedule in the orders that are best at other costs than F = I = W."""
+    if schedule.name not in LAYOUTS:
+        return []
+    return [replace(way, name=schedule.name) for way in ways(schedule.name, schedule.pipe, schedule.microbatches)]
+
+
+def _fits(schedule: Schedule, limits: Sequence[int]) -> bool:
+    peaks = peak_activations(schedule)
+    return all(peak * schedule.chunks <= limit + 1e-9 for peak, limit in zip(peaks, limits, strict=True))
 
 
 def _improve(problem: Problem, start: Schedule, letters: int, random_: random.Random) -> Schedule:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 
 from .ops import Op
 from .schedule import Schedule
-from .simulate import Costs, timeline
+from .simulate import Costs, Timeline, timeline
 from .squeeze import Letter, squeeze
 
 Orders = list[list[Op]]
-Layout = Callable[[int], tuple[list[list[Letter]], list[list[int]] | None]]  # microbatches -> patterns, hold
+Pattern = tuple[list[list[Letter]], list[list[int]] | None]  # each rank's letters, and when they may start
+Layout = Callable[[int], Pattern]  # of so many microbatches
 PERIOD = 6  # F, I and W of both stages: a rank's work for one microbatch, in units
 
 
@@ -30,13 +31,7 @@ def zb_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
-    patterns = []
-    for r in range(pipe):
-        down, up = r, 2 * pipe - 1 - r
-        f, g, i, j = ("F", down), ("F", up), ("I", down), ("I", up)
-        warm = [f] * (2 * (pipe - r) - 1) + [g, f] * r + [g, j] * (pipe - r)
-        patterns.append(first(microbatches, warm + [f, i, g, j] * microbatches + [j, i] * pipe))
-    return best(lambda count: ([first(count, letters) for letters in patterns], None), microbatches, memory=pipe)
+    return best(*LAYOUTS["zb-v"](pipe), microbatches)
 
 
 def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
@@ -47,9 +42,7 @@ def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
-    turn = 3 if pipe % 2 == 0 else 0  # units of patience that keep a rank's ops apart in every period
-    offsets = [(2 * r, 3 * pipe - r - 2, 3 * pipe + turn + 2 * r - 1, 6 * pipe + turn - r - 2) for r in range(pipe)]
-    return best(lambda count: stack(offsets, count), microbatches, memory=(pipe + 2) // 2)
+    return best(*LAYOUTS["v-half"](pipe), microbatches)
 
 
 def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
@@ -61,9 +54,7 @@ def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     rank 1: 1F0 1F1 1F2 4F0 4I0 4W0 4F1 1I0 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
     rank 2: 2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
-    turn = 2 if pipe % 3 == 0 else 0
-    offsets = [(r, 2 * pipe - r - 1, 2 * pipe + turn + r, 4 * pipe + turn - r - 1) for r in range(pipe)]
-    return best(lambda count: stack(offsets, count), microbatches, memory=(pipe + 4) // 3)
+    return best(*LAYOUTS["v-min"](pipe), microbatches)
 
 
 def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
@@ -136,6 +127,37 @@ class _Counter:
         return mb
 
 
+def _zb_v(pipe: int) -> tuple[Layout, int]:
+    """In turn down and up, with as many ahead as memory allows."""
+
+    def layout(count: int) -> Pattern:
+        patterns = []
+        for r in range(pipe):
+            down, up = r, 2 * pipe - 1 - r
+            f, g, i, j = ("F", down), ("F", up), ("I", down), ("I", up)
+            warm = [f] * (2 * (pipe - r) - 1) + [g, f] * r + [g, j] * (pipe - r)
+            patterns.append(first(count, warm + [f, i, g, j] * count + [j, i] * pipe))
+        return patterns, None
+
+    return layout, pipe
+
+
+def _v_half(pipe: int) -> tuple[Layout, int]:
+    turn = 3 if pipe % 2 == 0 else 0  # units of patience that keep a rank's ops apart in every period
+    offsets = [(2 * r, 3 * pipe - r - 2, 3 * pipe + turn + 2 * r - 1, 6 * pipe + turn - r - 2) for r in range(pipe)]
+    return lambda count: stack(offsets, count), (pipe + 2) // 2
+
+
+def _v_min(pipe: int) -> tuple[Layout, int]:
+    turn = 2 if pipe % 3 == 0 else 0
+    offsets = [(r, 2 * pipe - r - 1, 2 * pipe + turn + r, 4 * pipe + turn - r - 1) for r in range(pipe)]
+    return lambda count: stack(offsets, count), (pipe + 4) // 3
+
+
+# name -> of so many ranks, the pattern that is squeezed, and the memory it is squeezed into
+LAYOUTS: dict[str, Callable[[int], tuple[Layout, int]]] = {"zb-v": _zb_v, "v-half": _v_half, "v-min": _v_min}
+
+
 def stack(
     offsets: Sequence[tuple[int, int, int, int]], microbatches: int
 ) -> tuple[list[list[Letter]], list[list[int]]]:
@@ -168,31 +190,61 @@ def first(microbatches: int, letters: Sequence[Letter]) -> list[Letter]:
     return pattern
 
 
-def best(layout: Layout, microbatches: int, memory: int) -> Orders:
+def best(layout: Layout, memory: int, microbatches: int) -> Orders:
     """The squeezed pattern. Which way of squeezing is best shows in a few microbatches already.
 
     Of ways that are equal at F = I = W, the one that loses least where they are not, and messages take time.
     """
-    # whether to pull ahead, and what the steady state keeps: its times, its order, or nothing
-    ways = ((False, "nothing"), (True, "times"), (True, "order"), (True, "nothing"))
     pipe = len(layout(1)[0])
-    placement = (*range(pipe), *reversed(range(pipe)))
-
-    def attempt(way: int, count: int) -> Schedule | None:
-        ahead, keep = ways[way]
-        patterns, hold = layout(count)
-        if hold and keep == "order":
-            hold = [[-1 if t else 0 for t in times] for times in hold]
-        limits = [2 * memory] * pipe
-        result = squeeze(patterns, placement, count, limits, ahead, None if keep == "nothing" else hold)
-        return Schedule("", pipe, count, 2, placement, tuple(map(tuple, result[1]))) if result else None
 
     def rank(sample: Schedule) -> tuple[float, float]:
         uneven = Costs(1, 1, 0.75, 0.05)
         return round(timeline(sample).makespan, 6), round(timeline(sample, uneven).makespan, 6)
 
     few = min(microbatches, 2 * pipe)
-    samples = [(rank(sample), way) for way in range(len(ways)) if (sample := attempt(way, few))]
-    schedule = attempt(min(samples)[1], microbatches)
+    samples = [(rank(sample), way) for way in range(len(WAYS)) if (sample := squeezed(layout, memory, few, way))]
+    schedule = squeezed(layout, memory, microbatches, min(samples)[1])
     assert schedule is not None
     return [list(order) for order in schedule.orders]
+
+
+def ways(name: str, pipe: int, microbatches: int) -> list[Schedule]:
+    """A schedule's pattern squeezed in every way: at other costs another one is best."""
+    layout, memory = LAYOUTS[name](pipe)
+    made = [squeezed(layout, memory, microbatches, way) for way in range(len(WAYS))]
+    held = made[WAYS.index((True, "times"))]
+    if held is not None:
+        # The warm-up is shorter now, so the steady state may begin earlier: keep it at these times instead.
+        made.append(_squeeze(steady(timeline(held, Costs(2, 2, 2))), memory, microbatches, ahead=True))
+    return [schedule for schedule in made if schedule is not None]
+
+
+# whether to pull ahead, and what the steady state keeps: its times, its order, or nothing
+WAYS = ((False, "nothing"), (True, "times"), (True, "order"), (True, "nothing"))
+
+
+def squeezed(layout: Layout, memory: int, microbatches: int, way: int) -> Schedule | None:
+    """The pattern squeezed in one way; None where memory does not suffice."""
+    ahead, keep = WAYS[way]
+    patterns, hold = layout(microbatches)
+    if hold and keep == "order":
+        hold = [[-1 if t else 0 for t in times] for times in hold]
+    return _squeeze((patterns, None if keep == "nothing" else hold), memory, microbatches, ahead)
+
+
+def _squeeze(pattern: Pattern, memory: int, microbatches: int, ahead: bool) -> Schedule | None:
+    patterns, hold = pattern
+    pipe = len(patterns)
+    placement = (*range(pipe), *reversed(range(pipe)))
+    result = squeeze(patterns, placement, microbatches, [2 * memory] * pipe, ahead, hold)
+    return Schedule("", pipe, microbatches, 2, placement, tuple(map(tuple, result[1]))) if result else None
+
+
+def steady(times: Timeline) -> Pattern:
+    """The pattern of a timeline in units, held from rank 0's first I down to its last F down."""
+    start = {span.op: round(span.start) for row in times.rows for span in row if span.op.kind != "W"}
+    begin = min(t for op, t in start.items() if op.kind == "I" and op.stage == 0)
+    end = max(t for op, t in start.items() if op.kind == "F" and op.stage == 0)
+    rows = [[span.op for span in row if span.op.kind != "W"] for row in times.rows]
+    patterns = [[(op.kind, op.stage) for op in row] for row in rows]
+    return patterns, [[start[op] if begin <= start[op] <= end else 0 for op in row] for row in rows]
