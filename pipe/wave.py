@@ -20,8 +20,9 @@ Patterns = list[list[Letter]]
 def wave(pipe: int, microbatches: int, chunks: int) -> Orders:
     """A bubble about 1/v of 1F1B's at about its memory (Liu 2023, Hanayo).
 
-    Idle 2(p-1)/3 (F+B) at v = 2 and peak p; at more waves about (p-1)(F+B)/v where p divides m, up to
-    half as much again where not, and peak at most p + (p-1)(v-2)/2v.
+    With w = v/2 waves, m = p and B = 2F the paper's bubble is (2p-2)/(3pw+p-1); this one's is smaller up to
+    w = 3, and within 3 % of it at w = 4. Idle 2(p-1)/3 (F+B) at v = 2 and peak p; at more waves about
+    (p-1)(F+B)/v where p divides m, more where not (as with interleaved), and peak at most p + (p-1)(v-2)/2v.
 
     rank 0: 0F0 0F1 3F0 3B0 0F2 3F1 3B1 0B0 3F2 3B2 0B1 0B2
     rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2B2 1B2

@@ -88,6 +88,14 @@ def test_v_half_and_v_min_are_no_slower_than_their_papers_generator(pipe: int) -
         assert idle(schedule) <= least + 1e-9 and peak(schedule) <= (pipe + 4) // 3
 
 
+@pytest.mark.parametrize("pipe", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_waves_idle_no_longer_than_published(pipe: int, waves: int) -> None:
+    """Liu 2023, Hanayo: of p microbatches."""
+    bubble = simulate(make_schedule("wave", pipe, pipe, 2 * waves)).bubble
+    assert bubble < (2 * pipe - 2) / (3 * pipe * waves + pipe - 1)
+
+
 @pytest.mark.parametrize(("pipe", "chunks"), [(2, 4), (4, 4), (8, 4), (4, 6)])
 def test_more_waves_make_a_smaller_bubble(pipe: int, chunks: int) -> None:
     for m in (2 * pipe, 4 * pipe):
