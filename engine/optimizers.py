@@ -8,23 +8,8 @@ from typing import Any
 
 import torch
 
+from ..zero.optimizer import ELEMENTWISE, needs_whole_tensors
 from .config import ConfigError, OptimizerConfig
-
-# A ZeRO shard is a flat range that starts and ends anywhere: only optimizers that treat every element alone can
-# step it. (Adafactor, LBFGS and Muon need whole tensors.)
-ELEMENTWISE = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
 
 
 def from_config(config: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -72,8 +57,7 @@ def from_instance(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that needs whole tensors."""
-    bases = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")]
-    if bases and bases[0] != "Optimizer" and bases[0] not in ELEMENTWISE:
+    if needs_whole_tensors(type(optimizer)):
         raise ConfigError(
             f"{type(optimizer).__name__} needs whole tensors, but optimizer state lives on flat ranges here; use one "
             f"of {', '.join(ELEMENTWISE)}"

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from .grid import Grid
 
 
 class Pending(Protocol):
@@ -56,7 +59,10 @@ class Axis:
         size: their number.
         traffic: where its bytes are counted.
         group: torch's process group; None at size 1, and after the grid is closed.
+        grid: whose axis it is; None where one made it by hand.
     """
+
+    grid: Grid | None = None
 
     def __init__(
         self,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lend import gathered
+    from .standalone import ShardedOptimizer
 
-_HOME = {"gathered": "lend"}
+_HOME = {"ShardedOptimizer": "standalone", "gathered": "lend"}
 
-__all__ = ["gathered"]
+__all__ = ["ShardedOptimizer", "gathered"]
 
 
 def __getattr__(name: str) -> Any:

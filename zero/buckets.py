@@ -168,9 +168,17 @@ class Bucket:
 
     def collect(self, parameter: Tensor) -> None:
         """Move what autograd left in ``.grad`` to where it accumulates."""
-        if not self.direct and parameter.grad is not None:
-            self.target(parameter).add_(parameter.grad)
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        target = self.target(parameter)
+        if not self.direct:
+            target.add_(gradient)
             parameter.grad = None
+        elif gradient is not target:
+            # Somebody set it to None (``module.zero_grad()``) or to a tensor of his own: that counts.
+            target.copy_(gradient)
+            parameter.grad = target
 
     def reduce(self, tensor_axis: Axis) -> Pending | None:
         """Start summing the gradients over the data axis; they are final (of a microbatch, where transient)."""

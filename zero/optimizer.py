@@ -10,7 +10,29 @@ from torch import Tensor
 
 from .buckets import Bucket
 
+# A shard is a flat range that starts and ends anywhere: only optimizers that treat every element alone can step it.
+# (Adafactor, LBFGS and Muon need whole tensors.)
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether it is one of torch's, or made from one, that does not treat every element alone."""
+    bases = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim.")]
+    return bool(bases) and bases[0] != "Optimizer" and bases[0] not in ELEMENTWISE
 
 
 class RangeStepper:

@@ -96,6 +96,10 @@ class Replicas:
         """A parameter's gradient is whole, of one backward."""
         self._reducer.accumulated(parameter)
 
+    def over(self, layer: int, runs: int) -> None:
+        """In stage 3, the backward of one of a layer's runs is over; ``runs`` is how many it has in this pass."""
+        self._reducer.over(layer, runs)
+
     def reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE: the stage's gradients are final; reduce what was not yet."""
         self._reducer.reduce(stage, microbatch)
