@@ -75,7 +75,13 @@ class Accounts:
         """See ``Engine.memory_report``."""
         held: dict[str, int | None] = {**held_bytes(self._replicas, self._module)}
         held |= {"activations": self._activations, "working": self._working}
-        return {"held": held, "formula": self._formula(), "peak": self._module.grid.peak_memory()}
+        elsewhere = self._replicas.offloaded()
+        return {
+            "held": held,
+            "offloaded": elsewhere,
+            "formula": self._formula(),
+            "peak": self._module.grid.peak_memory(),
+        }
 
     def _formula(self) -> dict[str, float]:
         """The papers' bytes for this rank's parameters, trained and not."""
@@ -101,24 +107,28 @@ def held_bytes(replicas: Replicas, module: torch.nn.Module) -> dict[str, int]:
     """Bytes that this rank holds between two steps, by what they are for.
 
     Weights that are a view of something else count once: in stage 3 shards, else whole; a master that is the shard
-    itself is not counted again.
+    itself is not counted again. What is offloaded is not here: ``Replicas.offloaded`` counts that.
     """
+
+    def here(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().nbytes() if replicas.place(tensor) == "none" else 0
+
     held = {"parameters": 0, "gradients": 0, "masters": 0, "optimizer": 0, "buffers": 0}
     managed: set[Any] = set()
     for bucket in replicas.buckets:
         managed.update(member.parameter for member in bucket.members)
         whole = bucket.weights.untyped_storage().nbytes()
         apart = bucket.shard.untyped_storage().data_ptr() != bucket.weights.untyped_storage().data_ptr()
-        held["parameters"] += whole + (bucket.shard.untyped_storage().nbytes() if apart else 0)
+        held["parameters"] += whole + (here(bucket.shard) if apart else 0)
         gradient = bucket.gradients if bucket.gradients is not None else bucket.owned_gradient
-        held["gradients"] += gradient.untyped_storage().nbytes()
+        held["gradients"] += here(gradient)
         if bucket.master is not None and bucket.master.data_ptr() != bucket.shard.data_ptr():
-            held["masters"] += bucket.master.untyped_storage().nbytes()
+            held["masters"] += here(bucket.master)
     held["parameters"] += sum(_size(p) for p in module.parameters() if p not in managed)
     held["buffers"] = sum(_size(buffer) for buffer in module.buffers())
     if replicas.optimizer is not None:
-        states = replicas.optimizer.state.values()
-        held["optimizer"] = sum(_size(t) for state in states for t in state.values() if torch.is_tensor(t) and t.dim())
+        states = [t for state in replicas.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        held["optimizer"] = sum(_size(t) for t in states if t.dim() and replicas.place(t) == "none")
     return held
 
 

@@ -6,9 +6,9 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..pipe.schedules import NAMES
 from .choose import FILES
@@ -16,6 +16,12 @@ from .choose import FILES
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message says which key, why, and what to write."""
+
+
+# Elements; "auto", as Hugging Face's configurations have it, is the default.
+_Elements = Annotated[int, Field(ge=0)]
+_AutoElements = Annotated[_Elements | None, BeforeValidator(lambda value: None if value == "auto" else value)]
+_BUCKET = 2**22
 
 
 class _Section(BaseModel):
@@ -29,19 +35,143 @@ class OptimizerConfig(_Section):
     params: dict[str, Any] = Field(default_factory=dict, description="Its arguments: lr, betas, weight_decay, ...")
 
 
+class OffloadConfig(_Section):
+    """``zero_optimization.offload_param``: where shards of the weights are kept."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="none: with the model; cpu: the host's memory; nvme: a file."
+    )
+    nvme_path: str | None = Field(default=None, description="The folder of the file; it has no name there.")
+    pin_memory: bool = Field(default=False, description="Pin the host's memory, where the model is on a GPU.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, values: Any) -> Any:
+        """DeepSpeed's other keys, and what asks for nothing."""
+        if values is None:
+            return {}
+        given = values if isinstance(values, dict) else {}
+        for key, reason in _NO_BUFFERS.items():
+            if key in given and not (key == "ratio" and given[key] == 1):
+                raise ValueError(f"{key} is not for triax ({reason}): leave it out")
+        if given.get("device") == "nvme":
+            if not given.get("nvme_path"):
+                raise ValueError("device nvme needs nvme_path, a folder on the disk")
+            if given.get("pin_memory"):
+                raise ValueError("pin_memory is for device cpu: a file's pages come and go")
+        return given
+
+
+class OffloadOptimizerConfig(OffloadConfig):
+    """``zero_optimization.offload_optimizer``: where its state, masters and accumulated gradients are kept."""
+
+    pipeline_read: bool = Field(default=True, description="On disk: read the next sub-group while one is updated.")
+    pipeline_write: bool = Field(
+        default=True, description="On disk: a sub-group is written while the next is updated; false waits for it."
+    )
+
+
+_NO_BUFFERS = {
+    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), "files are mapped, there are no buffers to size"),
+    "fast_init": "state is made in the first step, on the disk",
+    "pipeline": "pipeline_read and pipeline_write are its two halves",
+    "ratio": "all of the optimizer's state is kept in one place",
+}
+
+
 class ZeroConfig(_Section):
     """``zero_optimization``: what the data axis shards."""
 
     stage: int = Field(
         default=0, ge=0, le=3, description="0: nothing; 1: the optimizer's state; 2: gradients too; 3: weights too."
     )
-    reduce_bucket_size: int = Field(
-        default=2**22, ge=1, description="Elements of gradient that are reduced in one collective."
+    reduce_bucket_size: Annotated[int, BeforeValidator(lambda value: _BUCKET if value == "auto" else value)] = Field(
+        default=_BUCKET, ge=1, description="Elements of gradient that are reduced in one collective."
+    )
+    reduce_scatter: bool = Field(
+        default=True, description="Reduce-scatter gradients; false: all-reduce them, twice the bytes."
+    )
+    reduce_each_microbatch: bool = Field(
+        default=True,
+        description="Stages 2 and 3: reduce gradients after every backward pass; false: after a step's last one, "
+        "holding them whole until then.",
+    )
+    allgather_partitions: bool = Field(
+        default=True, description="All-gather new weights after a step; false: every rank broadcasts its range."
+    )
+    allgather_bucket_size: _AutoElements = Field(
+        default=None, description="Elements of new weights on their way at once, after a step; auto: all of them."
+    )
+    overlap_comm: bool = Field(
+        default=True, description="Collectives run while something is computed; false: each is waited for at once."
+    )
+    contiguous_gradients: bool = True
+    round_robin_gradients: bool = False
+    ignore_unused_parameters: bool = Field(
+        default=True, description="False: a step in which a parameter got no gradient is an error that names it."
     )
     stage3_keep_gathered: bool = Field(
         default=False,
         description="Stage 3: gather a layer once a step and keep it whole, instead of for each pass through it.",
     )
+    stage3_prefetch_bucket_size: _AutoElements = Field(
+        default=None, description="Stage 3: elements of the layers to run next that are gathered ahead; auto: a layer."
+    )
+    stage3_param_persistence_threshold: _AutoElements = Field(
+        default=None, description="Stage 3: parameters of at most so many elements stay whole; auto: 0."
+    )
+    stage3_max_live_parameters: _AutoElements = Field(
+        default=None,
+        description="Stage 3: beyond so many whole elements, nothing is kept or gathered ahead; auto: no limit.",
+    )
+    stage3_max_reuse_distance: _AutoElements = Field(
+        default=None,
+        description="Stage 3: a layer that runs again before so many elements of others have run stays whole; auto: 0.",
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadConfig = OffloadConfig()
+    sub_group_size: Annotated[_Elements, Field(ge=1)] | None = Field(
+        default=None,
+        description="Elements that the optimizer updates together; by default 16777216 with offload, else all.",
+    )
+
+    @model_validator(mode="after")
+    def _shards(self) -> ZeroConfig:
+        if self.offload_param.device != "none" and self.stage < 3:
+            raise ValueError(
+                f"offload_param keeps shards of the weights, and in stage {self.stage} they are whole: set stage 3, "
+                "or leave it out"
+            )
+        return self
+
+    def notes(self) -> list[str]:
+        """What the user asked for that changes nothing here, and why."""
+        notes = [reason for key, (value, reason) in _NOTHING.items() if getattr(self, key) == value]
+        for key in sorted(self.model_fields_set):
+            stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
+            if self.stage not in stages and getattr(self, key) != type(self).model_fields[key].default:
+                notes.append(f"{key} acts in stage {' and '.join(map(str, stages))}, not in stage {self.stage}")
+        return [f"zero_optimization: {note}" for note in notes]
+
+
+_NOTHING = {
+    "contiguous_gradients": (False, "contiguous_gradients false: gradients lie in flat buckets all the same"),
+    "round_robin_gradients": (
+        True,
+        "round_robin_gradients true: every bucket is shared out over all replicas, so none copies more than another",
+    ),
+    "stage3_gather_16bit_weights_on_model_save": (
+        True,
+        "stage3_gather_16bit_weights_on_model_save true: engine.gather() returns whole weights in any stage",
+    ),
+}
+_STAGES = {
+    "reduce_scatter": (1, 2, 3),
+    "reduce_each_microbatch": (2, 3),
+    "allgather_partitions": (1, 2),
+    "allgather_bucket_size": (1, 2),
+}
 
 
 class PipelineConfig(_Section):

@@ -260,6 +260,7 @@ class Engine:
         ``held`` between two steps: parameters, gradients, masters, optimizer, buffers; and, if ``record_memory`` was
         set during the last batch, what that added at its largest: activations (all that autograd saved) and working
         (what lives within one operation: temporaries, gathered weights, gradients and messages under way).
+        ``offloaded`` has what is kept elsewhere: ``cpu`` or ``nvme`` -> what it is for -> bytes.
         ``formula``: ``formulas.model_states``. ``peak``: ``Grid.peak_memory``.
         """
         return self._accounts.report()

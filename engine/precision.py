@@ -6,8 +6,9 @@ import logging
 
 import torch
 
-from ..zero.buckets import Mode
-from .config import Config, Fp16Config
+from ..zero.mode import Mode
+from ..zero.offload import Offload, Place
+from .config import Config, Fp16Config, ZeroConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,12 +19,35 @@ def mode(config: Config) -> Mode:
     With bf16 or fp16, weights are of that dtype, and fp32 holds the master weights, the optimizer's state and the
     gradients that are accumulated; they are reduced in fp32 too, unless ``communication_data_type`` says otherwise.
     """
-    half = half_dtype(config)
+    half, zero = half_dtype(config), config.zero_optimization
     return Mode(
-        stage=config.zero_optimization.stage,
+        stage=zero.stage,
         weights=half,
         accumulate=torch.float32 if half is not None else None,
         communicate=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
+        each=zero.reduce_each_microbatch,
+        scatter=zero.reduce_scatter,
+        gather=zero.allgather_partitions,
+        overlap=zero.overlap_comm,
+        together=zero.allgather_bucket_size,
+        unused=zero.ignore_unused_parameters,
+        persistence=zero.stage3_param_persistence_threshold or 0,
+        prefetch=zero.stage3_prefetch_bucket_size,
+        live=zero.stage3_max_live_parameters,
+        reuse=zero.stage3_max_reuse_distance or 0,
+        offload=_offload(zero),
+    )
+
+
+def _offload(zero: ZeroConfig) -> Offload:
+    states, parameters = zero.offload_optimizer, zero.offload_param
+    return Offload(
+        states=Place(states.device, states.nvme_path, states.pin_memory),
+        parameters=Place(parameters.device, parameters.nvme_path, parameters.pin_memory),
+        sub_group=zero.sub_group_size or Offload.sub_group,
+        ahead=states.pipeline_read,
+        behind=states.pipeline_write,
+        always=zero.sub_group_size is not None,
     )
 
 

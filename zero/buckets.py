@@ -10,47 +10,19 @@ stage       weights             gradients                           optimizer's 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..grid import Axis, Grid, Layout, Pending
+from ..grid import Axis, Grid, Pending
+from .arriving import Accumulation, All, Moved
 from .flat import PARTIAL, REPLICATED, RUNS, SHARDED, FlatBucket, Item, plan
+from .mode import Managed, Mode
+from .offload import Memories
 
 # Elements squared at once on a CPU, which converts them first: all together, that is twice the gradients' memory.
 _PIECE = 2**16
-
-
-class Managed(NamedTuple):
-    """A parameter handed to the data axis, and what must be known of it."""
-
-    parameter: nn.Parameter
-    layout: Layout
-    stages: tuple[int, ...]  # the stages of this rank that use it
-    layers: tuple[int, ...]  # the layers of the list that use it
-    tie: int | None  # the tie it belongs to, where other pipe ranks hold it too
-    counted: bool  # whether this pipe rank counts it in the norm
-    group: int | None  # its parameter group in the optimizer; None: it is not trained
-
-
-@dataclass(frozen=True)
-class Mode:
-    """What ZeRO does, and in which dtypes.
-
-    Attributes:
-        stage: of ZeRO.
-        weights: dtype of the parameters; None leaves each its own.
-        accumulate: dtype of gradients summed over microbatches, of masters and of the optimizer's state; None
-            is the parameters' own.
-        communicate: dtype in which gradients are summed over the data axis; None is that of accumulation.
-    """
-
-    stage: int = 0
-    weights: torch.dtype | None = None
-    accumulate: torch.dtype | None = None
-    communicate: torch.dtype | None = None
 
 
 class _Key(NamedTuple):
@@ -60,6 +32,7 @@ class _Key(NamedTuple):
     counted: bool
     group: int | None
     dtype: torch.dtype
+    persistent: bool  # whole in stage 3 too
 
 
 class Bucket:
@@ -74,38 +47,45 @@ class Bucket:
         shard: the owned weights: a view of ``weights``, or in stage 3 a tensor of their own.
         master: what the optimizer steps: the shard itself, or a copy of it in the dtype of accumulation. None
             for parameters that are not trained.
-        gradients: (numel,); None between backward passes where they are ``transient`` (stages 2 and 3).
+        memory: where shards, masters, state and accumulated gradients are made.
+        gradients: (numel,); None between steps where they are ``transient`` (stages 2 and 3), and between backward
+            passes where ``each`` of these reduces them.
         owned_gradient: the reduced gradients of the owned range, which are ``master.grad``.
     """
 
-    def __init__(self, flat: FlatBucket, members: Sequence[Managed], grid: Grid, mode: Mode) -> None:
+    def __init__(self, flat: FlatBucket, members: Sequence[Managed], grid: Grid, mode: Mode, memory: Memories) -> None:
         assert isinstance(flat.key, _Key)
-        self.stages, self.layers, self.tie, self.counted, self.group, dtype = flat.key
+        self.memory = memory
+        self.stages, self.layers, self.tie, self.counted, self.group, dtype, persistent = flat.key
         self.flat, self.members = flat, [members[slot.number] for slot in flat.slots]
         self._axis, self._device = grid.data, grid.device
         dtype = mode.weights or dtype
         accumulate = mode.accumulate or dtype
         sharded = mode.stage > 0
         self.transient = mode.stage >= 2 and self.tie is None
+        self.each = self.transient and mode.each
+        self._scatter, self._gather = mode.scatter, mode.gather
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
         self.communicate = mode.communicate or accumulate
 
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
-        self.released = mode.stage == 3  # nothing is whole until it is gathered
+        self.released = self.gathered = mode.stage == 3 and not persistent  # nothing is whole until it is gathered
         if self.released:
             self.weights.untyped_storage().resize_(0)
-            self.shard = torch.zeros(self.owned[1] - self.owned[0], dtype=dtype, device=grid.device)
+            self.shard = memory.parameters.zeros(self.owned[1] - self.owned[0], dtype)
         else:
             self.shard = self.weights.zero_()[slice(*self.owned)]
         self.gradients: Tensor | None = None
         self.owned_gradient = torch.zeros(0, dtype=accumulate, device=grid.device)
         self.master: nn.Parameter | None = None
-        self.direct = not self.transient and accumulate == dtype
+        self.direct = not self.each and accumulate == dtype
         self._accumulate = accumulate
         if self.trained:
-            self.master = nn.Parameter(self.shard if accumulate == dtype else self.shard.to(accumulate))
+            numel, states = self.owned[1] - self.owned[0], memory.states
+            own = accumulate == dtype and states.device.type == self.shard.device.type
+            self.master = nn.Parameter(self.shard if own else states.zeros(numel, accumulate))
             if self.transient:
-                self.owned_gradient = torch.zeros_like(self.master)
+                self.owned_gradient = states.zeros(numel, accumulate)
             else:
                 self.gradients = torch.zeros_like(self.weights, dtype=accumulate)
                 self.owned_gradient = self.gradients[slice(*self.owned)]
@@ -145,15 +125,18 @@ class Bucket:
             if low < high:
                 # Masters start from the values before they are rounded; weights are the masters, rounded.
                 home[low - first : high - first] = values[low - start : high - start].to(self._accumulate)
+            self.memory.behind(home)
 
     def begin(self) -> None:
         """A new step: gradients are zero, and every parameter accumulates here, whatever was done to its ``.grad``."""
         if not self.trained:
             return
+        self._fresh = self.transient
         if self.gradients is not None:
             self.gradients.zero_()
-        else:
-            self.owned_gradient.zero_()
+        elif self.direct:
+            self.gradients = torch.zeros(self.flat.numel, dtype=self._accumulate, device=self._device)
+            self._aim(self.gradients)
         for member in self.members:
             target = self._targets.get(member.parameter) if self.direct else None
             if member.parameter.grad is not target:
@@ -165,6 +148,21 @@ class Bucket:
             self.gradients = torch.zeros(self.flat.numel, dtype=self._accumulate, device=self._device)
             self._aim(self.gradients)
         return self._targets[parameter]
+
+    def accumulate(self, part: Tensor) -> None:
+        """Add a sum over the data axis to the owned range of a transient gradient."""
+        part = part.to(self.owned_gradient.device)
+        if self._fresh:
+            self.owned_gradient.copy_(part)
+        else:
+            self.owned_gradient.add_(part)
+        self._fresh = False
+        self.memory.behind(self.owned_gradient)
+
+    def complete(self) -> None:
+        """Nothing more comes in this step."""
+        if self._fresh:
+            self.accumulate(torch.zeros_like(self.owned_gradient))
 
     def collect(self, parameter: Tensor) -> None:
         """Move what autograd left in ``.grad`` to where it accumulates."""
@@ -196,23 +194,41 @@ class Bucket:
         if self.transient:
             self.gradients = None
             self._targets = {}
-            return _Accumulation(self, gradients)
+            if self.direct:
+                for member in self.members:
+                    member.parameter.grad = None  # a view of them, which would keep them
+            return Accumulation(self, gradients)
         if self._axis.size == 1:
             return None
-        if self.communicate != gradients.dtype:
-            return _Converted(self, gradients)
+        if self.communicate != gradients.dtype or not (self._scatter or self.owned == (0, self.flat.numel)):
+            return Moved(self, gradients)
         if self.owned == (0, self.flat.numel):
             return self._axis.all_reduce(gradients, async_op=True)
         return self._axis.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
-    def publish(self) -> Pending | None:
-        """After the optimizer's step: bring the new weights to the parameters, on every rank that holds them."""
+    def update(self, start: int = 0, stop: int | None = None) -> None:
+        """After the optimizer's step: the shard takes what the masters of a part of the owned range are now."""
         assert self.master is not None
         if self.master.data_ptr() != self.shard.data_ptr():
-            self.shard.copy_(self.master.detach())
+            self.shard[start:stop].copy_(self.master.detach()[start:stop], non_blocking=True)
+
+    def publish(self) -> Pending | None:
+        """After ``update``: bring the new weights to the parameters, on every rank that holds them."""
+        assert self.master is not None
         if self.released or self._axis.size == 1 or self.owned == (0, self.flat.numel):
             return None
+        if not self._gather:
+            ranges = self.weights.view(self._axis.size, -1)
+            return All([self._axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
         return self._axis.all_gather(self.weights, self.shard, async_op=True)
+
+    def summed(self, gradients: Tensor) -> tuple[Tensor, Pending]:
+        """Start summing whole gradients over the data axis: this rank's range of the sum, and what to wait for."""
+        sent = gradients.to(self.communicate)
+        if self._axis.size > 1 and self._scatter and self.owned != (0, self.flat.numel):
+            own = torch.empty(self.owned[1] - self.owned[0], dtype=self.communicate, device=self._device)
+            return own, self._axis.reduce_scatter(own, sent, async_op=True)
+        return sent[slice(*self.owned)], self._axis.all_reduce(sent, async_op=True)
 
     @torch.no_grad()
     def adopt(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -229,6 +245,8 @@ class Bucket:
             if self.master is not None and self.master.dtype != written.dtype:
                 master = self.master.detach()[low - start : high - start]
                 master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
+                self.memory.behind(master)
+            self.memory.behind(self.shard)
 
     def frozen(self, without: Collection[Tensor] = ()) -> list[tuple[int, int]]:
         """The spans of the owned range that stand still: frozen since they were laid out, or without a gradient."""
@@ -253,11 +271,12 @@ class Bucket:
 
     def squares(self) -> list[Tensor]:
         """The sums of squares, in float64, of the gradients that this rank counts; not finite if any of its are not."""
-        return [
-            torch.linalg.vector_norm(piece, dtype=torch.float64).square() * factor
-            for a, b, factor in self._counted
-            for piece in self.owned_gradient[a:b].split(_PIECE if self._device.type == "cpu" else b - a)
-        ]
+        found = []
+        for a, b, factor in self._counted:
+            for piece in self.owned_gradient[a:b].split(_PIECE if self.owned_gradient.device.type == "cpu" else b - a):
+                found.append((torch.linalg.vector_norm(piece, dtype=torch.float64).square() * factor).to(self._device))
+                self.memory.behind(piece)
+        return found
 
     def release(self) -> None:
         """Keep the shard only. The parameters show NaN until ``restore``: a read too early is seen, not silent."""
@@ -276,10 +295,11 @@ class Bucket:
         if axis.size == 1:
             self.weights.copy_(self.shard)
             return None
-        return axis.all_gather(self.weights, self.shard, async_op=True)
+        return axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
 
     def show(self) -> None:
         """Let the parameters be views of the whole weights again."""
+        self.memory.behind(self.shard)
         self._show(self._views(self.weights))
 
     def _nothing(self) -> list[Tensor]:
@@ -301,41 +321,9 @@ class Bucket:
             self._targets[member.parameter] = gradients[slot.start : slot.stop].view(member.parameter.shape)
 
 
-class _Accumulation:
-    """A transient gradient on its way: summed over the data axis, then added to the owned range."""
-
-    def __init__(self, bucket: Bucket, gradients: Tensor) -> None:
-        self._bucket, self._work = bucket, None
-        self._part = gradients
-        if bucket._axis.size > 1:
-            self._part = torch.empty_like(bucket.owned_gradient, dtype=bucket.communicate)
-            self._work = bucket._axis.reduce_scatter(self._part, gradients.to(bucket.communicate), async_op=True)
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        self._bucket.owned_gradient.add_(self._part)
-
-
-class _Converted:
-    """A whole gradient summed over the data axis in another dtype."""
-
-    def __init__(self, bucket: Bucket, gradients: Tensor) -> None:
-        self._bucket = bucket
-        sent = gradients.to(bucket.communicate)
-        if bucket.owned == (0, bucket.flat.numel):
-            self._result = sent
-            self._work = bucket._axis.all_reduce(sent, async_op=True)
-        else:
-            self._result = torch.empty_like(bucket.owned_gradient, dtype=bucket.communicate)
-            self._work = bucket._axis.reduce_scatter(self._result, sent, async_op=True)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._bucket.owned_gradient.copy_(self._result)
-
-
-def make_buckets(members: Sequence[Managed], grid: Grid, mode: Mode, capacity: int) -> list[Bucket]:
+def make_buckets(
+    members: Sequence[Managed], grid: Grid, mode: Mode, capacity: int, memory: Memories | None = None
+) -> list[Bucket]:
     """Lay out parameters in buckets and move them there.
 
     Parameters that are not trained are left alone below stage 3, which shards them too.
@@ -345,7 +333,9 @@ def make_buckets(members: Sequence[Managed], grid: Grid, mode: Mode, capacity: i
         grid: whose data axis the buckets are sharded over.
         mode: what ZeRO does.
         capacity: elements a bucket holds at the most, but for a single larger parameter.
+        memory: of ``mode.offload``; None: made here.
     """
+    memory = Memories(mode.offload, grid.device) if memory is None else memory
     items = []
     for number, member in enumerate(members):
         if member.group is None and mode.stage < 3:
@@ -353,6 +343,7 @@ def make_buckets(members: Sequence[Managed], grid: Grid, mode: Mode, capacity: i
         layout = member.layout
         run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
         layers = member.layers if mode.stage == 3 else ()
-        key = _Key(member.stages, layers, member.tie, member.counted, member.group, member.parameter.dtype)
-        items.append(Item(number, member.parameter.numel(), run, key))
-    return [Bucket(flat, members, grid, mode) for flat in plan(items, grid.data.size, capacity)]
+        numel = member.parameter.numel()
+        kind = (member.group, member.parameter.dtype, mode.stage == 3 and 0 < numel <= mode.persistence)
+        items.append(Item(number, numel, run, _Key(member.stages, layers, member.tie, member.counted, *kind)))
+    return [Bucket(flat, members, grid, mode, memory) for flat in plan(items, grid.data.size, capacity)]

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arriving import publish
 from .buckets import Bucket
+from .subgroups import SubGroups
 
 # A shard is a flat range that starts and ends anywhere: only optimizers that treat every element alone can step it.
 # (Adafactor, LBFGS and Muon need whole tensors.)
@@ -45,15 +47,32 @@ class RangeStepper:
         make: makes the optimizer from parameter groups.
         buckets: of this rank.
         groups: the options of each parameter group, in the order of ``Managed.group``.
+        together: elements of new weights on their way to the replicas at once; None: all.
 
     Attributes:
         optimizer: torch's, over the owned ranges: for learning-rate schedulers and for a look at its state.
     """
 
-    def __init__(self, make: MakeOptimizer, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        buckets: Sequence[Bucket],
+        groups: Sequence[dict[str, Any]],
+        together: int | None = None,
+    ) -> None:
+        self._together = together
         self._buckets = [bucket for bucket in buckets if bucket.trained]
+        self._sub_groups: SubGroups | None = None
+        if self._buckets and self._buckets[0].memory.offload.portions:
+            self._sub_groups = SubGroups(make, self._buckets, groups)
+            self.optimizer = self._sub_groups.optimizer
+            return
         owned = [[bucket.master for bucket in self._buckets if bucket.group == i] for i in range(len(groups))]
         self.optimizer = make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
+
+    def rooms(self, bucket: Bucket) -> list[Tensor]:
+        """Where the state of a bucket is kept, if it is stepped in sub-groups."""
+        return [] if self._sub_groups is None else [*self._sub_groups.rooms.get(bucket, {}).values()]
 
     @torch.no_grad()
     def step(self, scale: Tensor | None, without: Collection[Tensor] = ()) -> None:
@@ -63,6 +82,14 @@ class RangeStepper:
             scale: 0-dim; one over the batch's weight, times what clipping asks for. None is 1.
             without: parameters that had no gradient on any replica, which stand still, as torch's ``None`` does.
         """
+        if self._sub_groups is not None:
+            self._sub_groups.step(scale, without)
+        else:
+            self._step(scale, without)
+        publish(self._buckets, self._together)
+
+    def _step(self, scale: Tensor | None, without: Collection[Tensor]) -> None:
+        """All at once, where everything is in memory."""
         gradients = [bucket.owned_gradient for bucket in self._buckets]
         if gradients and scale is not None:
             torch._foreach_mul_(gradients, scale)
@@ -72,9 +99,8 @@ class RangeStepper:
         self.optimizer.step()
         for part, before in zip(frozen, kept, strict=True):
             part.copy_(before)
-        under_way = [pending for bucket in self._buckets if (pending := bucket.publish()) is not None]
-        for pending in under_way:
-            pending.wait()
+        for bucket in self._buckets:
+            bucket.update()
 
     def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[Tensor]:
         """The parts of a master and of its state that belong to parameters which stand still."""

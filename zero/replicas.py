@@ -18,6 +18,7 @@ from .buckets import Bucket, Managed, Mode, make_buckets
 from .gradients import GradientReducer
 from .lend import settle
 from .norm import squares
+from .offload import Memories, agreed
 from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
 
@@ -55,13 +56,19 @@ class Replicas:
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
-        self.buckets = make_buckets(members, grid, mode, capacity)
+        self._memory = Memories(mode.offload, grid.device)
+        self._stepper: RangeStepper | None = None
+        with agreed(grid, mode.offload):
+            self.buckets = make_buckets(members, grid, mode, capacity, self._memory)
+            if make is not None:
+                together = mode.together if mode.overlap else 0
+                self._stepper = RangeStepper(make, self.buckets, groups, together)
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
-        self._reducer = GradientReducer(self.buckets, grid, tie_axes)
+        self._reducer = GradientReducer(self.buckets, grid, tie_axes, mode)
         over = self._reducer.over  # tells it which gradients will not come
-        self.gatherer = ParameterGatherer(self.buckets, grid, order, keep, over) if mode.stage == 3 else None
+        parted = [bucket for bucket in self.buckets if bucket.gathered]
+        self.gatherer = ParameterGatherer(parted, grid, order, mode, keep, over) if mode.stage == 3 else None
         settle((member.parameter for member in members), self)
-        self._stepper = None if make is None else RangeStepper(make, self.buckets, groups)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -130,6 +137,24 @@ class Replicas:
         """The name of a parameter that went elsewhere, so that a step would not move it."""
         return next((name for bucket in self.buckets if (name := bucket.displaced()) is not None), None)
 
+    def place(self, tensor: Tensor) -> str:
+        """Where a shard, master, gradient or state is kept: ``cpu``, ``nvme``, or ``none``: with the model."""
+        return self._memory.place(tensor)
+
+    def offloaded(self) -> dict[str, dict[str, int]]:
+        """Bytes that this rank keeps elsewhere: place (``cpu``, ``nvme``) -> what they are for -> bytes."""
+        found: dict[str, dict[str, int]] = {}
+        for bucket in self.buckets:
+            rooms = [] if self._stepper is None else self._stepper.rooms(bucket)
+            held = [("parameters", bucket.shard), ("gradients", bucket.owned_gradient)]
+            if bucket.master is not None and bucket.master.data_ptr() != bucket.shard.data_ptr():
+                held.append(("masters", bucket.master))
+            for what, tensor in (*held, *(("optimizer", room) for room in rooms)):
+                if (place := self.place(tensor)) != "none":
+                    sizes = found.setdefault(place, {})
+                    sizes[what] = sizes.get(what, 0) + tensor.numel() * tensor.element_size()
+        return found
+
     def squares(self) -> Tensor:
         """This rank's share of the square of the global gradient norm."""
         return squares(self.buckets, self.device)
@@ -153,7 +178,8 @@ class Replicas:
         """The whole gradient of each trained parameter, after a step. Collective over the data axis."""
         for bucket in self.buckets:
             if bucket.trained:
-                whole = gather_owned(bucket, bucket.owned_gradient, self.axis)
+                whole = gather_owned(bucket, bucket.owned_gradient.to(self.device), self.axis)
+                self._memory.behind(bucket.owned_gradient)
                 for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                     yield member, whole[slot.start : slot.stop].view(member.parameter.shape)
 
