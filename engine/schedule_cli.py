@@ -27,11 +27,18 @@ def schedule(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of a step.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank; the schedule's own unless told.")] = None,
     costs: Annotated[
-        str, typer.Option(help="F,I,W[,COMM]: of a rank's whole share of a microbatch, and of a message.")
+        str,
+        typer.Option(
+            help="F,I,W[,COMM[,GATHER]]: of a rank's whole share of a microbatch, of a message, and of gathering the "
+            "weights of that share in ZeRO 3."
+        ),
     ] = "1,1,1",
     memory: Annotated[
         float | None, typer.Option(help="Activations a rank may hold, in microbatches through 1/pipe of the model.")
     ] = None,
+    keep_gathered: Annotated[
+        bool, typer.Option("--keep-gathered", help="ZeRO 3: weights are gathered once a step, not for each pass.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="A table of all schedules that fit.")] = False,
     file: Annotated[
         Path | None, typer.Option(help="Your own schedule: CSV, a line per rank as 0F0,0F1,0B0; or JSON.")
@@ -58,12 +65,12 @@ def schedule(
             if pipe is None or microbatches is None:
                 raise ValueError("say for what size: --pipe 4 --microbatches 8")
             if compare:
-                _compare(pipe, microbatches, chunks, parsed, memory, plot, as_json)
+                _compare(pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
             chosen = _tuned(choose_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
         verify(chosen, memory)
-        result = simulate(chosen, parsed)
+        result = simulate(chosen, parsed, keep_gathered)
         if plot is not None:
             _plot(plot, [result], [chosen.name])
         if as_json:
@@ -81,8 +88,8 @@ def parse_costs(text_: str) -> Costs:
         values = [float(part) for part in text_.split(",")]
     except ValueError:
         values = []
-    if len(values) not in (3, 4):
-        raise ValueError(f"--costs {text_} is not F,I,W or F,I,W,COMM: for instance --costs 1,1,1,0.05")
+    if len(values) not in (3, 4, 5):
+        raise ValueError(f"--costs {text_} is not F,I,W[,COMM[,GATHER]]: for instance --costs 1,1,1,0.05")
     return Costs(*values)
 
 
@@ -136,13 +143,14 @@ def _compare(
     memory: float | None,
     plot: Path | None,
     as_json: bool,
+    keep_gathered: bool,
 ) -> None:
     rows: list[tuple[Schedule, Simulation]] = []
     for name, recipe in RECIPES.items():
         if name == "forward" or not (chunks is None or recipe.accepts(chunks)) or microbatches < recipe.least(pipe):
             continue
         chosen = _tuned(make_schedule(name, pipe, microbatches, chunks), costs)
-        result = simulate(chosen, costs)
+        result = simulate(chosen, costs, keep_gathered)
         if memory is None or max(result.peak_activations) <= memory + 1e-9:
             verify(chosen, memory)
             rows.append((chosen, result))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .ops import Op
@@ -27,17 +27,21 @@ class Costs:
 
     A number of F, I, W is the cost of one rank's whole share of a microbatch, all its chunks together,
     so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it.
-    A sequence of F, I, W gives each stage's own op instead, undivided: what one measures.
+    A sequence of F, I, W, GATHER gives each stage's own op instead, undivided: what one measures.
     COMM is one message's time; a sequence gives it for each boundary, stage 0 to 1 first.
+    GATHER is ZeRO 3's: gathering the weights of one rank's whole share over the data axis. Layers are gathered
+    ahead while others compute, so a pass that needs them (F, and I or B) takes no less than its gather, and
+    counts as busy as long.
     """
 
     F: Cost = 1.0
     I: Cost = 1.0
     W: Cost = 1.0
     COMM: Cost = 0.0
+    GATHER: Cost = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("F", "I", "W", "COMM"):
+        for field in ("F", "I", "W", "COMM", "GATHER"):
             value = getattr(self, field)
             if isinstance(value, Sequence):
                 object.__setattr__(self, field, tuple(float(x) for x in value))
@@ -46,9 +50,10 @@ class Costs:
                 raise ValueError(f"a cost is a finite number of at least 0, but {field} = {value}")
 
     def op_costs(self, stages: int, chunks: int) -> dict[str, list[float]]:
-        """For each compute kind, the cost of one op of each stage."""
-        f, i, w = (self._per_stage(name, stages, chunks) for name in ("F", "I", "W"))
-        return {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
+        """For each compute kind, the cost of one op of each stage; its weights are gathered for each pass."""
+        f, i, w, g = (self._per_stage(name, stages, chunks) for name in ("F", "I", "W", "GATHER"))
+        b = [a + b for a, b in zip(i, w, strict=True)]
+        return {"W": w} | {kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("I", i), ("B", b))}
 
     def hops(self, placement: Sequence[int]) -> list[float]:
         """The time of a message across each boundary; none where both stages are on one rank."""
@@ -110,9 +115,12 @@ class Simulation:
     timeline: Timeline
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """How long a step of `schedule` takes at `costs` (F = I = W = 1, COMM = 0 unless told)."""
-    times = timeline(schedule, costs)
+def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Simulation:
+    """How long a step of `schedule` takes at `costs` (F = I = W = 1, COMM = GATHER = 0 unless told).
+
+    With `keep_gathered` a stage's weights are gathered for its first F of the step only, and stay whole.
+    """
+    times = timeline(schedule, costs, keep_gathered)
     return Simulation(times.makespan, times.bubble, peak_activations(schedule), times)
 
 
@@ -136,10 +144,13 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(peaks)
 
 
-def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def timeline(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
     """When every op runs. A schedule that would hang raises `ScheduleError`, as `verify` does."""
     stages, mbs, placement = len(schedule.placement), schedule.microbatches, schedule.placement
     costs = costs or Costs()
+    first_f = costs.op_costs(stages, schedule.chunks)["F"]  # of each stage's first microbatch
+    if keep_gathered:
+        costs = replace(costs, GATHER=0.0)
     cost, hop = costs.op_costs(stages, schedule.chunks), costs.hops(placement)
     cost_f, cost_b, cost_i, cost_w = (cost[kind] for kind in "FBIW")
     # ready_f[s * mbs + m]: when the input of stage s is there; ready_b[(s + 1) * mbs + m]: when the
@@ -168,7 +179,7 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                     waiting[True, at] = rank
                     break
                 start = max(now, start)
-                now = start + cost_f[stage]
+                now = start + (cost_f[stage] if mb else first_f[stage])
                 ready_f[at + mbs] = now + hop_f[stage]
                 arrival = (True, at + mbs)
             else:

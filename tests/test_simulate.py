@@ -89,6 +89,32 @@ def test_an_activation_is_held_from_the_start_of_its_forward_to_its_last_backwar
         assert most == peak / schedule.chunks
 
 
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(schedules(), cost, cost, cost, cost)
+def test_gathered_weights_cost_what_an_independent_simulator_says(
+    schedule: Schedule, f: float, i: float, w: float, gather: float
+) -> None:
+    """Each pass: as if F and I took no less than the gather. Once: as if that of each stage's first F did."""
+    slower = ends(schedule, Costs(max(f, gather), max(i, gather), w, 0.1))
+    for op, _, end in (span for row in simulate(schedule, Costs(f, i, w, 0.1, gather)).timeline.rows for span in row):
+        if "B" not in {op.kind for order in schedule.orders for op in order}:
+            assert end == pytest.approx(slower[op][1], abs=1e-9)
+    each = simulate(schedule, Costs(f, i, w, 0.1, gather)).makespan
+    once = simulate(schedule, Costs(f, i, w, 0.1, gather), keep_gathered=True).makespan
+    never = simulate(schedule, Costs(f, i, w, 0.1)).makespan
+    assert never - 1e-9 <= once <= each + 1e-9
+    assert once <= never + schedule.chunks * schedule.pipe * gather + 1e-9
+
+
+def test_the_price_of_gathering_for_each_pass() -> None:
+    """1F1B's steady state: a forward that takes its gather's time, and a backward that hides it."""
+    schedule = make_schedule("1f1b", pipe=2, microbatches=4)
+    costs = Costs(F=1, I=1, W=1, GATHER=1.5)
+    assert simulate(schedule, costs).makespan == (4 + 1) * (1.5 + 2)
+    assert simulate(schedule, costs, keep_gathered=True).makespan == (4 + 1) * 3 + 0.5 + 0.5
+    assert simulate(make_schedule("gpipe", 1, 4), Costs(1, 1, 1, GATHER=3)).makespan == 4 * 6
+
+
 def test_costs_of_a_rank_and_of_each_stage() -> None:
     schedule = make_schedule("interleaved", 2, 4)
     whole = simulate(schedule, Costs(2, 1, 1, 0.5))
