@@ -1,0 +1,227 @@
+"""Those who are compared on the data axis: each trains the same stack on its own microbatches, with AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from stacks import Batch, Stack
+from torch import Tensor, nn
+
+import triax
+
+LEARNING_RATE = 1e-4
+BUCKET = 2**20  # elements: of this many gradients a collective is made, whoever makes it
+DDP = "DDP"
+
+
+class Replica(Protocol):
+    """One rank of a data axis."""
+
+    def step(self) -> None:
+        """Forward and backward of every microbatch, then the optimizer."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of a step, averaged over all microbatches and ranks. Steps are not timed from then on."""
+
+
+def share(stack: Stack, microbatches: int) -> Batch:
+    """This rank's microbatches."""
+    rank = dist.get_rank()
+    return stack.batch(microbatches * dist.get_world_size())[rank * microbatches : (rank + 1) * microbatches]
+
+
+def plain(stack: Stack, microbatches: int) -> dict[str, Tensor]:
+    """What all of them must find: plain autograd's gradients, of everybody's microbatches."""
+    model = stack.whole()
+    batch = stack.batch(microbatches * dist.get_world_size())
+    for inputs, labels in batch:
+        (stack.loss(model(inputs), labels) / len(batch)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The same optimizer for everybody: torch's fused one."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+class Triax:
+    """triax's engine."""
+
+    def __init__(self, stack: Stack, microbatches: int, zero: dict[str, Any]) -> None:
+        module = triax.PipelineModule(
+            [triax.LayerSpec(stack.build, index) for index in range(stack.entries)],
+            grid=triax.Grid(),
+            loss_fn=stack.loss,
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": stack.microbatch,
+            "gradient_accumulation_steps": microbatches,
+            "zero_optimization": {"reduce_bucket_size": BUCKET, **zero},
+        }
+        self.engine, *_ = triax.initialize(model=module, config=config, optimizer=adamw)
+        self._data = itertools.cycle(share(stack, microbatches))
+
+    def step(self) -> None:
+        self.engine.train_batch(self._data)
+
+    def gradients(self) -> dict[str, Tensor]:
+        self.step()
+        return {name.removeprefix("layers."): g for name, g in self.engine.gather("gradients").items()}
+
+
+class Loop:
+    """A training loop around a model of torch's that reduces by itself."""
+
+    model: nn.Module
+
+    def __init__(self, stack: Stack, microbatches: int) -> None:
+        self._stack, self._batch = stack, share(stack, microbatches)
+
+    def step(self) -> None:
+        self._differentiate()
+        self._optimizer.step()
+
+    def _optimize(self, model: nn.Module) -> None:
+        self.model, self._optimizer = model, adamw(model.parameters())
+
+    def _differentiate(self) -> None:
+        self._optimizer.zero_grad()
+        for i, (inputs, labels) in enumerate(self._batch):
+            with self._microbatch(i == len(self._batch) - 1):
+                (self._stack.loss(self.model(inputs), labels) / len(self._batch)).backward()
+
+    def _microbatch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        raise NotImplementedError
+
+
+class Ddp(Loop):
+    """DistributedDataParallel, which reduces in the last backward pass only."""
+
+    def __init__(self, stack: Stack, microbatches: int) -> None:
+        super().__init__(stack, microbatches)
+        size = BUCKET * 4 / 2**20
+        self._optimize(
+            nn.parallel.DistributedDataParallel(stack.whole(), bucket_cap_mb=size, gradient_as_bucket_view=True)
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        self._differentiate()
+        named = self.model.module.named_parameters()  # type: ignore[union-attr, operator]
+        return {name: parameter.grad.clone() for name, parameter in named}
+
+    def _microbatch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if last else self.model.no_sync()  # type: ignore[operator]
+
+
+class Fsdp(Loop):
+    """FSDP2: every entry a unit.
+
+    Args:
+        reshard: gather weights again for the backward pass, as stage 3 does; else keep them from the forward.
+        kept: within a step keep weights whole and reduce once, as stage 1 does.
+    """
+
+    def __init__(self, stack: Stack, microbatches: int, reshard: bool, kept: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(stack, microbatches)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = stack.whole()
+        for entry in model:
+            fully_shard(entry, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        self._kept = kept
+        self._optimize(model)
+
+    def gradients(self) -> dict[str, Tensor]:
+        self._differentiate()
+        return {name: p.grad.full_tensor() for name, p in self.model.named_parameters()}  # type: ignore[union-attr]
+
+    def _microbatch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        if self._kept:
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            self.model.set_reshard_after_backward(last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+
+class DeepSpeed:
+    """DeepSpeed's engine."""
+
+    def __init__(self, stack: Stack, microbatches: int, stage: int) -> None:
+        # It reports through a logger of its own and through print.
+        with contextlib.redirect_stdout(io.StringIO()):
+            import deepspeed
+            from deepspeed.utils.logging import logger
+
+            logger.setLevel(logging.ERROR)
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+            model = stack.whole()
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=adamw(model.parameters()),
+                config={
+                    "train_micro_batch_size_per_gpu": stack.microbatch,
+                    "gradient_accumulation_steps": microbatches,
+                    "steps_per_print": 10**9,
+                    "zero_allow_untested_optimizer": True,
+                    "zero_optimization": {
+                        "stage": stage,
+                        "reduce_bucket_size": BUCKET,
+                        "allgather_bucket_size": BUCKET,
+                        "stage3_prefetch_bucket_size": BUCKET,
+                        "stage3_param_persistence_threshold": 0,
+                        "stage3_max_reuse_distance": 0,
+                    },
+                },
+            )
+        self._stack, self._batch = stack, share(stack, microbatches)
+
+    def step(self) -> None:
+        self._run()
+
+    def gradients(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        found: dict[str, Tensor] = {}
+        named = list(self._engine.module.named_parameters())
+        self._run(lambda: found.update({name: safe_get_full_grad(p).clone() for name, p in named}))
+        return found
+
+    def _run(self, before_step: Callable[[], None] | None = None) -> None:
+        for i, (inputs, labels) in enumerate(self._batch):
+            self._engine.backward(self._stack.loss(self._engine(inputs), labels))
+            if before_step is not None and i == len(self._batch) - 1:
+                before_step()
+            self._engine.step()
+
+
+def contenders(stack: Stack, microbatches: int) -> Iterator[tuple[str, Callable[[], Replica]]]:
+    """Names, and how to make them: DDP, triax's stages, then its peers."""
+    yield DDP, lambda: Ddp(stack, microbatches)
+    once, kept = {"reduce_each_microbatch": False}, {"stage3_keep_gathered": True}
+    for name, zero in (
+        ("triax stage 0", {"stage": 0}),
+        ("triax stage 1", {"stage": 1}),
+        ("triax stage 2", {"stage": 2}),
+        ("triax stage 2, reducing once", {"stage": 2, **once}),
+        ("triax stage 3", {"stage": 3}),
+        ("triax stage 3, kept", {"stage": 3, **kept}),
+        ("triax stage 3, kept, reducing once", {"stage": 3, **kept, **once}),
+    ):
+        yield name, lambda zero=zero: Triax(stack, microbatches, zero)  # type: ignore[misc]
+    for name, reshard, keep in (
+        ("FSDP2, resharding", True, False),
+        ("FSDP2, not resharding", False, False),
+        ("FSDP2, kept, reducing once", False, True),
+    ):
+        yield name, lambda r=reshard, k=keep: Fsdp(stack, microbatches, r, k)  # type: ignore[misc]
+    for stage in (1, 2, 3):
+        yield f"DeepSpeed stage {stage}", lambda s=stage: DeepSpeed(stack, microbatches, s)  # type: ignore[misc]
