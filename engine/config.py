@@ -51,8 +51,10 @@ class OffloadConfig(_Section):
         if values is None:
             return {}
         given = values if isinstance(values, dict) else {}
+        if given.get("ratio") == 1:
+            given = {key: value for key, value in given.items() if key != "ratio"}
         for key, reason in _NO_BUFFERS.items():
-            if key in given and not (key == "ratio" and given[key] == 1):
+            if key in given:
                 raise ValueError(f"{key} is not for triax ({reason}): leave it out")
         if given.get("device") == "nvme":
             if not given.get("nvme_path"):

@@ -56,9 +56,9 @@ class Replicas:
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
-        self._memory = Memories(mode.offload, grid.device)
         self._stepper: RangeStepper | None = None
         with agreed(grid, mode.offload):
+            self._memory = Memories(mode.offload, grid.device)
             self.buckets = make_buckets(members, grid, mode, capacity, self._memory)
             if make is not None:
                 together = mode.together if mode.overlap else 0
