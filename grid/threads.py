@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def unobtrusive() -> Iterator[None]:
-    """Gloo's threads that start within run when a core is free, and when their turn comes: woken, they interrupt nobody.
+    """Gloo's threads that start within run when a core is free or their turn comes: woken, they interrupt nobody.
 
     Every gloo group has a thread that a message's arrival wakes. Linux lets it take the core at once from the thread
     that just wrote to the socket, which still holds the connection; the woken thread wants it, and spins until its
