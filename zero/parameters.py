@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -132,11 +132,12 @@ class ParameterGatherer:
         for bucket in self._buckets_of.get(layer, ()):
             self._await(bucket)
 
-    def drop(self, layer: int) -> None:
-        """Keep the shards only."""
+    def drop(self, layer: int, users: Collection[int] = ()) -> None:
+        """Keep the shards only, but of what these layers use too."""
         for bucket in self._buckets_of.get(layer, ()):
-            self._await(bucket)
-            bucket.release()
+            if not any(other in users for other in bucket.layers):
+                self._await(bucket)
+                bucket.release()
 
     def _end(self, stage: int, layer: int) -> None:
         """The backward of one of a layer's runs is over."""

@@ -46,7 +46,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         module: the model; stage 3 needs it, to have weights whole where they are used.
         units: of the module, in stage 3: patterns of names or submodules; see ``find_units``. By default the entries
             of its ``ModuleList`` s and ``Sequential`` s. Every replica runs the same ones in the same order.
-        keep_gathered: in stage 3, hold weights whole from a step's first forward to its last backward pass.
+        keep_gathered: in stage 3, hold weights whole from a step's first forward to its last backward pass. A loss
+            that has a gradient in it (``create_graph=True``) needs that.
         backward_passes_per_step: how many, before ``step``. In stages 0 and 1 the last one reduces, in 2 and 3 each.
         reduction: ``"mean"`` or ``"sum"`` over replicas.
         bucket_size: elements of gradient reduced in one collective.
@@ -121,12 +122,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         cast([*laid_out, *(() if module is None else (*module.parameters(), *module.buffers()))], weight_dtype)
         self._units: Units | None = None
         if self._replicas.gatherer is not None:
-            gatherer, over = self._replicas.gatherer, self._replicas.over
-            self._units = Units(cut, gatherer, keep_gathered, backward_passes_per_step, over)
+            gatherer = self._replicas.gatherer
+            self._units = Units(cut, gatherer, keep_gathered, backward_passes_per_step, self._over)
         self._running: AbstractContextManager[None] | None = None  # what the backward pass that runs is in
         self._passes = 0  # backward passes of this step
         self._reduced = self._stepped = False
         self._task = -1
+        self._early: list[tuple[int, int, int]] = []  # the pass, and a unit that was over before its first gradient
         self.state = self._inner.state
         self._begin()
 
@@ -287,7 +289,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._passes += 1
         self._running = self._replicas.backward(0, last=self._passes == self._expected)
         self._running.__enter__()
+        for task, unit, runs in self._early:
+            if task == self._task:
+                self._replicas.over(unit, runs)
+        self._early.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _over(self, unit: int, runs: int) -> None:
+        """The backward of one of a unit's runs is over."""
+        task = torch._C._current_graph_task_id()
+        if self._running is not None:
+            self._replicas.over(unit, runs)
+        else:
+            self._early = [*(entry for entry in self._early if entry[0] == task), (task, unit, runs)]
 
     def _leave_backward(self) -> None:
         assert self._running is not None

@@ -96,6 +96,7 @@ class _Tape:
     def __init__(self) -> None:
         self.entered: list[int] = []  # units, in the order in which they began
         self.ended: list[int] = []  # those whose outputs a backward pass can come to
+        self.began: list[int] = []  # for each of ``ended``, its place in ``entered``
         self.left = 0  # how many of ``ended`` the backward pass has not come to
 
 
@@ -123,6 +124,7 @@ class Units:
         self._gatherer, self._keep, self._over, self._count = gatherer, keep, over, len(units)
         self._running: list[int] = []
         self._held: set[int] = set()  # units that stay whole to the end of the backward pass
+        self._open: set[int] = set()  # those whose backward runs
         self._tape = _Tape()
         self._waiting: deque[_Tape] = deque(maxlen=expected)  # forward passes that no backward pass came to yet
         self._reached: list[_Tape] = []  # those that the running backward pass came to
@@ -138,6 +140,7 @@ class Units:
         for unit in range(self._count):
             self._gatherer.drop(unit)
         self._held.clear()
+        self._open.clear()
 
     def catch_up(self, passes: int) -> None:
         """Start the gathers of backward passes that other replicas may have had and this one had not."""
@@ -163,20 +166,19 @@ class Units:
         if outermost:
             self._tape = _Tape()
         tape, trains = self._tape, torch.is_grad_enabled()
-        self._begin(unit, tape)
+        began = self._begin(unit, tape)
         self._running.append(unit)
         hooked = False
         try:
             if trains:
                 args, kwargs = _mark((args, kwargs), lambda: self._end(tape, unit))
             y = forward(*args, **kwargs)
-            hooked = trains and self._hook(tape, unit, y)
+            hooked = trains and self._hook(tape, unit, began, y)
         finally:
             self._running.pop()
             if trains and (self._keep or unit == 0 or not hooked):
                 self._held.add(unit)
-            if unit not in self._held and unit not in self._running:
-                self._gatherer.drop(unit)
+            self._let_go(unit)
         if outermost:
             self._orders[unit] = tape.entered
             tape.left = len(tape.ended)
@@ -185,8 +187,8 @@ class Units:
                 self._alive.add(tape)
         return y
 
-    def _begin(self, unit: int, tape: _Tape) -> None:
-        """Have a unit whole, and start fetching the one that began after it the last time."""
+    def _begin(self, unit: int, tape: _Tape) -> int:
+        """Have a unit whole, and start fetching the one that began after it the last time; returns its place."""
         order = self._orders.get(self._running[0] if self._running else unit, [])
         at = len(tape.entered)
         tape.entered.append(unit)
@@ -194,8 +196,9 @@ class Units:
         if at + 1 < len(order) and order[at] == unit:
             self._gatherer.fetch(order[at + 1])
         self._gatherer.arrive(unit)
+        return at
 
-    def _hook(self, tape: _Tape, unit: int, y: Any) -> bool:
+    def _hook(self, tape: _Tape, unit: int, began: int, y: Any) -> bool:
         """Have the unit whole when the backward pass comes to its outputs; False where one cannot see all of these."""
         outputs: list[Tensor] = []
         seen = _visit(y, outputs.append)
@@ -203,6 +206,7 @@ class Units:
         if wanted:
             place = len(tape.ended)
             tape.ended.append(unit)
+            tape.began.append(began)
             for tensor in wanted:
                 tensor.register_hook(lambda _: self._reach(tape, place))
         return seen
@@ -216,18 +220,26 @@ class Units:
             if tape in self._waiting:
                 self._waiting.remove(tape)
         if place < tape.left:
-            self._skip(tape, place + 1)
+            self._skip(tape, place + 1, tape.began[place])
             self._fetch(tape, place)
             tape.left = place
-        self._gatherer.fetch(tape.ended[place])  # gone again: a second backward pass through the same graph
-        self._gatherer.arrive(tape.ended[place])
+        unit = tape.ended[place]
+        self._open.add(unit)
+        self._gatherer.fetch(unit)  # gone again: a second backward pass through the same graph
+        self._gatherer.arrive(unit)
 
-    def _skip(self, tape: _Tape, to: int) -> None:
-        """Gather, and let go, the runs that have no gradient here: another replica may have one."""
+    def _skip(self, tape: _Tape, to: int, began: int = 0) -> None:
+        """Gather, and let go, the runs that have no gradient here: another replica may have one.
+
+        What is around the run that ``began`` there is not let go: its backward is to come.
+        """
         while tape.left > to:
             tape.left -= 1
             self._fetch(tape, tape.left)
-            self._end(tape, tape.ended[tape.left])
+            if tape.began[tape.left] >= began:
+                self._end(tape, tape.ended[tape.left])
+            else:
+                self._open.add(tape.ended[tape.left])
 
     def _fetch(self, tape: _Tape, place: int) -> None:
         """Start gathering a run's unit, and that of the run whose backward comes after it."""
@@ -236,9 +248,15 @@ class Units:
 
     def _end(self, tape: _Tape, unit: int) -> None:
         """The backward of one of a unit's runs is over."""
-        if unit not in self._held:
-            self._gatherer.drop(unit)
+        self._open.discard(unit)
+        self._let_go(unit)
         self._over(unit, sum(each.entered.count(unit) for each in self._alive))
+
+    def _let_go(self, unit: int) -> None:
+        """Keep the shards only, but of what another unit still uses."""
+        using = {*self._held, *self._running, *self._open}
+        if unit not in using:
+            self._gatherer.drop(unit, using)
 
     def _enter_backward(self) -> None:
         """Within a backward pass: have ``_leave_backward`` called at its end, once."""
