@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine.config import ConfigError, read_config
+from triax.zero import gathered
 from triax.zero.subgroups import sub_groups
 
 WIDTH, SAMPLES, STEPS = 9, 8, 4
@@ -162,6 +163,26 @@ def overflowed(path: Path) -> None:
 
 def test_an_overflow_skips_the_step(ranks: Any, tmp_path: Path) -> None:
     ranks(2, overflowed, tmp_path)
+
+
+def lent(path: Path) -> None:
+    """What is written into whole weights is what is stepped on: shards and masters on the disk take it."""
+    grid = Grid(data=2, timeout=60)
+    found = []
+    for zero in ({}, {"offload_optimizer": nvme(path), "offload_param": nvme(path), "sub_group_size": 17}):
+        engine = engine_of(grid, {"stage": 3, **zero}, bf16={"enabled": True})
+        data = batches(grid, torch.float32)
+        engine.train_batch(data)
+        weight = dict(engine.module.named_parameters())["layers.1.linear.weight"]
+        with gathered(weight, modifier_rank=0), torch.no_grad():
+            weight[0] += 1
+        engine.train_batch(data)
+        found.append(engine.gather())
+    same(found[0], found[1], 0, 0)
+
+
+def test_what_is_lent_and_written(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, lent, tmp_path)
 
 
 def test_one_step_is_one_step(tmp_path: Path) -> None:

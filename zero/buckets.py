@@ -242,8 +242,9 @@ class Bucket:
                 continue
             written = self.weights[low:high]
             self.shard[low - start : high - start].copy_(written)
-            if self.master is not None and self.master.dtype != written.dtype:
+            if self.master is not None and self.master.data_ptr() != self.shard.data_ptr():
                 master = self.master.detach()[low - start : high - start]
+                written = written.to(master.device)
                 master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
                 self.memory.behind(master)
             self.memory.behind(self.shard)
