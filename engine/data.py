@@ -12,7 +12,7 @@ from ..grid.random import derive
 
 
 class BatchOrder(Sampler[list[int]]):
-    """The samples of each of one replica's microbatches, for one epoch.
+    """The samples of each of one replica's microbatches, for one epoch; whoever reads it to the end begins the next.
 
     Global batch k holds the same samples on every grid: of a permutation drawn from (seed, epoch), the k-th
     ``train`` ones. A replica takes a contiguous part of them, and its microbatches parts of that. Samples that do
@@ -27,13 +27,15 @@ class BatchOrder(Sampler[list[int]]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(derive(self._seed, "data", self.epoch))
+        epoch = self.epoch
+        generator = torch.Generator().manual_seed(derive(self._seed, "data", epoch))
         order = torch.randperm(self._samples, generator=generator).tolist()
         share = self._train // self._replicas
         for start in range(0, self._samples - self._train + 1, self._train):
             mine = order[start + self._replica * share : start + (self._replica + 1) * share]
             for at in range(0, share, self._micro):
                 yield mine[at : at + self._micro]
+        self.epoch = epoch + 1
 
     def __len__(self) -> int:
         return self._samples // self._train * (self._train // self._replicas // self._micro)
@@ -46,8 +48,7 @@ def make_loader(
     return DataLoader(dataset, batch_sampler=order, collate_fn=collate)
 
 
-def repeat(loader: DataLoader[Any], order: BatchOrder) -> Iterator[Any]:
+def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's microbatches, epoch after epoch, each in an order of its own."""
     while True:
         yield from loader
-        order.epoch += 1

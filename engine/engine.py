@@ -101,7 +101,7 @@ class Engine:
             samples, data = len(training_data), self.grid.data  # type: ignore[arg-type]
             order = BatchOrder(samples, self.batch.train, self.batch.micro, data.rank, data.size, config.seed)
             self.training_dataloader = make_loader(training_data, order, collate_fn)
-            self._own_data = repeat(self.training_dataloader, order)
+            self._own_data = repeat(self.training_dataloader)
         # A schedule that cannot run is refused here, before the first step.
         self._training = self._lower(schedule)
 
