@@ -275,6 +275,43 @@ def test_resident_is_two_sub_groups_and_the_working_layer(ranks: Any, tmp_path: 
     assert report["held"]["parameters"] == 4 * numel and report["held"]["gradients"] == 0
 
 
+THIN, ALLOWANCE = 512, 24 * 2**20
+
+
+def limited(zero: dict[str, Any]) -> str | list[float]:
+    """Losses of a model whose weights alone are 4 times what this process may allocate; or why there are none."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    count = 4 * ALLOWANCE // (4 * THIN**2)
+    with own_pages():
+        try:
+            for width in (8, THIN):
+                if width == THIN:
+                    rest()
+                    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + ALLOWANCE, before[1]))
+                model = PipelineModule([LayerSpec(Layer, width)] * count, loss_fn=F.mse_loss, device="meta")
+                config = {
+                    "train_micro_batch_size_per_gpu": 1,
+                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                    "zero_optimization": {"stage": 3, "sub_group_size": THIN**2, "reduce_bucket_size": THIN**2, **zero},
+                }
+                engine, *_ = triax.initialize(model=model, config=config)
+                x = torch.linspace(-1, 1, width)[None]
+                losses = [engine.train_batch(iter([(x, x)])).item() for _ in range(2)]
+            return losses
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_weights_4_times_what_the_process_may_allocate(ranks: Any, tmp_path: Path) -> None:
+    disk = nvme(tmp_path)
+    [losses] = ranks(1, limited, {"offload_optimizer": disk, "offload_param": disk})
+    assert losses[1] < losses[0]
+    [said] = ranks(1, limited, {"offload_optimizer": disk})
+    assert "memory" in said
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 
