@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def unobtrusive() -> Iterator[None]:
-    """Gloo's threads that start within run when a core is free or their turn comes: woken, they interrupt nobody.
+    """Threads that start within, gloo's, run when a core is free or their turn comes: woken, they interrupt nobody.
 
     Every gloo group has a thread that a message's arrival wakes. Linux lets it take the core at once from the thread
     that just wrote to the socket, which still holds the connection; the woken thread wants it, and spins until its
@@ -23,19 +23,14 @@ def unobtrusive() -> Iterator[None]:
     if not hasattr(os, "sched_setscheduler"):
         yield
         return
-    before = _of_gloo()
+    before = _threads()
     yield
-    for thread in _of_gloo() - before:
+    for thread in _threads() - before:
         # A thread may have ended, and a sandbox may forbid this.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _of_gloo() -> set[int]:
-    """Gloo's threads in this process, by their names; none where the system does not tell."""
-    found = set()
-    for folder in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
-            if "gloo" in (folder / "comm").read_text():
-                found.add(int(folder.name))
-    return found
+def _threads() -> set[int]:
+    """This process's threads; none where the system does not tell. (Not by name: they give themselves one later.)"""
+    return {int(folder.name) for folder in Path("/proc/self/task").glob("*")}

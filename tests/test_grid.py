@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,25 @@ def test_no_wait_is_longer_than_the_grids_timeout(ranks: Any) -> None:
         assert "Timed out waiting 3000ms" in message
         assert seconds < 5
     assert len(found[0]) == 3
+
+
+def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
+    """The scheduler's policies of this process's threads, before and after the grid made its groups."""
+
+    def policies() -> dict[int, int]:
+        threads = [int(folder.name) for folder in Path("/proc/self/task").glob("*")]
+        return {thread: os.sched_getscheduler(thread) for thread in threads}
+
+    before = policies()
+    Grid(pipe=2)
+    return before, policies()
+
+
+def test_the_pipes_gloo_threads_interrupt_nobody_and_no_other_thread_is_touched(ranks: Any) -> None:
+    for before, after in ranks(2, policies_on_rank):
+        assert set(before.values()) <= {0} and before.items() <= after.items()
+        made = [policy for thread, policy in after.items() if thread not in before]
+        assert not made or made.count(os.SCHED_BATCH) >= 3  # on Linux; elsewhere no thread is seen
 
 
 def report_on_rank() -> tuple[str | None, str | None]:
