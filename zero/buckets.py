@@ -95,6 +95,7 @@ class Bucket:
             self.fill(member.parameter, member.parameter)
         self._show(self._nothing() if self.released else self._views(self.weights))
         self._targets: dict[Tensor, Tensor] = {}
+        self._empty: set[Tensor] = set()  # parameters whose target holds nothing yet
         if self.gradients is not None:
             self._aim(self.gradients)
 
@@ -144,9 +145,23 @@ class Bucket:
 
     def target(self, parameter: Tensor) -> Tensor:
         """Where a parameter's gradient accumulates: a view of ``gradients``."""
+        target = self._room(parameter)
+        if parameter in self._empty:
+            self._empty.discard(parameter)
+            target.zero_()
+        return target
+
+    def _room(self, parameter: Tensor) -> Tensor:
+        """The same, and zero only if it is not ``_empty``: what was just made need not be, to be written over."""
         if self.gradients is None:
-            self.gradients = torch.zeros(self.flat.numel, dtype=self._accumulate, device=self._device)
+            self.gradients = torch.empty(self.flat.numel, dtype=self._accumulate, device=self._device)
             self._aim(self.gradients)
+            self._empty = set(self._targets)
+            ends = [0, *(slot.stop for slot in self.flat.slots)]
+            starts = [*(slot.start for slot in self.flat.slots), self.flat.numel]
+            for end, start in zip(ends, starts, strict=True):  # the padding
+                if end < start:
+                    self.gradients[end:start].zero_()
         return self._targets[parameter]
 
     def accumulate(self, part: Tensor) -> None:
@@ -169,9 +184,13 @@ class Bucket:
         gradient = parameter.grad
         if gradient is None:
             return
-        target = self.target(parameter)
+        target = self._room(parameter)
         if not self.direct:
-            target.add_(gradient)
+            if parameter in self._empty:
+                self._empty.discard(parameter)
+                target.copy_(gradient)
+            else:
+                target.add_(gradient)
             parameter.grad = None
         elif gradient is not target:
             # Somebody set it to None (``module.zero_grad()``) or to a tensor of his own: that counts.
@@ -186,6 +205,8 @@ class Bucket:
             if self._axis.size == 1:
                 return None
             self.target(self.members[0].parameter)  # another replica may have had a gradient: take part, with zeros
+        for parameter in list(self._empty):
+            self.target(parameter)
         gradients = self.gradients
         assert gradients is not None
         partial = gradients[slice(*self.flat.runs[PARTIAL])]
