@@ -42,13 +42,14 @@ class GradientReducer:
         self._stages_left: dict[int, set[int]] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._strict = mode is not None and not mode.unused
-        self._unused: dict[Tensor, str] = {}  # where that is an error: parameters without a gradient in this step
+        self._unused: dict[Tensor, str] = {}  # parameters without a gradient in this step, so far
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[member.parameter] = bucket
-                # Where nothing travels and gradients are made in place, nobody need hear of each.
-                if member.parameter.requires_grad and (grid.data.size > 1 or not bucket.direct or self._strict):
-                    member.parameter.register_post_accumulate_grad_hook(self.accumulated)
+                if member.parameter.requires_grad:
+                    # Where nothing travels and gradients are made in place, it is enough to know that there is one.
+                    hook = self.accumulated if grid.data.size > 1 or not bucket.direct else self._used
+                    member.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
@@ -57,9 +58,8 @@ class GradientReducer:
         # What REDUCE at a stage's end must still see to: gradients that a tie or several stages add up.
         self._stages_left = {id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.each}
         self._armed, self._missing = [], {}
-        if self._strict:
-            members = [member for bucket in self._buckets for member in bucket.members]
-            self._unused = {m.parameter: m.layout.name for m in members if m.parameter.requires_grad}
+        members = [member for bucket in self._buckets for member in bucket.members]
+        self._unused = {m.parameter: m.layout.name for m in members if m.parameter.requires_grad}
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """A backward pass of the stage runs within: reduce each bucket as soon as it is complete.
@@ -75,7 +75,7 @@ class GradientReducer:
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             return
-        self._unused.pop(parameter, None)
+        self._used(parameter)
         armed = id(bucket) in self._missing
         if armed and bucket not in self._armed and (bucket.transient or self._grid.data.size > 1):
             name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
@@ -136,13 +136,20 @@ class GradientReducer:
             self._pending.popleft().wait()
         for bucket in self._buckets:
             bucket.complete()
-        if self._unused:
+        if self._strict and self._unused:
             names = list(self._unused.values())
             raise RuntimeError(
                 f"{len(names)} parameters got no gradient in this step: {', '.join(names[:8])}"
                 f"{', ...' if len(names) > 8 else ''}. Freeze them, or let "
                 "zero_optimization.ignore_unused_parameters be true"
             )
+
+    def unused(self) -> set[Tensor]:
+        """The parameters without a gradient in this step. A tie's is there on all its stages if it is on one."""
+        return {parameter for parameter in self._unused if self._bucket_of[parameter].tie is None}
+
+    def _used(self, parameter: Tensor) -> None:
+        self._unused.pop(parameter, None)
 
     def abandon(self) -> None:
         """After a failure: let go of every reduction under way."""

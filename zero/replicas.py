@@ -56,6 +56,7 @@ class Replicas:
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
+        self._tensor_axis = grid.tensor
         self._stepper: RangeStepper | None = None
         with agreed(grid, mode.offload):
             self._memory = Memories(mode.offload, grid.device)
@@ -158,6 +159,19 @@ class Replicas:
     def squares(self) -> Tensor:
         """This rank's share of the square of the global gradient norm."""
         return squares(self.buckets, self.device)
+
+    def unused(self) -> int:
+        """How many parameters had no gradient on this rank in this step."""
+        return len(self._reducer.unused())
+
+    def without_gradient(self) -> set[Tensor]:
+        """The parameters that had none on any replica. Collective over the data axis and the tensor axis."""
+        members = [m.parameter for bucket in self.buckets if bucket.trained for m in bucket.members]
+        unused = self._reducer.unused()
+        used = torch.tensor([p not in unused for p in members], dtype=torch.uint8, device=self.device)
+        for axis in (self.axis, self._tensor_axis):
+            axis.all_reduce(used, op="max")
+        return {parameter for parameter, flag in zip(members, used.tolist(), strict=True) if not flag}
 
     def step(self, scale: Tensor | None, without: Collection[Tensor] = ()) -> None:
         """Scale the gradients, step the optimizer, bring the new weights to every replica: ``RangeStepper.step``."""

@@ -93,7 +93,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         agree(laid_out, called, grid)
 
         self._trained = [p for p in laid_out if p in group_of and p.requires_grad]
-        self._touched: set[Tensor] = set()  # those that had a gradient in this step
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._arrived)  # called before the reducer's, made below
         members = [
@@ -159,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
             its.update(_options(mine))  # what schedulers, and whoever else, wrote
-        self._replicas.step(None, without=self._without_gradient())
+        self._replicas.step(None, without=self._replicas.without_gradient())
         self._stepped = True
         return loss
 
@@ -261,7 +260,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         self._replicas.begin()
-        self._touched.clear()
         self._passes = 0
         self._reduced = self._stepped = False
         if self._units is not None:
@@ -271,7 +269,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Autograd has made a parameter's gradient."""
         if torch._C._current_graph_task_id() != self._task:
             self._enter_backward()
-        self._touched.add(parameter)
 
     def _enter_backward(self) -> None:
         """The first gradient of a backward pass: from here on buckets are reduced as they become complete."""
@@ -310,12 +307,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             running.__exit__(None, None, None)
         if self._units is not None and self._passes == self._expected:
             self._units.drop()
-
-    def _without_gradient(self) -> set[Tensor]:
-        """The parameters that had no gradient on any replica."""
-        had = torch.tensor([p in self._touched for p in self._trained], dtype=torch.uint8, device=self._grid.device)
-        self._grid.data.all_reduce(had, op="max")
-        return {p for p, flag in zip(self._trained, had.tolist(), strict=True) if not flag}
 
     def _refuse_unfrozen(self) -> None:
         known = set(self._trained)
