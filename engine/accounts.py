@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from ..grid import Grid
+from ..pipe.executor import Executor
 from ..pipe.module import PipelineModule
 from ..pipe.passes import Program
+from ..pipe.simulate import Flight, Timeline
 from ..zero.buckets import Bucket
 from ..zero.replicas import Replicas
 from .formulas import STATES, ModelStates, model_states
@@ -46,6 +49,18 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
             runs = sum(backwards.get(s, 0) for s in bucket.stages)
             total += passes * gradient + 2 * runs * weight
     return total * (replicas - 1) / replicas
+
+
+def measured(grid: Grid, executor: Executor) -> Timeline:
+    """When the ops of the step that just ended ran, on every pipe rank of this replica, and its collectives with them.
+
+    Collective over the pipe axis; from here on nothing is recorded.
+    """
+    flights = grid.traffic.flights or []
+    grid.traffic.flights = None
+    mine = [Flight(f.collective, *(at - executor.origin for at in f[2:])) for f in flights if f.axis == "data"]
+    both = grid.pipe.all_gather_object((tuple(executor.spans), tuple(mine)))
+    return Timeline(tuple(spans for spans, _ in both), tuple(flights for _, flights in both))
 
 
 class Accounts:

@@ -134,19 +134,18 @@ class Engine:
             self.module.train()
         self.module.dropout_state.step = self.global_steps
         self._executor.record = self.record_timeline
+        self.grid.traffic.flights = [] if self.record_timeline else None
         self._replicas.begin()
         result = self._executor.run(self._training, microbatches)
         self._replicas.finish()
         if self.record_timeline:
-            rows = self.grid.pipe.all_gather_object(tuple(self._executor.spans))
-            self.timeline = Timeline(tuple(rows))
+            self.timeline = accounts.measured(self.grid, self._executor)
 
         # The one division. Tensor ranks hold the same loss: the first one counts.
         counts = float(self.grid.tensor.is_first)
-        unused = torch.full_like(result.loss, self._replicas.unused())
-        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares(), unused])
+        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares()])
         self.grid.world.all_reduce(sums)
-        loss, weight, square, unused = sums
+        loss, weight, square = sums
         if not weight > 0:
             raise AgreedError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
         divisor = weight if self._scaler is None else weight * self._scaler.scale
@@ -156,8 +155,7 @@ class Engine:
             scale = 1.0 / divisor
             if self.config.gradient_clipping:
                 scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
-            # What had no gradient anywhere stands still, as under torch's optimizers. Mostly there is no such thing.
-            self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
+            self._replicas.step(scale)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         if self._scaler is not None:

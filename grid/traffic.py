@@ -13,16 +13,33 @@ class Sent(NamedTuple):
     bytes: float
 
 
+class Flight(NamedTuple):
+    """A collective that was started and waited for later; times as of ``time.perf_counter``.
+
+    Between ``start`` and ``waited`` the rank did something else; from there to ``end`` it waited.
+    """
+
+    axis: str
+    collective: str
+    start: float
+    waited: float
+    end: float
+
+
 class Traffic:
     """Bytes that this rank sends, by axis and collective, since ``clear``.
 
     A collective over n ranks counts what its ring sends from each rank, which is also the least any algorithm can:
     reduce-scatter and all-gather of M bytes in all (n-1)/n M, all-reduce twice that; a broadcast counts M on its
     source, a send M.
+
+    Attributes:
+        flights: the collectives that were under way while this was a list, in the order they were waited for.
     """
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+        self.flights: list[Flight] | None = None
 
     def add(self, axis: str, collective: str, size: float) -> None:
         """One call that sends ``size`` bytes from this rank."""

@@ -127,6 +127,9 @@ def picture(
             axis.broken_barh(bars, (rank - 0.4, 0.8), facecolors=fills, edgecolor="white", linewidth=0.4)
             for span, fill in zip(spans, fills, strict=True):
                 _number(axis, rank, span, begin, fill, inches)
+            flights = one.flights[rank] if one.flights else ()  # below the row: light under way, dark waited for
+            axis.broken_barh([(f.start - begin, f.end - f.start) for f in flights], (rank + 0.4, 0.07), color=OTHER)
+            axis.broken_barh([(f.waited - begin, f.end - f.waited) for f in flights], (rank + 0.4, 0.07), color="black")
         axis.set_ylim(len(one.rows) - 0.4, -0.6)
         axis.set_yticks(range(len(one.rows)), [f"rank {r}" for r in range(len(one.rows))])
         axis.set_xlim(0, longest * 1.005)
@@ -152,7 +155,7 @@ def _number(axis: Any, rank: int, span: Span, begin: float, fill: str, inches: f
 
 
 def chrome_trace(times: Timeline, scale: float = 1e6) -> dict[str, Any]:
-    """Chrome's trace format, one row per rank; `scale` makes the timeline's units microseconds."""
+    """Chrome's trace format, a row per rank and one for its collectives; `scale` makes units microseconds."""
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(times.rows):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
@@ -169,4 +172,14 @@ def chrome_trace(times: Timeline, scale: float = 1e6) -> dict[str, Any]:
             }
             for span in row
         ]
+    for rank, flights in enumerate(times.flights):
+        below = len(times.rows) + rank
+        events.append(
+            {"ph": "M", "pid": 0, "tid": below, "name": "thread_name", "args": {"name": f"rank {rank}, data"}}
+        )
+        for name, start, waited, end in flights:
+            # Those under way at once overlap: pairs of events that share a number, and not spans of one row.
+            common = {"pid": 0, "tid": below, "name": name, "cat": "data", "id": len(events)}
+            events.append({"ph": "b", "ts": start * scale, "args": {"waited": (end - waited) * scale}, **common})
+            events.append({"ph": "e", "ts": end * scale, **common})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

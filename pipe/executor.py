@@ -93,6 +93,7 @@ class Executor:
     Attributes:
         loss_scale: what losses are multiplied by before the backward pass (fp16); results are not.
         spans: when each compute op of the last run ran, in seconds since its start, if ``record`` was set.
+        origin: that start, as of ``time.perf_counter``.
         held: activations of (stage, microbatch) held now; ``peak`` the most of the last run.
     """
 
@@ -119,6 +120,7 @@ class Executor:
         self.record = False
         self.loss_scale = 1.0
         self.spans: list[Span] = []
+        self.origin = 0.0
         self.held: dict[tuple[int, int], _Held] = {}
         self.peak = 0
 
@@ -165,7 +167,7 @@ class Executor:
         self.spans, self.peak = [], 0
         if self.record:
             self._grid.pipe.barrier()
-        origin = time.perf_counter()
+        origin = self.origin = time.perf_counter()
         for op in ops:
             try:
                 self._begin = time.perf_counter()

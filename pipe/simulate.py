@@ -80,11 +80,22 @@ class Span(NamedTuple):
     end: float
 
 
+class Flight(NamedTuple):
+    """A collective: until ``waited`` its rank did something else, from there to ``end`` it waited for it."""
+
+    name: str
+    start: float
+    waited: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When each op of each rank ran: simulated here, or measured by the executor."""
 
     rows: tuple[tuple[Span, ...], ...]
+    # Where they were measured: per rank, the collectives of the data axis that were under way meanwhile.
+    flights: tuple[tuple[Flight, ...], ...] = ()
 
     @property
     def makespan(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine.config import ConfigError, read_config
+from triax.pipe.draw import chrome_trace
 
 WIDTH, LAYERS, MICROBATCHES, REPLICAS, STEPS = 32, 4, 2, 2, 2
 WEIGHT, BIAS = WIDTH * WIDTH, WIDTH  # elements, both multiples of every padding on two replicas
@@ -223,6 +225,39 @@ def test_how_far_weights_are_gathered_ahead(ranks: Any) -> None:
     ):
         for calls in ranks(REPLICAS, events, zero):
             assert calls[: len(wanted)] == wanted, zero
+
+
+def overlapping(zero: dict[str, Any]) -> Any:
+    """For each collective of a step, the layers whose backward pass ended while it was under way; and the trace."""
+    grid = Grid(data=REPLICAS, timeout=60)
+    made, batches = engine(grid, {"reduce_bucket_size": WEIGHT, **zero}), data(grid)
+    ended: list[tuple[float, int]] = []
+    for i, layer in enumerate(made.module.layers.values()):
+        layer.register_full_backward_hook(lambda *_, i=i: ended.append((time.perf_counter(), i)))
+    made.train_batch(batches)
+    ended.clear()
+    made.record_timeline = True
+    made.train_batch(batches)
+    assert made.timeline is not None
+    (flights,) = made.timeline.flights
+    origin = made._executor.origin
+    during = [
+        (f.name, {i for at, i in ended if f.start < at - origin < f.waited}, f.start <= f.waited <= f.end)
+        for f in flights
+    ]
+    return during, chrome_trace(made.timeline)
+
+
+@pytest.mark.parametrize(("stage", "kinds"), [(0, {"all_reduce"}), (1, {"reduce_scatter"}), (3, {"all_gather"})])
+def test_collectives_overlap_with_the_backward_pass_or_do_not(ranks: Any, stage: int, kinds: set[str]) -> None:
+    for overlap in (True, False):
+        for during, trace in ranks(REPLICAS, overlapping, {"stage": stage, "overlap_comm": overlap}):
+            assert during and all(ordered for *_, ordered in during)
+            meanwhile = [layers for name, layers, _ in during if name in kinds]
+            assert any(meanwhile) == overlap
+            rows = {event["args"]["name"]: event["tid"] for event in trace["traceEvents"] if event["ph"] == "M"}
+            drawn = [event for event in trace["traceEvents"] if event["tid"] == rows["rank 0, data"]]
+            assert [event["name"] for event in drawn if event["ph"] == "b"] == [name for name, *_ in during]
 
 
 def unused(strict: bool) -> str:
