@@ -143,9 +143,10 @@ class Engine:
 
         # The one division. Tensor ranks hold the same loss: the first one counts.
         counts = float(self.grid.tensor.is_first)
-        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares()])
+        unused = torch.full_like(result.loss, self._replicas.unused())
+        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares(), unused])
         self.grid.world.all_reduce(sums)
-        loss, weight, square = sums
+        loss, weight, square, unused = sums
         if not weight > 0:
             raise AgreedError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
         divisor = weight if self._scaler is None else weight * self._scaler.scale
@@ -155,7 +156,8 @@ class Engine:
             scale = 1.0 / divisor
             if self.config.gradient_clipping:
                 scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
-            self._replicas.step(scale)
+            # What had no gradient anywhere stands still, as under torch's optimizers. Mostly there is no such thing.
+            self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         if self._scaler is not None:
