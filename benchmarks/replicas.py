@@ -213,6 +213,7 @@ def contenders(stack: Stack, microbatches: int) -> Iterator[tuple[str, Callable[
         ("triax stage 2", {"stage": 2}),
         ("triax stage 2, reducing once", {"stage": 2, **once}),
         ("triax stage 3", {"stage": 3}),
+        ("triax stage 3, reducing once", {"stage": 3, **once}),
         ("triax stage 3, kept", {"stage": 3, **kept}),
         ("triax stage 3, kept, reducing once", {"stage": 3, **kept, **once}),
     ):

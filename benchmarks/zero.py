@@ -5,8 +5,8 @@
 
 All contenders live in one set of processes on gloo, one thread each, and take turns: every round runs each of
 them once, and starts one further down the list than the round before. What is quoted is the median over rounds of the
-slowest rank's time, optimizer included, of its ratio to DDP's in the same round, and what the loopback device carried for each rank in
-a step. Before any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
+slowest rank's time, optimizer included, of its ratio to DDP's in the same round, and of what the loopback device
+carried for each rank. Before any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def wanted(name: str, options: argparse.Namespace) -> bool:
 
 def measure(options: argparse.Namespace, path: str) -> None:
     """Time every contender; rank 0 writes the rows to ``path``."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, of the collectives that FSDP2 calls
+    warnings.simplefilter("ignore")  # torch's own, of what FSDP2 calls
     stack, grid = STACKS[options.stack], triax.Grid()
     expected = plain(stack, options.microbatches)
     rows: list[Row] = []
@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace, path: str) -> None:
 
 def peak(name: str, options: argparse.Namespace, folder: str) -> None:
     """The peak of this process, beyond that of one that trains next to nothing."""
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore")
     grid = triax.Grid()
     train(dict(contenders(SMOKE, options.microbatches))[name]())
     footprint = grid.peak_memory()
