@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from triax import Grid, Layout
+from triax import Grid, Layout, PipelineModule, initialize
 from triax.grid.layout import layout_of, set_layout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
@@ -380,8 +385,6 @@ def resumed(stage: int, half: bool) -> bool:
 
 def torch_copy(state: Any) -> Any:
     """As it comes from a file."""
-    import io
-
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -552,3 +555,41 @@ def test_learning_rate_schedulers(which: int) -> None:
     wanted = train(net(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
     found = train(net(), lambda m: make(model=m, momentum=0.9))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------- docs/zero.md
+
+
+def documented(start: str) -> str:
+    """The block of docs/zero.md that starts so."""
+    text = (Path(__file__).parent.parent / "docs" / "zero.md").read_text()
+    return next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith(start))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_documented_loop(processes: int, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(documented("# plain.py"))
+    python = [sys.executable] if processes == 1 else [str(Path(sys.executable).parent / "torchrun")]
+    options = [] if processes == 1 else ["--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [*python, *options, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1.5
+    saved = load_file(tmp_path / "model.safetensors")
+    assert not any(tensor.isnan().any() for tensor in saved.values())
+    assert len(list(tmp_path.glob("optimizer-*.pt"))) == processes
+
+
+def test_the_documented_lending() -> None:
+    grid = Grid()
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    made = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).square().mean())
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = initialize(model=made, config=config)
+    before = engine.gather()
+    exec(documented("from triax.zero import gathered"), {"engine": engine, "grid": grid, "torch": torch})
+    after = engine.gather()
+    assert torch.equal(after["layers.0.weight"], 0.5 * before["layers.0.weight"])
+    assert torch.equal(after["layers.1.weight"], before["layers.1.weight"])
