@@ -499,3 +499,31 @@ def waits() -> str:
 def test_the_time_limit_holds_for_messages_between_stages(ranks: Any) -> None:
     """The mesh's groups had torch's half hour, and a limit that was set later did not hold for them."""
     assert "Timed out waiting 1000ms" in ranks(4, waits, timeout=30)[0]
+
+
+class FailsOnRank1(nn.Linear):
+    def __init__(self, *, grid: Grid) -> None:
+        super().__init__(600, 600)
+        self.rank = grid.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rank == 1:
+            raise MemoryError("boom")
+        return super().forward(x)
+
+
+def fails_while_it_gathers() -> tuple[str, float]:
+    grid = Grid(timeout=60)
+    wide = LayerSpec(nn.Linear, 600, 600)
+    engine = engine_of([wide, LayerSpec(FailsOnRank1), wide], grid, zero_optimization={"stage": 3})
+    x = torch.ones(1, 600, dtype=torch.float64)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        engine.train_batch(iter([(x, x)] * MICROBATCHES))
+    return str(error.value), time.monotonic() - start
+
+
+def test_a_rank_that_fails_lets_go_of_the_next_layers_gather(ranks: Any) -> None:
+    """Stage 3 gathers a layer ahead: that gather kept the connections open, and the others waited for the limit."""
+    for rank, (message, seconds) in enumerate(ranks(2, fails_while_it_gathers, timeout=40)):
+        assert message.startswith(f"rank {rank} (") and "boom" in message and seconds < 20

@@ -81,6 +81,10 @@ class ParameterGatherer:
             for layer in layers:
                 self.drop(layer)
 
+    def abandon(self) -> None:
+        """After a failure: let go of every gather under way."""
+        self._arriving.clear()
+
     def borrow(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """Gather these; returns those that were released, for the caller to release again. Collective."""
         buckets = list(buckets)

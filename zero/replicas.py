@@ -133,6 +133,8 @@ class Replicas:
     def abandon(self) -> None:
         """After a failure: let go of everything under way."""
         self._reducer.abandon()
+        if self.gatherer is not None:
+            self.gatherer.abandon()
 
     def displaced(self) -> str | None:
         """The name of a parameter that went elsewhere, so that a step would not move it."""
