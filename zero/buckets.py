@@ -19,6 +19,7 @@ from ..grid import Axis, Grid, Pending
 from .arriving import Accumulation, All, Moved
 from .flat import PARTIAL, REPLICATED, RUNS, SHARDED, FlatBucket, Item, plan
 from .mode import Managed, Mode
+from .norm import square
 from .offload import Memories
 
 # Elements squared at once on a CPU, which converts them first: all together, that is twice the gradients' memory.
@@ -93,7 +94,10 @@ class Bucket:
         self._slots = {member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)}
         for member in self.members:
             self.fill(member.parameter, member.parameter)
-        self._show(self._nothing() if self.released else self._views(self.weights))
+        # Made once (a storage that is emptied and filled again stays the same), where there is something to view.
+        self._whole = [] if self.released else self._views(self.weights)
+        self._hidden = self._nothing() if self.gathered else []
+        self._show(self._hidden if self.released else self._whole)
         self._targets: dict[Tensor, Tensor] = {}
         self._empty: set[Tensor] = set()  # parameters whose target holds nothing yet
         if self.gradients is not None:
@@ -296,14 +300,14 @@ class Bucket:
         found = []
         for a, b, factor in self._counted:
             for piece in self.owned_gradient[a:b].split(_PIECE if self.owned_gradient.device.type == "cpu" else b - a):
-                found.append((torch.linalg.vector_norm(piece, dtype=torch.float64).square() * factor).to(self._device))
+                found.append((square(piece) * factor).to(self._device))
                 self.memory.behind(piece)
         return found
 
     def release(self) -> None:
         """Keep the shard only. The parameters show NaN until ``restore``: a read too early is seen, not silent."""
         if not self.released:
-            self._show(self._nothing())
+            self._show(self._hidden)
             # The storage is emptied, not dropped: what autograd saved for backward are views of it.
             self.weights.untyped_storage().resize_(0)
             self.released = True
@@ -322,7 +326,8 @@ class Bucket:
     def show(self) -> None:
         """Let the parameters be views of the whole weights again."""
         self.memory.behind(self.shard)
-        self._show(self._views(self.weights))
+        self._whole = self._whole or self._views(self.weights)
+        self._show(self._whole)
 
     def _nothing(self) -> list[Tensor]:
         nothing = torch.full((), float("nan"), dtype=self.weights.dtype, device=self._device)
