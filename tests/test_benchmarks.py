@@ -37,6 +37,15 @@ def test_pipeline_compares_and_prints(capsys: Any, monkeypatch: Any) -> None:
     assert all(name in table for name in rows)
 
 
+def test_zero_compares_and_counts() -> None:
+    args = ("--stack", "smoke", "--replicas", "2", "--rounds", "2", "--only", "triax", "FSDP2", "--json")
+    # Gradients were those of plain autograd, or it would have failed.
+    (rows,) = json.loads(run("zero.py", *args))["results"].values()
+    names = [row["name"] for row in rows]
+    assert names[0] == "DDP" and sum("triax stage" in name for name in names) == 8 and "FSDP2, resharding" in names
+    assert all(len(row["times"]) == len(row["sent"]) == 2 for row in rows)
+
+
 def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
     plot = tmp_path / "timeline.png"
     args = ("--stages", "2", "--microbatches", "3", "--steps", "3", "--milliseconds", "0.2")
