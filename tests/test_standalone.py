@@ -557,6 +557,38 @@ def test_learning_rate_schedulers(which: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
+def overlapped(stage: int) -> list[str]:
+    """What happens, in order, in the second of two backward passes."""
+    grid = Grid(timeout=60)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    optimizer = ShardedOptimizer(
+        torch.optim.SGD, model.parameters(), grid.data, stage=stage, lr=0.1, bucket_size=20, backward_passes_per_step=2
+    )
+    calls: list[str] = []
+    start = grid.data.reduce_scatter
+
+    def spy(output: Tensor, tensor: Tensor, async_op: bool = False) -> Any:
+        calls.append("reduce")
+        return start(output, tensor, async_op)
+
+    grid.data.reduce_scatter = spy  # type: ignore[method-assign]
+    for number, layer in enumerate(model):
+        layer.register_full_backward_hook(lambda *_, n=number: calls.append(f"backward {n}"))
+    for _ in range(2):
+        calls.append("pass")
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    optimizer.step()
+    return calls
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_reduction_overlaps_the_backward_pass(ranks: Any, stage: int) -> None:
+    for calls in ranks(2, overlapped, stage):
+        first, last = (" ".join(calls).split("pass")[1:]) if calls else ("", "")
+        assert first.count("reduce") == (3 if stage == 2 else 0) and last.count("reduce") == 3
+        assert last.index("reduce") < last.index("backward 0")
+
+
 # ------------------------------------------------------------------------------------------------- docs/zero.md
 
 
