@@ -43,7 +43,7 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
         passes = sum(backwards.get(s, 0) for s in bucket.stages) if bucket.each else 1
         if stage == 0:
             total += 2 * gradient
-        elif stage < 3:
+        elif not bucket.gathered:
             total += passes * gradient + weight
         else:
             runs = sum(backwards.get(s, 0) for s in bucket.stages)
