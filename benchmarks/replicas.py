@@ -113,8 +113,9 @@ class Ddp(Loop):
 
     def gradients(self) -> dict[str, Tensor]:
         self._differentiate()
-        named = self.model.module.named_parameters()  # type: ignore[union-attr, operator]
-        return {name: parameter.grad.clone() for name, parameter in named}
+        module = self.model.module
+        assert isinstance(module, nn.Module)
+        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
     def _microbatch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if last else self.model.no_sync()  # type: ignore[operator]

@@ -6,7 +6,8 @@
 All contenders live in one set of processes on gloo, one thread each, and take turns: every round runs each of
 them once, and starts one further down the list than the round before. What is quoted is the median over rounds of the
 slowest rank's time, optimizer included, of its ratio to DDP's in the same round, and of what the loopback device
-carried for each rank. Before any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
+carried for each rank. Before any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md
+says more.
 """
 
 from __future__ import annotations

@@ -282,7 +282,8 @@ def at_once(size: int | str) -> int:
     """The most all-gathers of new weights that were under way at once."""
     grid = Grid(data=REPLICAS, timeout=60)
     made = engine(grid, {"stage": 1, "allgather_bucket_size": size, "reduce_bucket_size": WEIGHT})
-    start, open_, most = made.grid.data.all_gather, set(), [0]
+    start, most = made.grid.data.all_gather, [0]
+    open_: set[int] = set()
 
     def spy(output: Tensor, tensor: Tensor, async_op: bool = False) -> Any:
         work, key = start(output, tensor, async_op), len(open_) + 100 * most[0]
