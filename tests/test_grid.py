@@ -209,7 +209,7 @@ def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
 
 def test_the_pipes_gloo_threads_interrupt_nobody_and_no_other_thread_is_touched(ranks: Any) -> None:
     for before, after in ranks(2, policies_on_rank):
-        assert set(before.values()) <= {0} and before.items() <= after.items()
+        assert before.items() <= after.items()
         made = [policy for thread, policy in after.items() if thread not in before]
         assert not made or made.count(os.SCHED_BATCH) >= 3  # on Linux; elsewhere no thread is seen
 
