@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,7 +75,10 @@ class Axis:
         size: their number.
         traffic: where its bytes are counted.
         group: torch's process group; None at size 1, and after the grid is closed.
+        grid: whose axis it is; None where one made it by hand.
     """
+
+    grid: Grid | None = None
 
     def __init__(
         self,
@@ -92,17 +94,6 @@ class Axis:
         self.rank = self.ranks.index(me)
         self.size = len(self.ranks)
         self.group = group if self.size > 1 else None
-        # Weak: in a circle with its axes, a grid that nobody needs any more would keep its groups, and their threads.
-        self._grid: weakref.ref[Grid] | None = None
-
-    @property
-    def grid(self) -> Grid | None:
-        """Whose axis it is; None where one made it by hand, or where the grid is gone."""
-        return None if self._grid is None else self._grid()
-
-    def belong(self, grid: Grid) -> None:
-        """Say whose axis it is."""
-        self._grid = weakref.ref(grid)
 
     @property
     def is_first(self) -> bool:

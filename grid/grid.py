@@ -90,7 +90,7 @@ class Grid:
         self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
         self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
         for axis in (self.world, self.pipe, self.data, self.tensor):
-            axis.belong(self)
+            axis.grid = self
             self._connect(axis)
 
     def axis(self, name: str) -> Axis:

@@ -430,7 +430,7 @@ def make(**changes: Any) -> ShardedOptimizer:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"axis": "tensor"}, "is not the data axis of a grid that is still there"),
+        ({"axis": "tensor"}, "is not a grid's data axis: pass grid.data"),
         ({"optimizer_class": torch.optim.LBFGS}, "LBFGS needs whole tensors"),
         ({"optimizer_class": "SGD"}, "pass the class itself"),
         ({"stage": 4}, "stage is ZeRO's, 0, 1, 2 or 3, not 4"),

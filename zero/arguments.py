@@ -23,9 +23,7 @@ def checked(
     """The grid of the axis, once the arguments are known to make sense."""
     grid = axis.grid
     if grid is None or axis is not grid.data:
-        raise ValueError(
-            f"{axis!r} is not the data axis of a grid that is still there: grid = triax.Grid(...), and pass grid.data"
-        )
+        raise ValueError(f"{axis!r} is not a grid's data axis: pass grid.data, with grid = triax.Grid(...)")
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
         raise ValueError(f"optimizer_class is {optimizer_class!r}: pass the class itself, torch.optim.AdamW say")
     if needs_whole_tensors(optimizer_class):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakMethod
 
 from torch import Tensor
 
@@ -13,6 +14,21 @@ from .buckets import Bucket, Mode
 
 # Buckets that may be on their way at once: one travels while the next one fills. More would hold memory for nothing.
 _UNDER_WAY = 2
+
+
+def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A parameter's hook that does not keep the method's owner alive, and does nothing once that is gone.
+
+    Python's collector does not see through the hooks of a tensor that C++ refers to as well: an owner that they hold
+    would never go, nor would its grid's sockets and threads.
+    """
+    reference = WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (method := reference()) is not None:
+            method(parameter)
+
+    return hook
 
 
 class GradientReducer:
@@ -49,7 +65,7 @@ class GradientReducer:
                 if member.parameter.requires_grad:
                     # Where nothing travels and gradients are made in place, it is enough to know that there is one.
                     hook = self.accumulated if grid.data.size > 1 or not bucket.direct else self._used
-                    member.parameter.register_post_accumulate_grad_hook(hook)
+                    member.parameter.register_post_accumulate_grad_hook(weak(hook))
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
