@@ -65,6 +65,8 @@ class Bucket:
         sharded = mode.stage > 0
         self.transient = mode.stage >= 2 and self.tie is None
         self.each = self.transient and mode.each
+        # Reduced once a step, the sum itself is the gradient: nothing is held for it before. (Sub-groups have views.)
+        self._adopts = self.transient and not mode.each and not memory.offload.portions
         self._scatter, self._gather = mode.scatter, mode.gather
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
         self.communicate = mode.communicate or accumulate
@@ -137,6 +139,8 @@ class Bucket:
         if not self.trained:
             return
         self._fresh = self.transient
+        if self._adopts:
+            self._own(self.owned_gradient.new_empty(0))  # until the sum comes, which takes its place
         if self.gradients is not None:
             self.gradients.zero_()
         elif self.direct:
@@ -171,7 +175,11 @@ class Bucket:
     def accumulate(self, part: Tensor) -> None:
         """Add a sum over the data axis to the owned range of a transient gradient."""
         part = part.to(self.owned_gradient.device)
-        if self._fresh:
+        if self._fresh and self._adopts:
+            part = part.to(self._accumulate)
+            alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+            self._own(part if alone else part.clone())
+        elif self._fresh:
             self.owned_gradient.copy_(part)
         else:
             self.owned_gradient.add_(part)
@@ -181,7 +189,13 @@ class Bucket:
     def complete(self) -> None:
         """Nothing more comes in this step."""
         if self._fresh:
-            self.accumulate(torch.zeros_like(self.owned_gradient))
+            owned = self.owned[1] - self.owned[0]
+            self.accumulate(torch.zeros(owned, dtype=self._accumulate, device=self.owned_gradient.device))
+
+    def _own(self, gradient: Tensor) -> None:
+        assert self.master is not None
+        self.owned_gradient = gradient
+        self.master.grad = gradient if gradient.numel() == self.master.numel() else None
 
     def collect(self, parameter: Tensor) -> None:
         """Move what autograd left in ``.grad`` to where it accumulates."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..grid import Axis, layout_of
 from .arguments import agree, cast, checked, listed, names
 from .buckets import Managed, Mode
+from .gradients import weak
 from .norm import clip_coefficient
 from .replicas import Replicas
 from .units import Units, find_units, users
@@ -94,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         self._trained = [p for p in laid_out if p in group_of and p.requires_grad]
         for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # called before the reducer's, made below
+            parameter.register_post_accumulate_grad_hook(weak(self._arrived))  # called before the reducer's, made below
         members = [
             Managed(
                 p,
@@ -250,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self) -> dict[str, Any]:
         axis = self._grid.data
-        elements = [bucket.owned_gradient.numel() for bucket in self._replicas.buckets if bucket.trained]
+        elements = [bucket.owned[1] - bucket.owned[0] for bucket in self._replicas.buckets if bucket.trained]
         return {"rank": axis.rank, "of": axis.size, "stage": self._replicas.mode.stage, "elements": elements}
 
     def _masters(self) -> list[Tensor]:
