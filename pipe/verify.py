@@ -274,6 +274,7 @@ def _weights(program: Program) -> None:
     for rank, ops in enumerate(program.ops):
         whole: set[int] = set()
         open_: dict[int, set[int]] = defaultdict(set)  # stage -> microbatches whose gradient is not reduced yet
+        each = {op.stage for op in ops if op.kind == REDUCE and op.microbatch >= 0}  # stages that reduce every one
         unsummed = {
             s: {k for k, tie in ties.items() if s in tie} for s, r in enumerate(schedule.placement) if r == rank
         }
@@ -308,6 +309,9 @@ def _weights(program: Program) -> None:
                 if mb < 0 and unsummed[stage]:
                     first = min(unsummed[stage])
                     raise ScheduleError(f"rank {rank}: {op} comes before tie {first} is summed", [(rank, op)])
+                if mb < 0 and stage in each and open_[stage]:
+                    missing = Op(REDUCE, stage, min(open_[stage]))
+                    raise ScheduleError(f"rank {rank}: {op} comes after every backward's own, and {missing} is missing")
                 open_[stage] = open_[stage] - {mb} if mb >= 0 else set()
         for stage, left in open_.items():
             if left or unsummed[stage]:

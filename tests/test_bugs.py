@@ -382,8 +382,18 @@ class Counting(nn.Module):
         return {"x": x, "n": int((x > 0).sum())}
 
 
+class Uncounting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Any) -> Any:
+        return self.linear(batch["x"])
+
+
 def uncounted() -> str:
-    engine = engine_of([linear(), LayerSpec(Counting), linear(), linear()], Grid(pipe=2, timeout=60))
+    """Each rank's message. The next stage takes the first sample as it is, so that the sender is the first to fail."""
+    engine = engine_of([linear(), LayerSpec(Counting), LayerSpec(Uncounting), linear()], Grid(pipe=2, timeout=60))
     with pytest.raises(RuntimeError) as error:
         engine.train_batch(iter(pairs()))
     return str(error.value)

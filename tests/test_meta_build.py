@@ -207,11 +207,14 @@ def peak(stage: int, device: str | None) -> float:
 
 
 def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:
-    """Resident memory, measured in layers of 24: half of them is a rank's share in stage 3."""
+    """Resident memory, measured in layers of 24: half of them is a rank's share in stage 3.
+
+    Less a few pages: what the small model before left free.
+    """
     for found in ranks(2, peak, 3, "meta"):
-        assert LAYERS / 2 <= found < LAYERS / 2 + 1.5
+        assert LAYERS / 2 - 0.01 <= found < LAYERS / 2 + 1.5
     for found in ranks(2, peak, 0, "meta"):
-        assert LAYERS <= found < LAYERS + 1.5
+        assert LAYERS - 0.01 <= found < LAYERS + 1.5
     for found in ranks(2, peak, 3, None):
         assert found > LAYERS
 
@@ -252,6 +255,7 @@ def limited(stage: int) -> str | list[float]:
                 losses = [engine.train_batch(iter([(x, x)])).item() for _ in range(2)]
             return losses
         except RuntimeError as error:
+            grid.close()  # a rank that found more free than the others waits for them
             return str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, before)
