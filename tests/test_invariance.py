@@ -170,6 +170,7 @@ def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int], ce
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)  # 8 ranks that share 2 cores take 2 s a cell
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
 def test_invariance_of_everything(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
     names = [*((name, 1) for name in SCHEDULES), *OTHERS]
