@@ -70,21 +70,22 @@ def all_reduce_copy(x: Tensor, axis: Axis) -> Tensor:
     return _apply("all_reduce", "copy", x, axis)
 
 
-def split_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+def split_gather(x: Tensor, axis: Axis, dim: int = -1, unit: int = 1) -> Tensor:
     """This rank's slice forward, all-gather backward: from a replicated tensor into a sharded one.
 
     Args:
         x: (..., N, ...), the same on every rank.
         axis: the ranks that share dim ``dim``.
         dim: the dim to slice.
+        unit: what is never cut; it divides N.
 
     Returns:
-        (..., n, ...): elements ``split(N, axis.size, axis.rank)`` of that dim.
+        (..., n, ...): elements ``split(N, axis.size, axis.rank, unit)`` of that dim.
     """
-    return _apply("split", "gather", x, axis, dim)
+    return _apply("split", "gather", x, axis, dim, unit=unit)
 
 
-def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None) -> Tensor:
+def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None, unit: int = 1) -> Tensor:
     """All-gather forward, this rank's slice backward: into a replicated tensor that every rank uses alike.
 
     Not for a sharded consumer: there each rank's gradient is partial, see ``gather_reduce_scatter``.
@@ -93,7 +94,8 @@ def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None
         x: (..., n, ...), this rank's slice.
         axis: the ranks that hold the slices, in their order.
         dim: the dim that is shared.
-        length: N, the whole length; needed where N is not a multiple of the axis's size.
+        length: N, the whole length; needed where N / unit is not a multiple of the axis's size.
+        unit: what the slices were never cut in; it divides N.
 
     Returns:
         (..., N, ...): all slices, the same on every rank.
@@ -101,7 +103,7 @@ def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None
     Raises:
         ValueError: x is not this rank's slice of a dim of that length.
     """
-    return _apply("gather", "split", x, axis, dim, length)
+    return _apply("gather", "split", x, axis, dim, length, unit)
 
 
 def gather_reduce_scatter(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None) -> Tensor:
@@ -127,7 +129,13 @@ def reduce_scatter_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def _apply(
-    forward: str, backward: str, x: Tensor, axis: Axis, dim: int | None = None, length: int | None = None
+    forward: str,
+    backward: str,
+    x: Tensor,
+    axis: Axis,
+    dim: int | None = None,
+    length: int | None = None,
+    unit: int = 1,
 ) -> Tensor:
     if axis.size == 1:
         return x
@@ -140,13 +148,13 @@ def _apply(
         if length is None:
             length = x.shape[dim] * (axis.size if forward == "gather" else 1)
     if forward == "gather":
-        start, stop = split(length, axis.size, axis.rank)
+        start, stop = split(length, axis.size, axis.rank, unit)
         if stop - start != x.shape[dim]:
             raise ValueError(
                 f"rank {axis.rank} of {axis.size} on {axis.name} holds {stop - start} of {length} elements, "
                 f"and dim {dim} of {tuple(x.shape)} has {x.shape[dim]}: pass length=, that dim's whole length"
             )
-    out: Tensor = _Border.apply(x, forward, backward, axis, dim, length)
+    out: Tensor = _Border.apply(x, forward, backward, axis, dim, length, unit)
     return out
 
 
@@ -155,8 +163,8 @@ class _Border(torch.autograd.Function):
     transpose is the map itself, to any depth of differentiation."""
 
     @staticmethod
-    def forward(x: Tensor, forward: str, backward: str, axis: Axis, dim: int, length: int) -> Tensor:
-        return _MAPS[forward](x, axis, dim, length)
+    def forward(x: Tensor, forward: str, backward: str, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
+        return _MAPS[forward](x, axis, dim, length, unit)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -165,27 +173,27 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forward, backward, *place = ctx.names_and_place
-        return _Border.apply(grads[0], backward, forward, *place), None, None, None, None, None
+        return _Border.apply(grads[0], backward, forward, *place), None, None, None, None, None, None
 
 
-def _copy(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
+def _copy(x: Tensor, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
+def _all_reduce(x: Tensor, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total)
     return total
 
 
-def _split(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    start, stop = split(length, axis.size, axis.rank)
+def _split(x: Tensor, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
+    start, stop = split(length, axis.size, axis.rank, unit)
     # A copy: a view would keep the whole tensor alive.
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def _gather(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    lengths = _lengths(length, axis.size)
+def _gather(x: Tensor, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
+    lengths = _lengths(length, axis.size, unit)
     mine = _pad(x, dim, max(lengths)).contiguous()  # (..., n, ...), the same n on every rank
     slices = mine.new_empty((axis.size, *mine.shape))
     axis.all_gather(slices.flatten(0, 1), mine)
@@ -194,15 +202,15 @@ def _gather(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(slices, lengths, strict=True)], dim)
 
 
-def _reduce_scatter(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    lengths = _lengths(length, axis.size)
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
+    lengths = _lengths(length, axis.size, unit)
     slices = torch.stack([_pad(part, dim, max(lengths)) for part in x.split(lengths, dim)])
     mine = slices.new_empty(slices.shape[1:])
     axis.reduce_scatter(mine.view(-1), slices.view(-1))
     return mine.narrow(dim, 0, lengths[axis.rank])
 
 
-_MAPS: dict[str, Callable[[Tensor, Axis, int, int], Tensor]] = {
+_MAPS: dict[str, Callable[[Tensor, Axis, int, int, int], Tensor]] = {
     "copy": _copy,
     "all_reduce": _all_reduce,
     "split": _split,
@@ -211,8 +219,8 @@ _MAPS: dict[str, Callable[[Tensor, Axis, int, int], Tensor]] = {
 }
 
 
-def _lengths(length: int, size: int) -> list[int]:
-    return [stop - start for start, stop in (split(length, size, rank) for rank in range(size))]
+def _lengths(length: int, size: int, unit: int) -> list[int]:
+    return [stop - start for start, stop in (split(length, size, rank, unit) for rank in range(size))]
 
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:
