@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .batch import AgreedError, Feed
 from .choose import choose_schedule
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
+from .failure import all_or_none
 
 
 class Engine:
@@ -333,35 +333,13 @@ class Engine:
                 )
         return None
 
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
+    def _all_or_none(self) -> AbstractContextManager[None]:
         """What fails within on this rank alone makes it leave, and say why: ranks that wait for it stop at once."""
-        try:
-            yield
-        except AgreedError:
-            raise
-        except BaseException as error:
-            if self.grid.size == 1:
-                raise
-            raise self._left(error) from error
+        return all_or_none(self.grid, self._abandon)
 
-    def _left(self, error: BaseException) -> BaseException:
-        """Leave the process group; returns what to raise."""
-        raised, me, reported = error, self.grid.describe(), self.grid.reported_failure()
-        if not str(error).startswith(me):  # else the executor said which op failed
-            message = f"{me} failed: {type(error).__name__}: {error}"
-            if isinstance(error, Exception):  # an interrupt stays one
-                raised = RuntimeError(message if reported is None else f"{me} stopped, because {reported}")
-            self.grid.report_failure(message)
-        # Works that are under way keep their connections open, so none may be left: not in the frames either.
+    def _abandon(self) -> None:
         self._executor.abandon()
         self._replicas.abandon()
-        chain: BaseException | None = error
-        while chain is not None:
-            traceback.clear_frames(chain.__traceback__)
-            chain = chain.__cause__ or chain.__context__
-        self.grid.close()
-        return raised
 
 
 def training_schedule(module: PipelineModule, config: PipelineConfig, microbatches: int) -> Schedule:
