@@ -89,6 +89,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
+        self.sequence_length = config.sequence_length  # the most that generation asks for
         partial = sequence_parallel and grid.tensor.size > 1
         layout = Layout((config.sequence_length, config.width), partial=partial)
         # Whole on every tensor rank, and drawn as every parallel layer's: alike on each.

@@ -77,6 +77,7 @@ class Block(ResidualBlock):
     def __init__(self, config: LlamaConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
+        self.sequence_length = config.sequence_length  # the most that generation asks for
         self.norm1 = RMSNorm(config.width, config.norm_eps, grid=grid, sequence_parallel=sequence_parallel)
         self.attention = SelfAttention(
             config.width,

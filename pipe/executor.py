@@ -101,7 +101,7 @@ class Executor:
         self._module, self._data = module, data
         self._grid = module.grid
         self._last_stage = len(module.placement) - 1
-        self._outgoing, self._incoming = _channels(module, "F"), _channels(module, "B")
+        self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
         self._channels = [*self._outgoing.values(), *self._incoming.values()]
         self._handlers: dict[str, Callable[[Op], None]] = {
             "F": self._forward,
@@ -336,13 +336,13 @@ class Executor:
         return RuntimeError(message)
 
 
-def _channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
+def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
     """This rank's channels in one direction, by the stage after the boundary.
 
     On gloo a tag tells the channels between two ranks apart. NCCL has no tags, and runs what a communicator is
     given in order: there each channel has a communicator of its own, so that one channel never waits for another.
     """
-    grid, channels = module.grid, {}
+    grid, found = module.grid, {}
     for stage in range(1, len(module.placement)):
         ranks = module.placement[stage - 1], module.placement[stage]
         if ranks[0] == ranks[1]:
@@ -353,5 +353,5 @@ def _channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
         if axis is not None and grid.pipe.rank in ranks:
             other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]
             peer = axis.ranks.index(grid.pipe.ranks[other])
-            channels[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
-    return channels
+            found[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
+    return found
