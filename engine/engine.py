@@ -246,6 +246,10 @@ class Engine:
                     whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
         return whole_tensors
 
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within it all weights are whole, in stage 3 of ZeRO too. Collective over the data axis."""
+        return self._replicas.whole()
+
     def traffic_report(self) -> dict[str, Any]:
         """Bytes that this rank sent in the last ``train_batch``, counted: axis -> collective -> calls and bytes.
 
