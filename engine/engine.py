@@ -90,7 +90,7 @@ class Engine:
         module.fill(self._replicas.fill)
         self._accounts = accounts.Accounts(self._replicas, module)
         _cast_rest(module, self._precision.weights)
-        module.around = self._replicas.around
+        module.around, module.ahead = self._replicas.around, self._replicas.ahead
         self.optimizer = self._replicas.optimizer
         self._executor = Executor(module, self._replicas)
         if self._scaler is not None:
