@@ -151,7 +151,7 @@ class Dropout(nn.Module):
         bits = _mix(_mix(ids + key)[:, None] + elements)  # (B, N)
         # 31 bits decide: p is met to within 2**-31.
         keep = ((bits >> 33) & 0x7FFFFFFF) >= round(self.p * 2**31)
-        return x * keep.view_as(x).to(x.dtype) / (1.0 - self.p)
+        return x * keep.view_as(x) / (1.0 - self.p)  # what autograd saves of it is a byte an element
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""

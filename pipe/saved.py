@@ -54,15 +54,17 @@ class Kept:
         leaves, self._spec = tree_flatten(nest)
         parts: list[_Part] = []
         known: dict[int, int] = {}  # a tensor that is there twice is kept once
-        self._leaves: list[tuple[int, Any]] = []  # (number of its part, whether it wants a gradient), or (-1, it)
+        # (number of its part, whether it wants a gradient, it or None); -1 for what is no tensor.
+        self._leaves: list[tuple[int, bool, Any]] = []
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                self._leaves.append((-1, leaf))
+                self._leaves.append((-1, False, leaf))
                 continue
             if id(leaf) not in known:
                 known[id(leaf)] = len(parts)
                 parts.append(inputs.part((key, place), leaf))
-            self._leaves.append((known[id(leaf)], leaf.requires_grad))
+            # Integers come back as the same object: a model may have attached to it what it computed from them.
+            self._leaves.append((known[id(leaf)], leaf.requires_grad, None if leaf.is_floating_point() else leaf))
         self._saver = save([part.kept for part in parts])
         self._parts = [part._replace(kept=part.kept.new_empty(0)) for part in parts]
 
@@ -71,7 +73,8 @@ class Kept:
         kept = self._saver.grad_fn.saved_tensors  # type: ignore[union-attr]
         tensors = [self._inputs.whole(tensor, part) for tensor, part in zip(kept, self._parts, strict=True)]
         leaves = [
-            value if number < 0 else tensors[number].detach().requires_grad_(value) for number, value in self._leaves
+            leaf if number < 0 or leaf is not None else tensors[number].detach().requires_grad_(wanted)
+            for number, wanted, leaf in self._leaves
         ]
         return tree_unflatten(leaves, self._spec)
 
