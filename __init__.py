@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .engine import initialize as initialize
     from .engine.engine import Engine as Engine
+    from .engine.inference import InferenceEngine as InferenceEngine
+    from .engine.inference import init_inference as init_inference
     from .grid.grid import Grid as Grid
     from .grid.layout import Layout as Layout
     from .grid.topology import Topology as Topology
@@ -44,6 +46,8 @@ _HOMES = {
     "VocabParallelEmbedding": "tensor_parallel.embedding",
     "initialize": "engine",
     "Engine": "engine.engine",
+    "InferenceEngine": "engine.inference",
+    "init_inference": "engine.inference",
 }
 
 __all__ = [*_HOMES, "__version__"]
