@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from .tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
     from .tensor_parallel.linear import RowParallelLinear as RowParallelLinear
+    from .tensor_parallel.parallelize import parallelize as parallelize
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOMES = {
     "ColumnParallelLinear": "tensor_parallel.linear",
     "RowParallelLinear": "tensor_parallel.linear",
     "VocabParallelEmbedding": "tensor_parallel.embedding",
+    "parallelize": "tensor_parallel.parallelize",
     "initialize": "engine",
     "Engine": "engine.engine",
     "InferenceEngine": "engine.inference",
