@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.layout import Layout, split
 from ..grid.random import Normal, Uniform
-from .linear import _default, column_linear, reduced, sharded_parameter
+from .column import column_linear
+from .linear import _default, reduced, sharded_parameter
 from .regions import gather_split
 
 __all__ = ["VocabParallelEmbedding", "VocabParallelHead", "gather_logits"]

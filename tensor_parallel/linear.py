@@ -1,8 +1,8 @@
 """Linear layers sharded over the tensor axis: by columns (outputs) or by rows (inputs) of the paper's Y = XA.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3: a column-parallel layer followed by a row-parallel one needs
-one all-reduce forward (f-bar) and one backward (f). Both do their product, and so their weight gradient,
-through ``F.linear``: whoever swaps that function (the split backward) reaches them too.
+one all-reduce forward (f-bar) and one backward (f). The products are ``F.linear`` and ``column_linear``: whoever swaps
+these functions (the split backward) reaches them all.
 """
 
 from __future__ import annotations
@@ -18,14 +18,8 @@ from ..grid import Grid
 from ..grid.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
 from ..grid.random import Normal, Uniform, initialise
-from .regions import (
-    all_reduce_copy,
-    copy_all_reduce,
-    gather_reduce_scatter,
-    gather_split,
-    reduce_scatter_gather,
-    split_gather,
-)
+from .column import column_linear
+from .regions import all_reduce_copy, gather_split, reduce_scatter_gather, split_gather
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -231,13 +225,6 @@ def sharded_parameter(
 def _default(fan_in: int) -> Uniform:
     """``nn.Linear``'s distribution, for weight and bias alike."""
     return Uniform(1 / math.sqrt(fan_in) if fan_in else 0.0)
-
-
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool) -> Tensor:
-    """The product of a column-parallel layer: f or, from sequence shards, g in front of it."""
-    if not sequence_parallel:
-        return F.linear(copy_all_reduce(x, axis), weight, bias)
-    return F.linear(gather_reduce_scatter(x, axis, dim=1), weight, bias)
 
 
 def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
