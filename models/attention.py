@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.layout import Layout, split
 from ..grid.random import Normal
+from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
 from ..tensor_parallel.norm import RMSNorm
-from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
 from .packed import packing
 from .rope import Rope
 
@@ -164,13 +164,12 @@ class SelfAttention(nn.Module):
         if hasattr(self, "qkv"):
             q, k, v = rearrange(self.qkv(x), "b t (three heads dim) -> three b heads t dim", three=3, dim=self.head_dim)
             return q, k, v
-        # Once for q, k and v together.
-        x = gather_reduce_scatter(x, self.axis, dim=1) if self.sequence_parallel else copy_all_reduce(x, self.axis)
-        q = rearrange(F.linear(x, self.q.weight, self.q.bias), "b t (heads dim) -> b heads t dim", dim=self.head_dim)
         weight, bias = self.kv.used() if isinstance(self.kv, WholeKV) else (self.kv.weight, self.kv.bias)
-        k, v = rearrange(
-            F.linear(x, weight, bias), "b t (two heads dim) -> two b heads t dim", two=2, dim=self.head_dim
-        )
+        # x is gathered, and its gradient reduced, once for q, k and v together.
+        pairs = [(self.q.weight, self.q.bias), (weight, bias)]
+        queries, pair = column_linears(x, pairs, self.axis, self.sequence_parallel)
+        q = rearrange(queries, "b t (heads dim) -> b heads t dim", dim=self.head_dim)
+        k, v = rearrange(pair, "b t (two heads dim) -> two b heads t dim", two=2, dim=self.head_dim)
         return q, k, v
 
 
