@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .grid.grid import Grid as Grid
     from .grid.layout import Layout as Layout
     from .grid.topology import Topology as Topology
+    from .models.hf import config_from_hf as config_from_hf
+    from .models.hf import load_hf as load_hf
+    from .models.hf import save_hf as save_hf
     from .pipe.module import PipelineModule as PipelineModule
     from .pipe.schedules import Schedule as Schedule
     from .pipe.schedules import make_schedule as make_schedule
@@ -46,6 +49,9 @@ _HOMES = {
     "RowParallelLinear": "tensor_parallel.linear",
     "VocabParallelEmbedding": "tensor_parallel.embedding",
     "parallelize": "tensor_parallel.parallelize",
+    "load_hf": "models.hf",
+    "save_hf": "models.hf",
+    "config_from_hf": "models.hf",
     "initialize": "engine",
     "Engine": "engine.engine",
     "InferenceEngine": "engine.inference",

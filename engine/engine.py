@@ -31,9 +31,10 @@ from .choose import choose_schedule
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
 from .failure import all_or_none
+from .weights import Weights
 
 
-class Engine:
+class Engine(Weights):
     """Trains a ``PipelineModule``; made by ``triax.initialize``.
 
     Attributes:

@@ -114,6 +114,11 @@ class PipelineModule(nn.Module):
         self._build()
 
     @property
+    def specs(self) -> list[Layer]:
+        """The list of layers, as it was given."""
+        return list(self._list)
+
+    @property
     def stages(self) -> list[int]:
         """The stages of this rank."""
         return [stage for stage, rank in enumerate(self.placement) if rank == self.grid.pipe.rank]
