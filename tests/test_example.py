@@ -86,7 +86,7 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
         ("--pipe 3 --processes 8", "3 pipe x 1 tensor take 3 processes a replica, and there are 8"),
         ("--pipe 2 --data-parallel 3 --processes 8", "2 pipe x 3 data x 1 tensor is a grid of 6 processes"),
         ("--pipe 20", "8 layers cannot fill 20 stages"),
-        ("--tensor 3", "4 attention heads do not divide over tensor=3; give tensor=1, 2, 4"),
+        ("--tensor 5", "4 attention heads do not reach over tensor=5; give tensor=4 at most"),
         ("--pipe 0", "axis pipe has size 0"),
         ("--data nowhere", "--data nowhere: there is no such file or folder"),
         ("--batch 30 --microbatch 4", "train_batch_size 30 is not micro batch 4"),
