@@ -14,7 +14,8 @@ from .batch import AgreedError
 def all_or_none(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
     """Within it, what fails on this rank alone makes it leave the process group, and say why.
 
-    An ``AgreedError`` passes through: every rank raises it, and none need leave.
+    An ``AgreedError`` passes through: every rank raises it, and none need leave. So does ``GeneratorExit``: whoever
+    read a generator has had enough, and nothing failed.
 
     Args:
         grid: whose process group is left.
@@ -22,7 +23,7 @@ def all_or_none(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except AgreedError:
+    except (AgreedError, GeneratorExit):
         raise
     except BaseException as error:
         if grid.size == 1:
