@@ -137,7 +137,8 @@ class State:
             _set_generators(now, self._device)
             with torch.no_grad():
                 for buffer, value in zip(buffers, values, strict=True):
-                    buffer.copy_(value)
+                    if not torch.equal(buffer, value):  # (batch norm does not tell that it writes)
+                        buffer.copy_(value)
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:

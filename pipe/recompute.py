@@ -142,20 +142,17 @@ class Recompute:
         inputs = self.inputs.keep(group.name, (args, kwargs))
         state = State(self.grid, self._dropout, self._preserve)
         matmuls = Matmuls() if self.granularity == "matmul" else None
-        changed: list[Tensor] = []
 
         def again() -> None:
-            with self._measured(), state.restored(changed), matmuls.replayed() if matmuls else nullcontext():
+            with self._measured(), state.restored(group.buffers), matmuls.replayed() if matmuls else nullcontext():
                 if ahead is not None:
                     ahead()
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 
         frame = Frame(again, group.name)
-        versions = [buffer._version for buffer in group.buffers]
         with matmuls.kept(frame) if matmuls else nullcontext(), frame.hooks():
             result = function(*args, **kwargs)
-        changed += [b for b, version in zip(group.buffers, versions, strict=True) if b._version != version]
         if ahead is not None:
             begin = weakref.WeakMethod(frame.begin)  # the graph's values keep the frame, as long as it is needed
             result = mark(result, lambda: None if (method := begin()) is None else method())

@@ -205,8 +205,10 @@ class _Slot:
         self._buffer, self._start = buffer, buffer.free.pop()
 
     def view(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The place as a tensor."""
-        return self._buffer.memory[self._start : self._start + numel * dtype.itemsize].view(dtype)
+        """The place as a tensor, which is no view: what is written to other places is not written to it."""
+        memory = self._buffer.memory
+        room = torch.empty(0, dtype=dtype, device=memory.device)
+        return room.set_(memory.untyped_storage(), self._start // dtype.itemsize, (numel,))
 
     def __del__(self) -> None:
         self._buffer.free.append(self._start)
