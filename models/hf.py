@@ -20,7 +20,7 @@ from ..pipe.spec import LayerSpec, TiedLayerSpec
 from .config import GPTConfig, LlamaConfig
 from .gpt import gpt
 from .hf_config import from_hf, layer_count, same_model
-from .hf_names import Entry, Names, Transposed, expand, names_of
+from .hf_names import FAMILIES, Entry, Names, Transposed, expand, names_of
 from .hf_read import Source, check, fetch, find, open_source, unused
 from .hf_save import agree, named, save_hf
 from .llama import llama
@@ -79,8 +79,8 @@ def load_hf(
         it is known who holds what, so that no rank ever holds more than its part and a layer.
 
     Raises:
-        ValueError: another family; sizes or settings that differ; weights that nothing here takes.
-        KeyError: a weight that is not there. All messages have both names.
+        ValueError: another family; sizes or settings that differ; weights that are not there, or that nothing here
+            takes. The messages have both names.
     """
     source = open_source(path_or_model)
     if into is None:
@@ -112,20 +112,30 @@ class _Loaded:
 
     @torch.no_grad()
     def __call__(self, *args: Any, grid: Grid, **kwargs: Any) -> nn.Module:
-        layer = LayerSpec(self.cls, *args, **kwargs).build(grid)
+        spec = LayerSpec(self.cls, *args, **kwargs)
+        wanted = torch.empty(0).device
+        # Our layers are parameters and nothing else: made without values, they need not draw what is thrown away.
+        hollow = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+        with torch.device("meta" if hollow else wanted):
+            layer = spec.build(grid)
         prefix = f"layers.{self.index}."
         own = {prefix + name: parameter for name, parameter in layer.named_parameters()}
         _no_more(self.source, self.entries, own, prefix)
+        for ours, parameter in own.items():  # on the meta device every rank does so for all layers, and hears of errors
+            check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
+        if wanted.type == "meta":
+            return layer
+        filled: dict[nn.Parameter, nn.Parameter] = {}
         for ours, parameter in own.items():
-            entry = _entry(self.entries, ours, layer)
-            if parameter.is_meta:  # counted, or a placeholder: every rank does this for all layers, and hears of errors
-                check(self.source, ours, entry, layout_of(parameter))
-                continue
-            value = fetch(self.source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
-            dtype = torch.promote_types(parameter.dtype, value.dtype)
-            if dtype != parameter.dtype:
-                parameter.data = parameter.data.to(dtype)
-            parameter.copy_(value)
+            entry, layout = self.entries[ours], layout_of(parameter)
+            value = fetch(self.source, ours, entry, layout, grid.tensor.rank, grid.tensor.size)
+            value = value.to(wanted, torch.promote_types(parameter.dtype, value.dtype)).contiguous()
+            filled[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            filled[parameter].__dict__.update(parameter.__dict__)
+        for module in layer.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    module._parameters[name] = filled[old]
         return layer
 
 
@@ -188,7 +198,7 @@ def _entries(module: nn.Module, source: Source, names: Names | None, own: Mappin
 def _entry(entries: Mapping[str, Entry], ours: str, layer: nn.Module) -> Entry:
     if ours not in entries:
         near = [name for name in entries if name.rpartition(".")[0] == ours.rpartition(".")[0]] or list(entries)[:4]
-        raise KeyError(
+        raise ValueError(
             f"names do not say what {ours} (of a {type(layer).__name__}) is in Hugging Face's model; they have "
             f"{', '.join(near)}: pass names={{{ours!r}: '...', ...}}"
         )
@@ -208,7 +218,9 @@ def _no_more(source: Source, entries: Mapping[str, Entry], own: Mapping[str, Any
 def _same(source: Source, specs: Sequence[Any]) -> None:
     """Refuse a model of ours that would compute something else with the same weights."""
     ours = next((a for s in specs for a in getattr(s, "args", ()) if isinstance(a, (GPTConfig, LlamaConfig))), None)
-    if ours is not None and (differing := same_model(ours, from_hf(source.config))):
+    if ours is None or source.config.get("model_type") not in FAMILIES:
+        return
+    if differing := same_model(ours, from_hf(source.config)):
         raise ValueError(f"the model is not that of {source.where}: {differing}. Take config_from_hf(path)")
 
 

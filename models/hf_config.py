@@ -68,7 +68,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 def same_model(ours: Config, theirs: Config) -> str | None:
     """What differs of all that the function depends on, such as ``"norm_eps is 1e-05 here, 1e-06 there"``, or None."""
     if type(ours) is not type(theirs):
-        return f"it is a {type(ours).__name__} here and a {type(theirs).__name__} there"
+        return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
     differing = [
         f"{field.name} is {getattr(ours, field.name)} here, {getattr(theirs, field.name)} there"
         for field in fields(ours)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Entry", "Names", "Transposed", "expand", "names_of"]
+__all__ = ["FAMILIES", "Entry", "Names", "Transposed", "expand", "names_of"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ LLAMA: Names = {
     "layers.{n+2}.weight": "lm_head.weight",
 }
 
-_FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
 
 
 def names_of(family: Any) -> Names:
@@ -70,12 +70,12 @@ def names_of(family: Any) -> Names:
     Raises:
         ValueError: there is none.
     """
-    if family not in _FAMILIES:
+    if family not in FAMILIES:
         raise ValueError(
-            f"no names are known for model_type {family!r} (but for {', '.join(_FAMILIES)}): pass names={{'layers.0."
+            f"no names are known for model_type {family!r} (but for {', '.join(FAMILIES)}): pass names={{'layers.0."
             "weight': 'model.embed.weight', ...}, ours -> Hugging Face's"
         )
-    return _FAMILIES[family]
+    return FAMILIES[family]
 
 
 def expand(names: Names, blocks: int) -> dict[str, Entry]:

@@ -35,7 +35,7 @@ class Source(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor, in its own dtype; nothing else of it is read."""
+        """A slice of a tensor, new, in its own dtype; nothing else of it is read."""
 
 
 class _Folder:
@@ -82,7 +82,7 @@ class _Model:
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """See ``Source``."""
-        return self._weights[name][part]
+        return self._weights[name][part].clone()  # the model may go on
 
 
 def open_source(path_or_model: Any) -> Source:
@@ -129,14 +129,13 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list
         The source's names, and their shapes as ours has them.
 
     Raises:
-        KeyError: a tensor that the source does not have.
-        ValueError: shapes that do not fit.
+        ValueError: a tensor that the source does not have, or shapes that do not fit.
     """
     names = []
     for theirs in entry.theirs:
         name = find(source, theirs)
         if name is None:
-            raise KeyError(
+            raise ValueError(
                 f"{ours} comes from {theirs}, which {source.where} does not have; it has {_near(theirs, source.shapes)}"
             )
         names.append(name)
@@ -164,7 +163,7 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, rank: int, si
         ``layout.local_shape(rank, size)``.
 
     Raises:
-        KeyError, ValueError: as ``check``.
+        ValueError: as ``check``.
     """
     names, shapes = check(source, ours, entry, layout)
     pieces: list[tuple[tuple[slice, ...], Tensor]] = []

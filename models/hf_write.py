@@ -106,7 +106,8 @@ class FolderWriter:
             header = json.dumps({"__metadata__": {"format": "pt"}, **self._headers[file]}).encode()
             header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8 bytes
             self._open.write(len(header).to_bytes(8, "little") + header)
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        # A copy: what numpy has once seen cannot be resized, and ZeRO empties the storages of gathered weights.
+        flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
         self._open.write(flat.view(torch.uint8).numpy().data)
         self._next += 1
 

@@ -13,7 +13,7 @@ from ..grid import Grid, layout_of
 from ..grid.axis import Axis
 from ..grid.layout import Layout, set_layout, split
 from .plans import Column, KeyValue, Local, OnHeads, Row, Style, Vocab, find_plan
-from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, VocabSharded
+from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Together, VocabSharded
 
 __all__ = ["parallelize"]
 
@@ -120,7 +120,8 @@ class _Sharder:
     def __init__(self, module: nn.Module, axis: Axis) -> None:
         self.module, self.axis = module, axis
         self.cut: dict[nn.Parameter, tuple[Layout, str]] = {}
-        self.done: dict[nn.Module, nn.Module] = {}  # a module may hang in several places too
+        self.done: dict[nn.Module, Any] = {}  # a module may hang in several places too
+        self.groups: dict[tuple[str, str], Together] = {}
 
     def apply(self, name: str, style: Style) -> None:
         """Do with the module of this name what the style says."""
@@ -133,11 +134,15 @@ class _Sharder:
                 setattr(layer, attribute, stop - start)
         if layer not in self.done:
             self.done[layer] = self._replacement(name, layer, style).train(layer.training)
+            if isinstance(style, (Column, KeyValue)) and style.group:
+                together = self.groups.setdefault((parent, style.group), Together(self.axis))
+                together.members.append(self.done[layer])
+                self.done[layer].together = together
         new = self.done[layer]
         if new is not layer:
             setattr(self.module.get_submodule(parent), key, new)
 
-    def _replacement(self, name: str, layer: Any, style: Style) -> nn.Module:
+    def _replacement(self, name: str, layer: Any, style: Style) -> Any:
         axis = self.axis
         if isinstance(style, OnHeads):
             return OnShards(layer, axis)
@@ -226,8 +231,8 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
         _enough(f"{name}: the inputs", into, style.unit, axis)
     elif isinstance(style, Column):
         parts = _parts(style, out)
-        if style.gather_output and parts is not None:
-            raise ValueError(f"{name}: outputs of fused parts are not gathered; leave out gather_output or parts")
+        if style.gather_output and (parts is not None or style.group):
+            raise ValueError(f"{name}: outputs of fused parts or of a group are not gathered: leave out gather_output")
         if parts is not None and sum(parts) != out:
             raise ValueError(f"{name}: parts {parts} add up to {sum(parts)}, and it has {out} outputs")
         for length in parts or (out,):

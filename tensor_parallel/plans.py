@@ -23,11 +23,14 @@ class Column:
         parts: layers fused along the outputs, each sharded on its own: their lengths, or the number of equal ones.
         unit: outputs that stay together: the head's dim, where they are heads.
         gather_output: return all outputs on every rank.
+        group: of siblings that are always given the same input: computed together, by the first that is called, so
+            that the input's gradient is reduced once.
     """
 
     parts: tuple[int, ...] | int | None = None
     unit: int = 1
     gather_output: bool = False
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,13 @@ class KeyValue:
         heads: of the queries; each group of ``heads / kv_heads`` shares a key/value head.
         kv_heads: of keys and values.
         head_dim: outputs a head.
+        group: as in ``Column``.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,12 @@ def _llama(config: Any) -> dict[str, Style]:
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "*embed_tokens": Vocab(),
-        "*.self_attn.q_proj": Column(unit=dim),
-        "*.self_attn.[kv]_proj": KeyValue(heads, kv_heads, dim),
+        "*.self_attn.q_proj": Column(unit=dim, group="qkv"),
+        "*.self_attn.[kv]_proj": KeyValue(heads, kv_heads, dim, group="qkv"),
         "*.self_attn.[qk]_norm": OnHeads(),
         "*.self_attn.o_proj": Row(unit=dim),
-        "*.mlp.gate_proj": Column(),
-        "*.mlp.up_proj": Column(),
+        "*.mlp.gate_proj": Column(group="gate_up"),
+        "*.mlp.up_proj": Column(group="gate_up"),
         "*.mlp.down_proj": Row(),
         "lm_head": Column(gather_output=True),
     }
@@ -118,9 +123,9 @@ def _bert(config: Any) -> dict[str, Style]:
     return {
         "*embeddings.word_embeddings": Vocab(),
         "*attention.self": Local({"num_attention_heads": 1, "all_head_size": dim}),
-        "*attention.self.query": Column(unit=dim),
-        "*attention.self.key": Column(unit=dim),
-        "*attention.self.value": Column(unit=dim),
+        # Across, queries and keys come from different inputs.
+        **{f"*.crossattention.self.{part}": Column(unit=dim) for part in ("query", "key", "value")},
+        **{f"*.attention.self.{part}": Column(unit=dim, group="qkv") for part in ("query", "key", "value")},
         "*attention.output.dense": Row(unit=dim),
         "*.intermediate.dense": Column(),
         "*.output.dense": Row(),

@@ -18,10 +18,11 @@ from torch.func import functional_call
 
 from ..grid.axis import Axis
 from ..grid.layout import split
+from .column import column_linear, column_linears
 from .embedding import check_ids
 from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
-__all__ = ["ColumnSharded", "KeyValueWhole", "OnShards", "RowSharded", "VocabSharded"]
+__all__ = ["ColumnSharded", "KeyValueWhole", "OnShards", "RowSharded", "Together", "VocabSharded"]
 
 
 class _Linear(nn.Module):
@@ -33,6 +34,9 @@ class _Linear(nn.Module):
         axis: that shards them.
     """
 
+    bias: nn.Parameter | None
+    together: Together | None = None  # with what is given the same input
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, transposed: bool) -> None:
         super().__init__()
         self.axis, self.transposed = axis, transposed
@@ -43,10 +47,45 @@ class _Linear(nn.Module):
         """The weight as (outputs, inputs)."""
         return self.weight.t() if self.transposed else self.weight
 
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """What this rank multiplies by: (n, K) and (n,)."""
+        return self.matrix(), self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """(..., K), the same on every rank -> (..., n)."""
+        if self.together is not None:
+            return self.together(self, x)
+        return column_linear(x, *self.used(), self.axis)
+
     def extra_repr(self) -> str:
         """What ``print`` shows: this rank's sizes, and the number of shards."""
         outputs, inputs = self.matrix().shape
         return f"{inputs} -> {outputs} on this rank, bias={self.bias is not None}, tensor={self.axis.size}"
+
+
+class Together:
+    """Layers that are given the same input one after the other (queries, keys and values): computed at once by the
+    first that is called, so that the input's gradient is reduced once for all of them.
+
+    Args:
+        axis: that shards them.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.members: list[_Linear] = []
+        # Of those still to be called: the input, whether for a backward pass, and the output.
+        self._ready: dict[nn.Module, tuple[Tensor, bool, Tensor]] = {}
+
+    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """The layer's output, (..., n) from (..., K)."""
+        differentiable = torch.is_grad_enabled()
+        ready = self._ready.pop(layer, None)
+        if ready is not None and ready[0] is x and ready[1] == differentiable:
+            return ready[2]
+        outputs = column_linears(x, [member.used() for member in self.members], self.axis)
+        self._ready = {member: (x, differentiable, y) for member, y in zip(self.members, outputs, strict=True)}
+        return self._ready.pop(layer)[2]
 
 
 class ColumnSharded(_Linear):
@@ -72,7 +111,7 @@ class ColumnSharded(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """See above."""
-        y = F.linear(copy_all_reduce(x, self.axis), self.matrix(), self.bias)  # (..., N_local)
+        y = self.product(x)  # (..., N_local)
         return y if self.gathered is None else gather_split(y, self.axis, length=self.gathered, unit=self.unit)
 
 
@@ -113,12 +152,15 @@ class KeyValueWhole(_Linear):
         self.head_dim = head_dim
         self.repeat = None if repeat is None else tuple(repeat)
 
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of the heads that this rank computes, (n, K), and their bias."""
+        whole = copy_all_reduce(self.weight, self.axis)
+        bias = None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
+        return (whole.t() if self.transposed else whole)[self.rows], bias
+
     def forward(self, x: Tensor) -> Tensor:
         """See above."""
-        whole = copy_all_reduce(self.weight, self.axis)
-        weight = (whole.t() if self.transposed else whole)[self.rows]
-        bias = None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
-        y = F.linear(copy_all_reduce(x, self.axis), weight, bias)  # (..., heads x head_dim)
+        y = self.product(x)  # (..., heads x head_dim)
         if self.repeat is None:
             return y
         picked = torch.tensor(self.repeat, device=y.device)
@@ -164,6 +206,8 @@ class OnShards(nn.Module):
 
     Each rank's gradient is that of its own part; they are summed over the tensor axis in the backward pass.
     """
+
+    layer: nn.Module
 
     def __init__(self, layer: nn.Module, axis: Axis) -> None:
         super().__init__()
