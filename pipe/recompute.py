@@ -145,8 +145,6 @@ class Recompute:
 
         def again() -> None:
             with self._measured(), state.restored(group.buffers), matmuls.replayed() if matmuls else nullcontext():
-                if ahead is not None:
-                    ahead()
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 
@@ -155,7 +153,13 @@ class Recompute:
             result = function(*args, **kwargs)
         if ahead is not None:
             begin = weakref.WeakMethod(frame.begin)  # the graph's values keep the frame, as long as it is needed
-            result = mark(result, lambda: None if (method := begin()) is None else method())
+
+            def come() -> None:
+                ahead()
+                if (method := begin()) is not None:
+                    method()
+
+            result = mark(result, come)
         if self._synchronise:
             self.grid.synchronise()
         return result

@@ -6,7 +6,6 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -495,30 +494,29 @@ def test_gradients_everywhere(ranks: Any, grid: tuple[int, int, int], section: d
 
 
 class Sometimes(nn.Linear):
-    """Drops itself out on every second sample: another replica may have its gradient."""
+    """Drops itself out on about every second sample: another replica may have its gradient, or a whole group's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if int(x[0, 0].item()) % 2 else x + super().forward(x)
+        return x if int(x[0, 0].item() * 1000) % 2 else x + super().forward(x)
 
 
 def stage_three(replicas: int, section: dict[str, Any], sometimes: bool, **zero: Any) -> tuple[Any, Any]:
-    grid = Grid(data=replicas, timeout=30)
+    grid = Grid(data=replicas, timeout=10)
     layer = Sometimes if sometimes else nn.Linear
-    layers = [LayerSpec(layer, 64, 64, bias=False) for _ in range(6)]
+    layers = [LayerSpec(layer if i else nn.Linear, 64, 64, bias=False) for i in range(6)]
     model = PipelineModule(layers, grid=grid, loss_fn=lambda y, _: y.square().sum(), dtype=torch.float64)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
+        "gradient_accumulation_steps": 8,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "zero_optimization": {"stage": 3, **zero},
         "activation_checkpointing": section,
     }
     engine, *_ = triax.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
-    data = torch.randn(8, 1, 64, generator=generator, dtype=torch.float64)
-    data[:, 0, 0] = torch.tensor([2.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0, 1.0])
+    data = torch.randn(16, 1, 64, generator=generator, dtype=torch.float64)
     for _ in range(2):
-        engine.train_batch(iter([(sample, None) for sample in data[grid.data.rank * 4 :][:4]]))
+        engine.train_batch(iter([(sample, None) for sample in data[grid.data.rank * 8 :][:8]]))
     return engine.traffic_report()["sent"], engine.gather("gradients")
 
 
@@ -535,6 +533,7 @@ def test_stage_three_gathers_no_more_than_without(ranks: Any) -> None:
 @pytest.mark.parametrize("zero", [{}, {"overlap_comm": False}, {"stage3_max_live_parameters": 5000}])
 def test_replicas_that_differ_meet_in_the_same_gathers(ranks: Any, zero: dict[str, Any]) -> None:
     wanted = ranks(2, stage_three, 2, {}, True)[0][1]
+    assert all(gradient.any() for gradient in wanted.values())
     for section in ({"interval": 2}, {"interval": 6}):
         found = ranks(2, stage_three, 2, section, True, **zero, timeout=40)[0][1]
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -681,22 +680,17 @@ def report(section: dict[str, Any], schedule: str, shards: bool) -> list[int]:
     }
     engine, *_ = triax.initialize(model=model, config=config)
     length = 4 if shards else 8
-
-    def data() -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(grid.tensor.rank if shards else 0)
-        while True:
-            yield torch.randn(2, length, 32, generator=generator), torch.zeros(1)
-
-    held, batches = [], data()
+    generator, held = torch.Generator().manual_seed(grid.tensor.rank if shards else 0), []
+    batches = [(torch.randn(2, length, 32, generator=generator), torch.zeros(1)) for _ in range(4)]
     for engine.record_memory in (True, True):
-        engine.train_batch(batches)
+        engine.train_batch(iter(batches))
         held.append(engine.memory_report()["held"]["activations"])
     return held
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", (4, 4)), ("1f1b", (2, 1))])
-def test_an_engines_count(ranks: Any, schedule: str, microbatches: tuple[int, int]) -> None:
-    """Four blocks on each of two ranks, whose activations are held for as many microbatches as the schedule has."""
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 4), ("1f1b", 2)])
+def test_an_engines_count(ranks: Any, schedule: str, microbatches: int) -> None:
+    """Four blocks on the first stage, whose activations are held for as many microbatches as the schedule has."""
     cases: list[tuple[dict[str, Any], bool, dict[str, Any], int]] = [
         ({}, False, {"recompute": "none"}, 4),
         ({"interval": 1}, False, {"recompute": "full"}, 4),
@@ -710,5 +704,5 @@ def test_an_engines_count(ranks: Any, schedule: str, microbatches: tuple[int, in
     ]
     for section, shards, options, kept in cases:
         block = gpt_activations(2, 8, 32, 4, 2, dropout=False, **options)
-        for rank, found in enumerate(ranks(4, report, section, schedule, shards)):
-            assert found == [microbatches[rank // 2] * kept * block] * 2, (section, rank)
+        for found in ranks(4, report, section, schedule, shards)[:2]:
+            assert found == [microbatches * kept * block] * 2, section

@@ -61,10 +61,7 @@ class ParameterGatherer:
             # A backward pass has it computed once more. Its own backward comes soon: the weights stay for that.
             self.fetch(layer)
             self.arrive(layer)
-            y = call(x)
-            if self._crowded(0):
-                self.drop(layer)
-            return y
+            return call(x)
         self._acquire(stage, layer, 1)
         if not torch.is_grad_enabled():
             y = call(x)
@@ -77,12 +74,15 @@ class ParameterGatherer:
         return y
 
     def ahead(self, layers: Iterable[int]) -> None:
-        """Start gathering layers that a backward pass is about to compute once more, as far as the limit allows."""
+        """Start gathering layers that a backward pass is about to compute once more.
+
+        All of them, whatever the limit, and whether or not anything there is to compute: on another replica there may
+        be, and all must gather alike.
+        """
         for layer in layers:
-            if not self._crowded(self._elements([layer])):
-                self.fetch(layer)
-                if not self._mode.overlap:
-                    self.arrive(layer)
+            self.fetch(layer)
+            if not self._mode.overlap:
+                self.arrive(layer)
 
     def release(self, stage: int) -> None:
         """RELEASE: keep the shards only of whatever the stage still has whole."""
