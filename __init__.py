@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from .grid.grid import Grid as Grid
     from .grid.layout import Layout as Layout
     from .grid.topology import Topology as Topology
+    from .models.config import GPTConfig as GPTConfig
+    from .models.config import LlamaConfig as LlamaConfig
+    from .models.gpt import gpt as gpt
     from .models.hf import config_from_hf as config_from_hf
     from .models.hf import load_hf as load_hf
     from .models.hf import save_hf as save_hf
+    from .models.layers import NextTokenLoss as NextTokenLoss
+    from .models.llama import llama as llama
     from .pipe.module import PipelineModule as PipelineModule
     from .pipe.schedules import Schedule as Schedule
     from .pipe.schedules import make_schedule as make_schedule
@@ -49,6 +54,11 @@ _HOMES = {
     "RowParallelLinear": "tensor_parallel.linear",
     "VocabParallelEmbedding": "tensor_parallel.embedding",
     "parallelize": "tensor_parallel.parallelize",
+    "GPTConfig": "models.config",
+    "LlamaConfig": "models.config",
+    "NextTokenLoss": "models.layers",
+    "gpt": "models.gpt",
+    "llama": "models.llama",
     "load_hf": "models.hf",
     "save_hf": "models.hf",
     "config_from_hf": "models.hf",

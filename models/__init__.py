@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .gpt import GPTLoss
     from .layers import NextTokenLoss
     from .llama import LlamaLoss
+    from .packed import pack
 
 _HOME = {
     "GPTConfig": "config",
@@ -24,6 +25,7 @@ _HOME = {
     "NextTokenLoss": "layers",
     "RopeScaling": "config",
     "SelfAttention": "attention",
+    "pack": "packed",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "NextTokenLoss",
     "RopeScaling",
     "SelfAttention",
+    "pack",
 ]
 
 

@@ -7,16 +7,54 @@ their document only, and positions start anew in each, so a packed row gives wha
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "attach", "check_documents", "detach", "packing"]
+__all__ = ["Packing", "attach", "check_documents", "detach", "pack", "packing", "positions_within"]
 
 # On the tensor of documents itself, so that the blocks of one stage build a microbatch's mask once, and it goes with
 # the microbatch.
 _ATTRIBUTE = "triax_packing"
+
+
+def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Texts as packed rows, and their labels: all that a model and its loss want.
+
+    Texts follow one another without a gap. One that reaches beyond its row goes on in the next, as a document of its
+    own. A token's label is the token that follows it in its text, also where that is in the next row; the last token
+    of a text has none. The last row is filled up with a document of zeros, whose labels do not count.
+
+    Args:
+        texts: the tokens of each.
+        length: T, of a row.
+        ignore_index: the label where nothing follows.
+
+    Returns:
+        ((ids, documents), labels), int64 (rows, T) each.
+
+    Raises:
+        ValueError: no tokens, or a length below 1.
+    """
+    ids: list[int] = []
+    labels: list[int] = []
+    documents: list[int] = []
+    number = -1
+    for number, text in enumerate(texts):
+        tokens = list(text)
+        ids += tokens
+        labels += [*tokens[1:], ignore_index][: len(tokens)]
+        documents += [number] * len(tokens)
+    if not ids or length < 1:
+        raise ValueError(f"{len(ids)} tokens in rows of {length}: give at least one of each")
+    missing = -len(ids) % length
+    ids += [0] * missing
+    labels += [ignore_index] * missing
+    documents += [number + 1] * missing
+    rows, numbers, follow = (torch.tensor(values).view(-1, length) for values in (ids, documents, labels))
+    return (rows, numbers), follow
 
 
 class Packing(NamedTuple):

@@ -16,7 +16,7 @@ from triax.grid.layout import layout_of, split
 from triax.grid.random import Normal
 from triax.models.attention import SelfAttention
 from triax.models.config import RopeScaling
-from triax.models.packed import check_documents, packing, positions_within
+from triax.models.packed import check_documents, pack, packing, positions_within
 from triax.models.rope import Rope
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -238,6 +238,17 @@ def test_a_mask_is_built_once_for_a_microbatch() -> None:
     assert packing(documents, torch.float64).mask.dtype == torch.float64
     documents[0, 3] = 0  # changed where it lies: the mask of before is no longer its mask
     assert packing(documents, torch.float32).positions[0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
+
+
+def test_texts_are_packed_without_a_gap() -> None:
+    texts = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9]]
+    (ids, documents), labels = pack(texts, 4)
+    assert ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 0, 0]]
+    assert documents.tolist() == [[0, 0, 0, 1], [3, 3, 3, 3], [3, 4, 4, 4]]
+    assert labels.tolist() == [[2, 3, -100, -100], [6, 7, 8, 9], [-100] * 4]
+    check_documents(ids, documents)
+    with pytest.raises(ValueError, match="0 tokens in rows of 4"):
+        pack([], 4)
 
 
 def test_documents_that_number_no_tokens_are_refused() -> None:
