@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..grid import Grid, layout_of
 from ..pipe.spec import LayerSpec, TiedLayerSpec
@@ -22,7 +22,7 @@ from .gpt import gpt
 from .hf_config import from_hf, layer_count, same_model
 from .hf_names import FAMILIES, Entry, Names, Transposed, expand, names_of
 from .hf_read import Source, check, fetch, find, open_source, unused
-from .hf_save import agree, named, save_hf
+from .hf_save import agree, hugging_face, named, save_hf
 from .llama import llama
 
 __all__ = ["Names", "Transposed", "config_from_hf", "load_hf", "save_hf"]
@@ -98,8 +98,11 @@ def load_hf(
     grid = grid or getattr(into, "grid", None)
     if grid is None:
         raise ValueError(f"a {type(into).__name__} does not keep its grid: pass load_hf(path, module, grid=grid)")
+    assign = getattr(into, "assign", None)
     with agree(grid):
-        _fill(module, source, names, grid, getattr(into, "assign", None))
+        made_of = _checked(module, source, names, held=assign is not None)
+    with agree(grid):
+        _fill(made_of, source, grid, assign)
     return into
 
 
@@ -158,40 +161,54 @@ def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[La
     return loading
 
 
-def _fill(module: nn.Module, source: Source, names: Names | None, grid: Grid, assign: Any) -> None:
-    """Give a module's parameters their values; through ``assign``, where an engine holds them."""
+def _checked(
+    module: nn.Module, source: Source, names: Names | None, held: bool
+) -> dict[nn.Parameter, tuple[str, Entry]]:
+    """What each of a module's parameters is made of; nothing is read or written before all is known.
+
+    Args:
+        held: an engine holds the parameters, which may show nothing of themselves.
+    """
     own = named(module)
-    entries = _entries(module, source, names, own)
+    entries = _entries(module, source, names)
     if left := unused(source, entries.values()):
         raise ValueError(f"{_some(left)} of {source.where} go nowhere: add them to names")
     _same(source, getattr(module, "specs", ()))
-    for prefix in {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}:
+    layers = {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}
+    for prefix in layers if hugging_face(module)[0] is None else ():
         _no_more(source, entries, own, prefix)
+    made_of = {}
     for ours, parameter in own.items():
-        held = any(parameter.stride()) or parameter.numel() <= 1
-        if parameter.is_meta or not (held or assign is not None):
+        empty = parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
+        if empty and not held:
             raise RuntimeError(
                 f"{ours} has no values yet, or another holds them: build the model from the layers of load_hf(path), "
                 "or call model.fill() first; of a model that an engine trains pass the engine"
             )
-    with torch.no_grad():
-        for ours, parameter in own.items():
-            entry = _entry(entries, ours, module)
-            value = fetch(source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
-            if assign is not None:
-                assign(parameter, value)
-            else:
-                parameter.copy_(value)
+        made_of[parameter] = ours, _entry(entries, ours, module)
+        check(source, *made_of[parameter], layout_of(parameter))
+    return made_of
 
 
-def _entries(module: nn.Module, source: Source, names: Names | None, own: Mapping[str, Tensor]) -> dict[str, Entry]:
+@torch.no_grad()
+def _fill(made_of: Mapping[nn.Parameter, tuple[str, Entry]], source: Source, grid: Grid, assign: Any) -> None:
+    """Give parameters their values; through ``assign``, where an engine holds them."""
+    for parameter, (ours, entry) in made_of.items():
+        value = fetch(source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
+        if assign is not None:
+            assign(parameter, value)
+        else:
+            parameter.copy_(value)
+
+
+def _entries(module: nn.Module, source: Source, names: Names | None) -> dict[str, Entry]:
     """What each parameter of ours is made of: as ``names`` say; the same name; or as the family's table says."""
     blocks = layer_count(source.config)
     if names is not None:
         return expand(names, blocks)
-    if own and all(find(source, name) for name in own):
-        tied = {name: Entry((name,)) for name in source.shapes}  # what is tied, a live model has under every name
-        return tied | {name: Entry((name,)) for name in own}
+    theirs, prefix = hugging_face(module)
+    if theirs is not None:
+        return {prefix + name: Entry((name,)) for name in theirs.state_dict()}  # what is tied, under every name
     return expand(names_of(source.config.get("model_type")), blocks)
 
 

@@ -47,6 +47,8 @@ class _Folder:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (folder / "model.safetensors").is_file():
+            names = ["model.safetensors"]
         else:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:

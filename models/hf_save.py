@@ -18,7 +18,7 @@ from .hf_config import layer_count, to_hf
 from .hf_names import Entry, Names, expand, names_of
 from .hf_write import FolderWriter
 
-__all__ = ["agree", "named", "save_hf"]
+__all__ = ["agree", "hugging_face", "named", "save_hf"]
 
 
 class _Held(NamedTuple):
@@ -46,7 +46,7 @@ def save_hf(
 
     Args:
         model: an ``Engine``, a ``PipelineModule`` of ``gpt`` or ``llama``, or a Hugging Face model that ``parallelize``
-            sharded.
+            sharded (the one layer of an engine's, perhaps).
         path: of the folder, which is made. Weights of an earlier model there are removed.
         config: of ours, or the whole content of ``config.json``; None: found in the model.
         names: as in ``load_hf``, for other families.
@@ -78,13 +78,14 @@ def save_hf(
                     "zero.gathered(module)"
                 )
         held = _everything(own, grid)
-        written = _config(module, config)
-        entries = {name: Entry((name,)) for name in held}
-        if names is not None or not hasattr(getattr(module, "config", None), "to_dict"):
+        theirs, prefix = hugging_face(module)
+        written = _config(module, theirs, config)
+        entries = {name: Entry((name.removeprefix(prefix),)) for name in held}
+        if names is not None or theirs is None:
             entries = expand(names or names_of(written.get("model_type")), layer_count(written))
         plan = {name: _parts(name, h, entries, dtype) for name, h in held.items()}
         if grid.rank == 0:
-            tensors = {theirs: (shape, kind) for parts in plan.values() for theirs, shape, kind in parts}
+            tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
             kinds = {kind for _, kind in tensors.values()}
             said = str(kinds.pop() if len(kinds) == 1 else torch.float32).removeprefix("torch.")
             writer = FolderWriter(Path(path), {**written, "dtype": said}, tensors, max_file_bytes)
@@ -104,6 +105,13 @@ def save_hf(
             writer.close()
         if failure is not None:
             raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
+
+
+def hugging_face(module: Any) -> tuple[Any, str]:
+    """The Hugging Face model that a module is, or has for its one layer, and what stands before its names; or None."""
+    specs: Any = getattr(module, "specs", ())
+    inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
+    return (inner, prefix) if hasattr(getattr(inner, "config", None), "to_dict") else (None, "")
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -136,12 +144,11 @@ def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, _Held]
     return held
 
 
-def _config(module: nn.Module, config: Any) -> dict[str, Any]:
+def _config(module: nn.Module, theirs: Any, config: Any) -> dict[str, Any]:
     """What ``config.json`` says, but for the dtype."""
-    if config is None and hasattr(getattr(module, "config", None), "to_dict"):
-        config = module.config.to_dict()  # type: ignore[union-attr, operator]
-        config.setdefault("architectures", None)
-        config["architectures"] = config["architectures"] or [type(module).__name__]
+    if config is None and theirs is not None:
+        config = theirs.config.to_dict()
+        config["architectures"] = config.get("architectures") or [type(theirs).__name__]
     if config is None:
         candidates = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
         config = next((value for value in candidates if isinstance(value, (GPTConfig, LlamaConfig))), None)

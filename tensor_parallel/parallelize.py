@@ -111,7 +111,8 @@ def _broadcast(module: nn.Module, grid: Grid) -> None:
         if not tensor.is_meta:
             data = tensor.detach().to(grid.device).contiguous()
             grid.tensor.broadcast(data)
-            tensor.copy_(data)
+            if not torch.equal(data.to(tensor.device), tensor):  # what was alike may be no memory of its own
+                tensor.copy_(data)
 
 
 class _Sharder:
@@ -127,22 +128,22 @@ class _Sharder:
         """Do with the module of this name what the style says."""
         parent, _, key = name.rpartition(".")
         layer = self.module.get_submodule(name)
-        if isinstance(style, Local) and layer not in self.done:
-            self.done[layer] = layer
-            for attribute, unit in style.attributes.items():
-                start, stop = split(getattr(layer, attribute), self.axis.size, self.axis.rank, unit)
-                setattr(layer, attribute, stop - start)
+        if isinstance(style, Local):
+            if layer not in self.done:
+                self.done[layer] = layer
+                for attribute, unit in style.attributes.items():
+                    start, stop = split(getattr(layer, attribute), self.axis.size, self.axis.rank, unit)
+                    setattr(layer, attribute, stop - start)
+            return
         if layer not in self.done:
             self.done[layer] = self._replacement(name, layer, style).train(layer.training)
             if isinstance(style, (Column, KeyValue)) and style.group:
                 together = self.groups.setdefault((parent, style.group), Together(self.axis))
                 together.members.append(self.done[layer])
                 self.done[layer].together = together
-        new = self.done[layer]
-        if new is not layer:
-            setattr(self.module.get_submodule(parent), key, new)
+        setattr(self.module.get_submodule(parent), key, self.done[layer])
 
-    def _replacement(self, name: str, layer: Any, style: Style) -> Any:
+    def _replacement(self, name: str, layer: Any, style: Column | Row | Vocab | KeyValue | OnHeads) -> Any:
         axis = self.axis
         if isinstance(style, OnHeads):
             return OnShards(layer, axis)
@@ -154,7 +155,7 @@ class _Sharder:
         bias = getattr(layer, "bias", None)
         if isinstance(style, KeyValue) and style.kv_heads % axis.size:
             used, repeat, groups = _queries(style, axis)
-            attention = self.module.get_submodule(name.rpartition(".")[0])
+            attention: Any = self.module.get_submodule(name.rpartition(".")[0])
             if hasattr(attention, "num_key_value_groups"):
                 attention.num_key_value_groups = groups
             return KeyValueWhole(layer.weight, bias, axis, transposed, used, style.head_dim, repeat)

@@ -106,8 +106,9 @@ def compare(grid: Grid, family: str, train: bool, changes: dict[str, Any]) -> di
         layout = layout_of(parameter)
         assert layout.name == name and layout.shape == tuple(reference[name].shape)
         assert torch.equal(parameter, layout.shard(reference[name], rank, size))
-        assert parameter.grad is not None and reference[name].grad is not None
-        found[name] = worst(parameter.grad, layout.shard(reference[name].grad, rank, size))
+        gradient = reference[name].grad
+        assert parameter.grad is not None and gradient is not None
+        found[name] = worst(parameter.grad, layout.shard(gradient, rank, size))
     return found
 
 
