@@ -35,7 +35,8 @@ def gpt_logits(
         block = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         h = F.layer_norm(x, (width,), block["norm1.weight"], block["norm1.bias"])
         q, k, v = F.linear(h, block["attention.qkv.weight"], block["attention.qkv.bias"]).chunk(3, dim=-1)
-        y = attention(*(t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)), seen)
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        y = attention(q, k, v, seen)
         x = x + F.linear(y, block["attention.out.weight"], block["attention.out.bias"])
         h = F.layer_norm(x, (width,), block["norm2.weight"], block["norm2.bias"])
         h = F.gelu(F.linear(h, block["mlp.up.weight"], block["mlp.up.bias"]), approximate="tanh")

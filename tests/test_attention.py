@@ -45,7 +45,7 @@ def made(
             layout = layout_of(parameter)
             if parameter.dim() == 1:
                 whole = torch.linspace(-0.5, 0.5, layout.shape[0], dtype=torch.float64) * len(name)
-                parameter += layout.shard(whole, grid.tensor.rank, grid.tensor.size)
+                parameter.add_(layout.shard(whole, grid.tensor.rank, grid.tensor.size))
     return layer
 
 
