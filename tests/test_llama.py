@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -295,3 +298,36 @@ def test_an_unknown_preset_or_field_names_those_there_are() -> None:
         LlamaConfig.preset("llama9")
     with pytest.raises(TypeError, match="no field depth in a LlamaConfig; its fields are vocab_size"):
         LlamaConfig.preset("llama2-7b", depth=3)
+
+
+# -------------------------------------------------------------------------------------- docs/models.md
+
+
+def programs() -> dict[str, str]:
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python")
+    return {name: source for source, name in blocks}
+
+
+def run_program(source: str, sizes: list[str]) -> None:
+    sys.argv = ["program.py", *sizes]
+    exec(compile(source, "docs/models.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("presets.py", []),
+        ("packed.py", []),
+        ("packed.py", ["2", "2", "2"]),
+        ("own.py", []),
+        ("own.py", ["1", "1", "4"]),
+    ],
+)
+def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
+    ranks(math.prod(map(int, sizes)), run_program, programs()[name], sizes, timeout=60)
+
+
+def test_the_docs_programs_are_all_run() -> None:
+    assert list(programs()) == ["presets.py", "packed.py", "own.py"]
