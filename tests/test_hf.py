@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import triax
 from triax.grid import Grid
-from triax.models import hf_read
+from triax.models import hf_read, hf_write
 from triax.models.config import GPTConfig, LlamaConfig
 from triax.models.gpt import gpt
 from triax.models.hf import Names, Transposed, config_from_hf, load_hf, save_hf
@@ -477,6 +477,63 @@ def test_errors_of_saving(tmp_path: Path) -> None:
         save_hf(model, tmp_path / "file")
     with pytest.raises(ValueError, match="no Hugging Face family has both qkv_bias"):
         to_hf(LlamaConfig(53, 16, 32, 3, 8, qkv_bias=True, qk_norm=True))
+
+
+def test_a_bias_that_has_no_place() -> None:
+    """Of a family that nothing else is known of."""
+    model = make(*CASES["llama"])
+    weights = dict(model.state_dict()) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
+    names = MISTRAL | {"layers.{i+1}.attention.q.*": "model.layers.{i}.self_attn.q_proj.*"}  # type: ignore[operator]
+    layers = llama(LlamaConfig(61, 32, 32, 3, 8, 2, hidden=44, norm_eps=1e-6))
+    fake = _Fake({"model_type": "mine", "num_hidden_layers": 3}, weights)
+    complaint = r"q_proj.bias, and here there is no layers.2.attention.q.bias to take it"
+    with pytest.raises(ValueError, match=complaint):
+        triax.PipelineModule(load_hf(fake, layers, names=names), grid=Grid())
+    module = triax.PipelineModule(layers, grid=Grid())
+    before = [parameter.clone() for parameter in module.parameters()]
+    with pytest.raises(ValueError, match=complaint):
+        load_hf(fake, module, names=names)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def failures(folder: str, out: str) -> list[str]:
+    """What this rank hears when only one rank fails."""
+    grid = Grid(pipe=2)
+    config = config_from_hf(folder)
+    assert isinstance(config, GPTConfig)
+    model = triax.PipelineModule(gpt(config), grid=grid)
+    said = []
+
+    def hear(call: Any) -> None:
+        with pytest.raises((OSError, RuntimeError, ValueError)) as error:
+            call()
+        said.append(f"{error.type.__name__}: {error.value}")
+
+    hear(lambda: save_hf(model, Path(folder) / "config.json"))  # a file, where rank 0 wants a folder
+
+    def full(self: Any, name: str, tensor: Tensor) -> None:
+        if name == "transformer.h.1.mlp.c_fc.weight":
+            raise OSError("no space left")
+
+    plain, hf_write.FolderWriter.write = hf_write.FolderWriter.write, full  # type: ignore[method-assign]
+    try:
+        hear(lambda: save_hf(model, out))
+    finally:
+        hf_write.FolderWriter.write = plain  # type: ignore[method-assign]
+    if grid.rank == 1:
+        model.layers.register_parameter("stray", nn.Parameter(torch.ones(2)))
+    hear(lambda: load_hf(folder, model))
+    return said
+
+
+def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+    folder, *_ = saved(tmp_path, "gpt2")
+    first, second = ranks(2, failures, str(folder), str(tmp_path / "out"), timeout=60)
+    assert first[0].startswith("FileExistsError") and second[0].startswith("RuntimeError: on another rank: FileExists")
+    for said in (first[1], second[1]):
+        assert "rank 0 could not write" in said and "no space left" in said
+    assert second[2].startswith("ValueError: names do not say what layers.stray (of a PipelineModule) is")
+    assert first[2] == f"RuntimeError: on another rank: {second[2]}"
 
 
 def test_patterns() -> None:

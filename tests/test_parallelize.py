@@ -148,6 +148,20 @@ def test_other_configurations(ranks: Any, family: str, changes: dict[str, Any], 
         assert max(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
 
 
+def continued(size: int, family: str) -> tuple[list[int], list[int]]:
+    models = make(family).eval(), parallelize(make(family).eval(), Grid(tensor=size))
+    ids = torch.arange(5)[None] + 7
+    whole, sharded = (m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist() for m in models)
+    return whole, sharded
+
+
+@pytest.mark.parametrize(("family", "size"), [("gpt2", 4), ("llama", 4)])
+def test_its_own_generate_goes_on(ranks: Any, family: str, size: int) -> None:
+    """With its cache of this rank's keys and values: 6 heads over 4 ranks, in Llama with 2 of keys and values."""
+    for whole, sharded in ranks(size, continued, size, family):
+        assert whole == sharded and len(whole) == 13
+
+
 def bytes_sent(size: int, family: str) -> tuple[int, float]:
     grid = Grid(tensor=size)
     model = parallelize(make(family, intermediate_size=40), grid)
