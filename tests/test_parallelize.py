@@ -149,7 +149,7 @@ def test_other_configurations(ranks: Any, family: str, changes: dict[str, Any], 
 
 
 def continued(size: int, family: str) -> tuple[list[int], list[int]]:
-    models = make(family).eval(), parallelize(make(family).eval(), Grid(tensor=size))
+    models: list[Any] = [make(family).eval(), parallelize(make(family).eval(), Grid(tensor=size))]
     ids = torch.arange(5)[None] + 7
     whole, sharded = (m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist() for m in models)
     return whole, sharded
