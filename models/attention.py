@@ -156,6 +156,9 @@ class SelfAttention(nn.Module):
         if self._looks_at is not None:
             index = torch.tensor(self._looks_at, device=k.device)
             k, v = k.index_select(1, index), v.index_select(1, index)
+        elif mask is not None and q.device.type != "cpu":
+            # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
         )

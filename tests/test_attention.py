@@ -176,6 +176,13 @@ def test_a_rank_computes_only_the_keys_that_its_queries_look_at(ranks: Any) -> N
     assert [found[2][2:4] for found in by_rank] == [(1, 1), (2, 2), (1, 1), (2, 1)]
 
 
+def test_masks_with_grouped_queries_on_another_device() -> None:
+    """Heads of k and v are repeated there; the meta device tells the shapes."""
+    q, k = torch.empty(2, 6, 5, DIM, device="meta"), torch.empty(2, 3, 5, DIM, device="meta")
+    mask = torch.empty(2, 1, 5, 5, device="meta")
+    assert made(Grid(), 6, 3).attend(q, k, k, mask).shape == q.shape
+
+
 # ---------------------------------------------------------------------------------------------------- hooks
 
 
