@@ -19,7 +19,7 @@ from ..grid.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
 from ..grid.random import Normal, Uniform, initialise
 from .column import column_linear
-from .regions import all_reduce_copy, gather_split, reduce_scatter_gather, split_gather
+from .regions import border, gather_split, reduce_scatter_gather, split_gather
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -197,7 +197,7 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
         y = reduced(F.linear(x, self.weight), self.axis, self.sequence_parallel)  # (..., N)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:
         """What ``print`` shows: whole sizes, and the number of shards."""
@@ -230,11 +230,13 @@ def _default(fan_in: int) -> Uniform:
 def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     """The sum over the ranks: whole on each (f-bar), or its shard of the sequence, dim 1 (g-bar).
 
+    ``y`` is overwritten, so it is to be a tensor that no backward needs, as a product is.
+
     Raises:
         ValueError: the axis's size does not divide the sequence.
     """
     if not sequence_parallel:
-        return all_reduce_copy(y, axis)
+        return border("all_reduce", "copy", y, axis, ours=True)
     if y.dim() < 2 or y.shape[1] % axis.size:
         raise ValueError(
             f"sequence parallelism shards dim 1 of {tuple(y.shape)} evenly over {axis.name}={axis.size}: pad the "

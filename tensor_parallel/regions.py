@@ -136,11 +136,12 @@ def border(
     dim: int | None = None,
     length: int | None = None,
     unit: int = 1,
+    ours: bool = False,
 ) -> Tensor:
-    """The function that does ``forward``, and ``backward`` backward, each a name of ``begin``'s."""
+    """The function that does ``forward``, and ``backward`` backward; names and ``ours`` as in ``begin``."""
     if axis.size == 1:
         return x
-    out: Tensor = _Border.apply(x, forward, backward, axis, *_place(forward, x, axis, dim, length, unit))
+    out: Tensor = _Border.apply(x, forward, backward, axis, *_place(forward, x, axis, dim, length, unit), ours)
     return out
 
 
@@ -186,17 +187,21 @@ class _Border(torch.autograd.Function):
     transpose is the map itself, to any depth of differentiation."""
 
     @staticmethod
-    def forward(x: Tensor, forward: str, backward: str, axis: Axis, dim: int, length: int, unit: int) -> Tensor:
-        return _MAPS[forward](x, axis, dim, length, unit, False, False)()
+    def forward(
+        x: Tensor, forward: str, backward: str, axis: Axis, dim: int, length: int, unit: int, ours: bool
+    ) -> Tensor:
+        return _MAPS[forward](x, axis, dim, length, unit, False, ours)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *ctx.names_and_place = inputs
+        x, *ctx.names_and_place, _ = inputs
+        if output is x:
+            ctx.mark_dirty(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forward, backward, *place = ctx.names_and_place
-        return _Border.apply(grads[0], backward, forward, *place), None, None, None, None, None, None
+        return _Border.apply(grads[0], backward, forward, *place, False), *[None] * 7
 
 
 Finish = Callable[[], Tensor]
@@ -246,7 +251,7 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int, length: int, unit: int, bac
 
     def finish() -> Tensor:
         pending.wait()
-        return mine.narrow(dim, 0, lengths[axis.rank])
+        return mine if lengths[axis.rank] == mine.shape[dim] else mine.narrow(dim, 0, lengths[axis.rank])
 
     return finish
 
