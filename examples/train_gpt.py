@@ -52,6 +52,7 @@ class Options(argparse.Namespace):
     heads: int
     sequence: int
     dropout: float
+    sequence_parallel: bool
     dtype: str
     steps: int
     batch: int
@@ -106,7 +107,7 @@ def train(options: Options) -> None:
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     grid = triax.Grid(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
     module = triax.PipelineModule(
-        gpt(config),
+        gpt(config, sequence_parallel=options.sequence_parallel),
         grid=grid,
         loss_fn=GPTLoss(grid, vocab_size=config.vocab_size),
         chunks=schedule.chunks,
@@ -268,6 +269,7 @@ def parse() -> Options:
     add("--heads", type=int, default=4, help="of attention (4)")
     add("--sequence", type=int, default=128, metavar="BYTES", help="the longest context (128)")
     add("--dropout", type=float, default=0.0, help="probability (0)")
+    add("--sequence-parallel", action="store_true", help="norms and dropout on the tensor ranks' shares of a sequence")
     add("--dtype", default="float32", choices=["float32", "float64"], help="of weights and arithmetic (float32)")
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=600, help="optimizer steps (600)")
@@ -319,6 +321,11 @@ def check(options: Options) -> Topology:
         )
     config = gpt_config(options)
     config.check_tensor(options.tensor)
+    if options.sequence_parallel and options.sequence % options.tensor:
+        near = options.sequence // options.tensor * options.tensor or options.tensor
+        raise ValueError(
+            f"--sequence {options.sequence} is not shared evenly by --tensor {options.tensor}: give {near}"
+        )
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     uniform(config.layers + 4, len(schedule.placement))  # embedding, positions, blocks, norm, head: one a stage or more
     if options.sample and not 0 < len(options.prompt.encode()) < options.sequence:
