@@ -107,10 +107,9 @@ def generate_on_rank(job: Job) -> None:
 def _write(engine: InferenceEngine, text: Text, job: Job) -> None:
     ids = text.encode(job.prompt)
     new = job.new or max(1, min(_MOST, engine.max_length - len(ids)))
-    chances = {"temperature": job.temperature, "top_k": job.top_k, "top_p": job.top_p, "seed": job.seed}
     begin, count, speaks = time.perf_counter(), 0, engine.grid.rank == 0
     ends = [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
-    tokens = engine.stream([ids], new, **chances, eos=ends)
+    tokens = engine.stream([ids], new, job.temperature, job.top_k, job.top_p, job.seed, ends)
     if speaks:
         sys.stdout.write(job.prompt)
     for token in tokens:
@@ -222,8 +221,7 @@ class TokenizerText:
         return self._text()[len(self._shown) :]
 
     def _text(self) -> str:
-        text: str = self._tokenizer.decode(self._ids)
-        return text
+        return str(self._tokenizer.decode(self._ids))
 
 
 def open_text(folder: Path) -> Text:

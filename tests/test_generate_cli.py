@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,8 +181,8 @@ def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, "eos_token_id": None}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
@@ -192,3 +193,34 @@ def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
     text.encode("dé ")
     assert "".join(text.follow(token) for token in more) + text.rest() == "né é!"
     assert text.follow(more[1]) == ""  # half of é
+
+
+# ------------------------------------------------------------------------------------ docs/generation.md, benchmark
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_documented_programs(tmp_path: Path) -> None:
+    """Every ```python block of docs/generation.md, one behind the other, as a user would go on."""
+    text = (ROOT / "docs" / "generation.md").read_text()
+    source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    (tmp_path / "program.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for command_line in re.findall(r"^triax generate (.*)$", text, re.MULTILINE):
+        known = command("--help").stdout
+        assert all(word in known for word in command_line.split() if word.startswith("--")), command_line
+
+
+def test_the_benchmark_compares() -> None:
+    line = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), "--preset", "bytes-tiny", "--json"]
+    done = subprocess.run(
+        [*line, "--batches", "2", "--rounds", "1"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr  # the greedy tokens were the same, or it would have failed
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["name"] for row in rows} == {"triax", "without a cache", "transformers"}
+    assert all(row["tokens_per_second"] > 0 for row in rows)

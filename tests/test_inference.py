@@ -12,7 +12,7 @@ from torch import Tensor
 
 import triax
 from triax.engine.batch import AgreedError
-from triax.engine.batching import Batcher, Request, Token
+from triax.engine.batching import Batcher, Request, Token, Turn
 from triax.engine.inference import init_inference
 from triax.engine.sampling import NOT_FINITE, Sampling, choose
 from triax.grid import Grid
@@ -235,7 +235,8 @@ class Log:
     def __init__(self, lengths: list[int], limits: list[int], slots: int, replicas: int, groups: int) -> None:
         requests = [Request(i, [9] * n, n + m, ()) for i, (n, m) in enumerate(zip(lengths, limits))]
         batcher = Batcher(requests, slots=slots, replicas=replicas, groups=groups, eos=frozenset())
-        turns, self.runs = [], [[] for _ in requests]
+        turns: list[Turn] = []
+        self.runs: list[list[int]] = [[] for _ in requests]
         self.computed = self.turns = 0
         while not batcher.done:
             turn = batcher.plan(len(turns))
@@ -386,7 +387,7 @@ def test_models_that_cannot_generate() -> None:
         init_inference(torch.nn.Linear(3, 3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"placeholders still: call model.fill\(\)"):
         init_inference(PipelineModule(gpt(GPT), device="meta"))
-    module.layers["3"].mlp.up.weight.data.fill_(torch.nan)
+    module.get_parameter("layers.3.mlp.up.weight").data.fill_(torch.nan)
     with pytest.raises(AgreedError, match="the logits for token 1 of prompt 1 are not finite: look for nan"):
         init_inference(module).generate(PROMPTS, 3)
     assert init_inference(model(GPT), dtype=torch.float32, max_length=9).generate([[1]], 3)
@@ -399,7 +400,7 @@ def failing(what: str) -> list[str]:
     said = []
     prompts, stream = PROMPTS, None
     if what == "nan" and grid.rank == 1:
-        module.layers["5"].weight.data.fill_(torch.nan)
+        module.get_parameter("layers.5.weight").data.fill_(torch.nan)
     elif what == "prompts" and grid.rank == 1:
         prompts = PROMPTS[1:]
     elif what == "callback":
@@ -415,7 +416,7 @@ def failing(what: str) -> list[str]:
         said.append(str(error))
     if what in ("nan", "prompts"):  # everybody said so, and can go on
         if what == "nan" and grid.rank == 1:
-            module.layers["5"].weight.data.fill_(1.0)
+            module.get_parameter("layers.5.weight").data.fill_(1.0)
         said.append(str(engine.generate(PROMPTS[:1], 1)))
     return said
 
