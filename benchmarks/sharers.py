@@ -41,7 +41,7 @@ class Shape:
     @property
     def config(self) -> GPTConfig:
         """triax's words for it."""
-        vocabulary = self.vocabulary or 1
+        vocabulary = self.vocabulary or 256  # of one layer any
         sizes = {"width": self.width, "layers": self.layers, "heads": self.heads, "sequence_length": self.length}
         return GPTConfig(vocab_size=vocabulary, tie_embeddings=False, **sizes)
 
