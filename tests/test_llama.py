@@ -320,7 +320,7 @@ def run_program(source: str, sizes: list[str]) -> None:
     [
         ("presets.py", []),
         ("packed.py", []),
-        ("packed.py", ["2", "2", "2"]),
+        ("packed.py", ["1", "2", "2"]),
         ("own.py", []),
         ("own.py", ["1", "1", "4"]),
     ],
