@@ -67,6 +67,7 @@ def test_a_run_from_one_command(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1].keys() == {"bigram_loss", "training_seconds"}
     assert "validation_loss" in rows[-2]
+    assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}
     for picture in ("loss.png", "schedule.png"):
         assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
     assert {path.name for path in folder.glob("*.log")} == {"rank-1.log", "rank-2.log", "rank-3.log"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -224,6 +225,45 @@ def test_tokens_come_as_they_are_made(ranks: Any, sizes: tuple[int, int, int]) -
     # They come while others are still to begin: the last prompt's first token is behind the first one's last.
     places = [(event.request, event.last) for event in results[0]["events"]]
     assert places.index((0, True)) < [request for request, _ in places].index(7)
+
+
+def test_a_prompt_meets_the_head_with_its_last_token_alone() -> None:
+    module, seen = model(GPT), []
+    module.layers["5"].register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    module.layers["4"].register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    init_inference(module).generate([[1, 2, 3, 4], [5, 6, 7, 8]], 2)
+    assert seen == [(2, 4), (2, 1), (2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_another_precision(dtype: torch.dtype) -> None:
+    engine = init_inference(model(LLAMA), dtype=dtype, max_batch=2)
+    sequences = engine.generate(PROMPTS, LIMITS, top_k=20, seed=5)
+    assert [len(s) for s in sequences] == [len(p) + n for p, n in zip(PROMPTS, LIMITS)]
+    assert engine.cache.bytes == 2 * 3 * 2 * 1 * 22 * 6 * dtype.itemsize  # the longest takes 22 places
+    assert engine.generate(PROMPTS, LIMITS, top_k=20, seed=5) == sequences
+
+
+def busy(sizes: tuple[int, int, int]) -> list[tuple[float, float]]:
+    """When this rank's stage computed, where that takes some milliseconds: it sleeps for so long."""
+    grid = Grid(*sizes)
+    module, spans = model(GPT, grid), []
+
+    def work(*_: object) -> None:
+        begin = time.monotonic()
+        time.sleep(0.008)
+        spans.append((begin, time.monotonic()))
+
+    next(m for name, m in module.named_modules() if name.endswith("attention")).register_forward_pre_hook(work)
+    init_inference(module, max_batch=4).generate([[1, 2]] * 4, 15, temperature=0)
+    return spans
+
+
+def test_stages_work_at_the_same_time(ranks: Any) -> None:
+    first, second = ranks(2, busy, (2, 1, 1))
+    assert len(first) == len(second) == 30  # 2 groups of 2 sequences, 15 turns each
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
+    assert both > 0.5 * sum(stop - start for start, stop in first)
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
