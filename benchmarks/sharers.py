@@ -51,7 +51,7 @@ class Shape:
         if self.vocabulary:
             text = torch.randint(self.vocabulary, (self.sequences, self.length + 1), generator=generator)
             return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        x, weights = torch.randn((2, self.sequences, self.length, self.width), generator=generator)
+        x, weights = (torch.randn(self.sequences, self.length, self.width, generator=generator) for _ in range(2))
         return x, weights / weights.numel()
 
 

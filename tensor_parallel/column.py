@@ -117,8 +117,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, ctx.axis, ctx.sequence_parallel, ctx.laters, *weights = inputs
-        # The parameters themselves too: a checkpoint, or another hook on saved tensors, hands back copies.
-        ctx.pairs = list(zip(weights[::2], weights[1::2]))
+        # Where to put gradients: not the saved weights, for a checkpoint, or another hook, hands back copies of those.
+        ctx.pairs = [pair if later else None for pair, later in zip(zip(weights[::2], weights[1::2]), ctx.laters)]
         ctx.save_for_backward(x, *weights[::2])
 
     @staticmethod

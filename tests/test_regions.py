@@ -178,3 +178,27 @@ def low_precision_on_rank(dtype: torch.dtype) -> Tensor:
 def test_the_dtype_stays(ranks: Any, dtype: torch.dtype) -> None:
     for out in ranks(2, low_precision_on_rank, dtype):
         assert torch.equal(out, torch.full((3,), 3.0, dtype=dtype))
+
+
+def reduced_on_rank(elements: int) -> list[tuple[Tensor, float]]:
+    """All-reduces of each kind, waited for at once and later; and the bytes counted."""
+    axis, found = Grid(tensor=2).tensor, []
+    for op in ("sum", "max", "min"):
+        for later in (False, True):
+            x = torch.arange(elements, dtype=torch.float32) * (1 if axis.rank else -2) + 3
+            axis.traffic.clear()
+            pending = [axis.all_reduce(x, op, async_op=later), axis.all_reduce(y := x.clone() * 0, op, async_op=later)]
+            for each in pending:
+                each.wait()
+            assert not y.any()
+            found.append((x[[0, 1, -1]], axis.traffic.report()["tensor"]["all_reduce"].bytes))
+    return found
+
+
+@pytest.mark.parametrize("elements", [100, 1000, 2**22 + 1], ids=["small", "one exchange", "gloo's ring"])
+def test_two_ranks_reduce_alike_whatever_the_size(ranks: Any, elements: int) -> None:
+    last = float(elements - 1)
+    wanted = {"sum": [6.0, 5.0, 6 - last], "max": [3.0, 4.0, 3 + last], "min": [3.0, 1.0, 3 - 2 * last]}
+    for found in ranks(2, reduced_on_rank, elements):
+        for (values, sent), op in zip(found, [op for op in wanted for _ in range(2)], strict=True):
+            assert values.tolist() == wanted[op] and sent == 2 * 4 * elements
