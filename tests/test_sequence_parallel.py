@@ -16,7 +16,7 @@ import triax
 from triax.grid import Grid
 from triax.grid.axis import Axis
 from triax.grid.layout import Layout, layout_of
-from triax.models.gpt import GPTConfig, GPTLoss, gpt
+from triax.models.gpt import Block, GPTConfig, GPTLoss, gpt
 from triax.pipe.backward import Deferred, SplitBackward
 from triax.pipe.module import PipelineModule
 from triax.tensor_parallel import (
@@ -274,6 +274,33 @@ def test_a_column_layer_keeps_the_shard(ranks: Any) -> None:
     for kept, _, forward, backward in ranks(4, kept_on_rank, False):
         assert (kept, forward) == (elements, [])
         assert backward == [f"all_reduce {elements}", f"wait all_reduce {elements}"]
+
+
+def block_on_rank() -> int:
+    """Bytes that autograd keeps of a transformer layer's forward, weights apart."""
+    grid = Grid(tensor=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+    config = GPTConfig(vocab_size=VOCABULARY, sequence_length=8, width=16, layers=1, heads=4)
+    block = Block(config, grid=grid, sequence_parallel=True)
+    x = sequence(torch.randn(2, 8, 16), grid).clone().requires_grad_()
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = block(x)
+    assert out.shape == x.shape
+    return sum(kept.values())
+
+
+def test_a_transformer_layer_keeps_its_share_to_the_byte(ranks: Any) -> None:
+    (whole,) = ranks(1, block_on_rank)
+    for size in (2, 4):
+        assert ranks(size, block_on_rank) == [whole // size] * size
 
 
 def split_on_rank() -> tuple[list[str], list[str]]:
