@@ -168,8 +168,10 @@ def gpt_activations(
     if recompute == "full":
         return kept
     if recompute == "matmul":
-        # A row-parallel product is a term of a sum, whole on each rank. The last one is needed up to its dropout.
-        return kept + products + size * one * (1 + dropout)
+        # A row-parallel product is a term of a sum, whole on each rank, and where it is summed in place it is not kept.
+        # The last one is needed up to its dropout.
+        in_place = tensor > 1 and not sequence_parallel
+        return kept + products + (0 if in_place else size * one * (1 + dropout))
     outside = 4 * size * (one + sequence * batch) + (2 * one if dropout else 0)
     activation = size * one * mlp_ratio / tensor  # GELU's output
     return outside / apart + products + activation - (statistics if recompute == "selective" else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from ..pipe.module import PipelineModule
 from ..pipe.recompute import Recompute
@@ -98,7 +99,7 @@ def _interval(module: PipelineModule, section: ActivationCheckpointingConfig) ->
     return own if given is None else given
 
 
-def _check_names(module: PipelineModule, names: tuple[str, ...] | list[str] | None) -> None:
+def _check_names(module: PipelineModule, names: Sequence[str] | None) -> None:
     there = {name for stage in range(len(module.placement)) for name in module.typenames(stage)}
     unknown = sorted(set(names or ()) - there)
     if unknown:

@@ -113,7 +113,7 @@ class Inputs:
         sliced = self._partition and self._same(key, kept)
         if not sliced and self._arena is None and not self._host:
             return _Part(kept, None, (), False, None)
-        order = tuple(sorted(range(kept.dim()), key=lambda dim: -kept.stride(dim)))
+        order = tuple(sorted(range(kept.dim()), key=kept.stride, reverse=True))
         dense = kept.permute(order)  # contiguous, but where the tensor has gaps
         flat = dense.reshape(-1)
         if sliced:
@@ -208,7 +208,7 @@ class _Slot:
         """The place as a tensor, which is no view: what is written to other places is not written to it."""
         memory = self._buffer.memory
         room = torch.empty(0, dtype=dtype, device=memory.device)
-        return room.set_(memory.untyped_storage(), self._start // dtype.itemsize, (numel,))
+        return room.set_(memory.untyped_storage(), self._start // dtype.itemsize, (numel,), (1,))
 
     def __del__(self) -> None:
         self._buffer.free.append(self._start)

@@ -178,7 +178,13 @@ def test_each_layer_runs_twice_and_once_where_there_is_no_backward() -> None:
 def test_groups() -> None:
     assert [g[:3] for g in counting(2).recompute.groups(counting(2), 0)] == [(0, 2, True), (2, 4, True), (4, 5, True)]
     assert [g[:3] for g in counting(0).recompute.groups(counting(0), 0)] == [(0, 5, False)]
-    layers = [LayerSpec(nn.Linear, 2, 2), LayerSpec(Counts, 2), LayerSpec(Counts, 2), torch.relu, LayerSpec(Counts, 2)]
+    layers: list[Any] = [
+        LayerSpec(nn.Linear, 2, 2),
+        LayerSpec(Counts, 2),
+        LayerSpec(Counts, 2),
+        torch.relu,
+        LayerSpec(Counts, 2),
+    ]
     model = PipelineModule(layers, grid=Grid(), activation_checkpoint_interval=5, checkpointable_layers=["Counts"])
     cut = [g[:4] for g in model.recompute.groups(model, 0)]
     assert cut == [
@@ -243,7 +249,7 @@ def test_what_is_changed_in_place_is_refused() -> None:
     def doubles(x: Tensor) -> Tensor:
         return x.mul_(2.0)
 
-    layers = [nn.Linear(3, 3), doubles, nn.Linear(3, 3)]
+    layers: list[Any] = [nn.Linear(3, 3), doubles, nn.Linear(3, 3)]
     model = PipelineModule(layers, grid=Grid(), activation_checkpoint_interval=1)
     model(torch.randn(2, 3)).sum().backward()  # a function alone is no group
     model = PipelineModule(layers[:1] + [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))], grid=Grid())
@@ -257,7 +263,7 @@ def test_products_that_are_changed_in_place_are_not_kept() -> None:
     x, found = torch.randn(2, 3), []
     for granularity in ("full", "matmul"):
         model = PipelineModule(layers, grid=Grid())
-        model.recompute = Recompute(model.grid, model.dropout_state, 1, granularity=granularity)  # type: ignore
+        model.recompute = Recompute(model.grid, model.dropout_state, 1, granularity=granularity)
         model.zero_grad()
         meter = Meter(lambda: 0)
         with meter.counting():
@@ -300,7 +306,7 @@ def selective(granularity: str | None) -> tuple[list[Tensor], int, list[int]]:
     torch.manual_seed(2)
     x = torch.randn(8, 4)
     engine.train_batch(iter([(x, None)]))
-    counts = [layer.runs for layer in model.layers.values()]  # type: ignore[misc]
+    counts: list[Any] = [layer.runs for layer in model.layers.values()]
     return list(engine.gather("gradients").values()), engine.memory_report()["held"]["activations"], counts
 
 
@@ -389,10 +395,10 @@ SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
 Cell = tuple[str, int, int, bool, bool, dict[str, Any]]  # schedule, chunks, ZeRO, tied, sequence parallel, recompute
 
 
-def train(grid: tuple[int, int, int], cells: list[Cell]) -> list[tuple[float, dict[str, Tensor]]]:
-    """Of each cell the loss of a second step, and its gradients: a GPT with dropout 0.1 in float64."""
+def train(grid: tuple[int, int, int], cells: list[Cell], steps: int = 1) -> list[tuple[float, dict[str, Tensor]]]:
+    """Of each cell the loss of the last step, and its gradients: a GPT with dropout 0.1 in float64."""
     here, results = Grid(*grid, timeout=60), []
-    text = torch.randint(VOCABULARY, (2, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    text = torch.randint(VOCABULARY, (steps, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     for schedule, chunks, stage, tied, shards, section in cells:
         shape = GPTConfig(
             vocab_size=VOCABULARY,
@@ -424,8 +430,7 @@ def train(grid: tuple[int, int, int], cells: list[Cell]) -> list[tuple[float, di
         share = SAMPLES // here.data.size
         mine = slice(here.data.rank * share, (here.data.rank + 1) * share)
         data = iter([(s[None, :-1], s[None, 1:]) for batch in text for s in batch[mine]])
-        engine.train_batch(data)
-        loss = engine.train_batch(data).item()
+        loss = [engine.train_batch(data).item() for _ in range(steps)][-1]
         gradients = engine.gather("gradients")
         results.append((loss, gradients if here.rank == 0 else {}))
     return results
@@ -441,10 +446,11 @@ SECTIONS: list[dict[str, Any]] = [
 ]
 
 
-def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell]) -> None:
+def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell], steps: int = 1) -> None:
     """Equal to one process without recomputation, to 1e-10."""
-    wanted = {tied: train((1, 1, 1), [("gpipe", 1, 0, tied, False, {})])[0] for tied in {cell[3] for cell in cells}}
-    found = ranks(grid[0] * grid[1] * grid[2], train, grid, cells, timeout=240)
+    plain: dict[bool, Cell] = {tied: ("gpipe", 1, 0, tied, False, {}) for tied in {cell[3] for cell in cells}}
+    wanted = {tied: train((1, 1, 1), [cell], steps)[0] for tied, cell in plain.items()}
+    found = ranks(grid[0] * grid[1] * grid[2], train, grid, cells, steps, timeout=240)
     for i, cell in enumerate(cells):
         loss, gradients = wanted[cell[3]]
         assert [rank[i][0] for rank in found] == pytest.approx([loss] * len(found), rel=1e-10, abs=0), cell
@@ -455,12 +461,12 @@ def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell]) -> None:
 
 
 def test_gradients_on_one_process(ranks: Any) -> None:
-    turns = itertools.product(SECTIONS, (("1f1b", 1, 0), ("zb-h1", 1, 3), ("zb-v", 2, 1)))
+    turns = zip(SECTIONS, itertools.cycle((("1f1b", 1, 0), ("zb-h1", 1, 3), ("zb-v", 2, 1))), strict=False)
     cells = [(*schedule, i % 2 == 0, False, section) for i, (section, schedule) in enumerate(turns)]
     check(ranks, (1, 1, 1), cells)
 
 
-@pytest.mark.parametrize("grid", [(2, 2, 1), (1, 1, 4), (2, 1, 2)], ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 1, 2)], ids=lambda g: "x".join(map(str, g)))
 def test_gradients_on_a_grid(ranks: Any, grid: tuple[int, int, int]) -> None:
     """A part of the sweep below: each section once a grid, with schedules, stages, ties and shards in turn."""
     turns = zip(
@@ -490,20 +496,24 @@ def test_gradients_everywhere(ranks: Any, grid: tuple[int, int, int], section: d
         cells = [(*schedule, stage, stage % 2 == 0, False, section) for stage in range(4)]
         if grid[2] == 2:
             cells += [(*schedule, stage, True, True, section) for stage in (0, 3)]
-        check(ranks, grid, cells)
+        check(ranks, grid, cells, steps=2)
 
 
 class Sometimes(nn.Linear):
     """Drops itself out on about every second sample: another replica may have its gradient, or a whole group's."""
 
+    def __init__(self, place: int) -> None:
+        super().__init__(64, 64, bias=False)
+        self.place = place
+
     def forward(self, x: Tensor) -> Tensor:
-        return x if int(x[0, 0].item() * 1000) % 2 else x + super().forward(x)
+        return x if int(x[0, self.place].item() * 1000) % 2 else x + super().forward(x)
 
 
 def stage_three(replicas: int, section: dict[str, Any], sometimes: bool, **zero: Any) -> tuple[Any, Any]:
     grid = Grid(data=replicas, timeout=10)
-    layer = Sometimes if sometimes else nn.Linear
-    layers = [LayerSpec(layer if i else nn.Linear, 64, 64, bias=False) for i in range(6)]
+    plain = LayerSpec(nn.Linear, 64, 64, bias=False)
+    layers = [plain, *(LayerSpec(Sometimes, i) if sometimes else plain for i in range(5))]
     model = PipelineModule(layers, grid=grid, loss_fn=lambda y, _: y.square().sum(), dtype=torch.float64)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -523,26 +533,26 @@ def stage_three(replicas: int, section: dict[str, Any], sometimes: bool, **zero:
 def test_stage_three_gathers_no_more_than_without(ranks: Any) -> None:
     """The weights that a second run gathers stay for the backward pass that follows it."""
     plain = ranks(2, stage_three, 2, {}, False)
-    for section in ({"interval": 1}, {"interval": 3}, {"interval": 6}):
+    for section in ({"interval": 1}, {"interval": 4}):
         for (sent, gradients), (wanted, same) in zip(ranks(2, stage_three, 2, section, False), plain, strict=True):
             # The group's first layers are whole until the next forward, which needs them too: never more.
             assert sent["data"]["all_gather"]["bytes"] <= wanted["data"]["all_gather"]["bytes"]
             assert all(torch.equal(gradients[name], same[name]) for name in same)
 
 
-@pytest.mark.parametrize("zero", [{}, {"overlap_comm": False}, {"stage3_max_live_parameters": 5000}])
-def test_replicas_that_differ_meet_in_the_same_gathers(ranks: Any, zero: dict[str, Any]) -> None:
+def test_replicas_that_differ_meet_in_the_same_gathers(ranks: Any) -> None:
     wanted = ranks(2, stage_three, 2, {}, True)[0][1]
     assert all(gradient.any() for gradient in wanted.values())
-    for section in ({"interval": 2}, {"interval": 6}):
-        found = ranks(2, stage_three, 2, section, True, **zero, timeout=40)[0][1]
+    zeros: list[dict[str, Any]] = [{"overlap_comm": False}, {"stage3_max_live_parameters": 5000}]
+    for interval, zero in itertools.product((2, 6), zeros):
+        found = ranks(2, stage_three, 2, {"interval": interval}, True, **zero, timeout=40)[0][1]
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # ------------------------------------------------------------------------------------- what is kept, in slices
 
 
-def sliced(size: int, section: dict[str, Any]) -> tuple[int, bool, list[int]]:
+def sliced(size: int, section: dict[str, Any]) -> tuple[int, bool, list[Any]]:
     """Bytes kept of inputs; whether each input came back bit by bit, in its order of memory; what was kept whole."""
     grid = Grid(tensor=size, timeout=30)
     inputs = Inputs(grid, section.get("partition", False), host=True, slots=section.get("slots", 0))
@@ -550,7 +560,11 @@ def sliced(size: int, section: dict[str, Any]) -> tuple[int, bool, list[int]]:
     same = torch.randn(3, 5, 7, generator=generator)
     own = torch.randn(4, 4, generator=torch.Generator().manual_seed(grid.rank))
     tensors = [same, same.transpose(0, 2), same[:, ::2, 1:], own, torch.zeros(4, 4), same.bfloat16(), same[0, 0, 0]]
-    nest = {"float": [t.requires_grad_() if t.is_leaf else t for t in tensors], "ids": torch.arange(9), "word": "word"}
+    nest: dict[str, Any] = {
+        "float": [t.requires_grad_() if t.is_leaf else t for t in tensors],
+        "ids": torch.arange(9),
+        "word": "word",
+    }
     nest["float"][1:3] = [t.detach().requires_grad_() for t in nest["float"][1:3]]
     right = True
     for _ in range(2):
@@ -562,7 +576,7 @@ def sliced(size: int, section: dict[str, Any]) -> tuple[int, bool, list[int]]:
             right &= not a.is_contiguous() or b.is_contiguous()
         right &= back["float"][1].stride() == nest["float"][1].stride()
     numbers = [tensor.untyped_storage().nbytes() for tensor in kept._saver.grad_fn.saved_tensors]  # type: ignore
-    return sum(numbers), right, [place for (_, place), alike in inputs._alike.items() if not alike]
+    return sum(numbers), right, [key for key, alike in inputs._alike.items() if not alike]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -630,7 +644,7 @@ def block_bytes(tensor: int, cells: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_counted_activations_are_the_formulas(ranks: Any, tensor: int) -> None:
-    cells = [
+    cells: list[dict[str, Any]] = [
         {"recompute": r, "sequence_parallel": s, "partitioned": p, "dropout": d, "precision": e}
         for r, s, p, d, e in itertools.product(
             ("none", "selective", "matmul", "full"),
