@@ -123,6 +123,11 @@ class Executor:
         self.origin = 0.0
         self.held: dict[tuple[int, int], _Held] = {}
         self.peak = 0
+        # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
+        self._arriving: dict[tuple[int, int], Receive] = {}  # its input
+        self._returning: dict[tuple[int, int], Receive] = {}  # the gradients of its output
+        self._outputs: dict[tuple[int, int], Flat] = {}  # its output
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
 
     def forget_schemas(self) -> None:
         """What stages exchange may look different from now on (layers were frozen, say): both ends must forget."""
@@ -133,9 +138,8 @@ class Executor:
         """After a failure: let go of every message, so that the connections to the other ranks can close."""
         for channel in self._channels:
             channel.abandon()
-        self._arriving.clear()
-        self._returning.clear()
-        self.held.clear()
+        for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
+            kept.clear()
 
     def run(
         self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False, loss: bool = True
@@ -158,12 +162,8 @@ class Executor:
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result(self._grid.device)
         self._losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
-        # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
-        self._arriving: dict[tuple[int, int], Receive] = {}  # its input
-        self._returning: dict[tuple[int, int], Receive] = {}  # the gradients of its output
-        self._outputs: dict[tuple[int, int], Flat] = {}  # its output
-        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
-        self.held.clear()
+        for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
+            kept.clear()
         self.spans, self.peak = [], 0
         if self.record:
             self._grid.pipe.barrier()
