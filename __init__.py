@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .engine import initialize as initialize
     from .engine.engine import Engine as Engine
+    from .engine.inference import InferenceEngine as InferenceEngine
+    from .engine.inference import init_inference as init_inference
     from .grid.grid import Grid as Grid
     from .grid.layout import Layout as Layout
     from .grid.topology import Topology as Topology
+    from .models.config import GPTConfig as GPTConfig
+    from .models.config import LlamaConfig as LlamaConfig
+    from .models.gpt import gpt as gpt
+    from .models.hf import config_from_hf as config_from_hf
+    from .models.hf import load_hf as load_hf
+    from .models.hf import save_hf as save_hf
+    from .models.layers import NextTokenLoss as NextTokenLoss
+    from .models.llama import llama as llama
     from .pipe.module import PipelineModule as PipelineModule
     from .pipe.schedules import Schedule as Schedule
     from .pipe.schedules import make_schedule as make_schedule
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
     from .tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from .tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
     from .tensor_parallel.linear import RowParallelLinear as RowParallelLinear
+    from .tensor_parallel.parallelize import parallelize as parallelize
 
 __version__ = "0.1.0"
 
@@ -42,8 +53,19 @@ _HOMES = {
     "ColumnParallelLinear": "tensor_parallel.linear",
     "RowParallelLinear": "tensor_parallel.linear",
     "VocabParallelEmbedding": "tensor_parallel.embedding",
+    "parallelize": "tensor_parallel.parallelize",
+    "GPTConfig": "models.config",
+    "LlamaConfig": "models.config",
+    "NextTokenLoss": "models.layers",
+    "gpt": "models.gpt",
+    "llama": "models.llama",
+    "load_hf": "models.hf",
+    "save_hf": "models.hf",
+    "config_from_hf": "models.hf",
     "initialize": "engine",
     "Engine": "engine.engine",
+    "InferenceEngine": "engine.inference",
+    "init_inference": "engine.inference",
 }
 
 __all__ = [*_HOMES, "__version__"]

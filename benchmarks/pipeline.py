@@ -206,6 +206,15 @@ def _busy() -> float:
         return 0.0
 
 
+def carried() -> float:
+    """Bytes that the loopback device has carried so far; NaN where the system does not tell."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+        return float(next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()[8])
+    except (OSError, StopIteration):
+        return float("nan")
+
+
 def growth(grid: triax.Grid, step: Callable[[], None]) -> float:
     """By how much the process grows in a step, in MiB, at its largest; NaN where the system does not tell.
 

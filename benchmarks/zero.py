@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from pipeline import compare, timed
+from pipeline import carried, compare, timed
 from replicas import DDP, Replica, contenders, plain
 from rich.console import Console
 from rich.table import Table
@@ -165,15 +165,6 @@ def peak(name: str, options: argparse.Namespace, folder: str) -> None:
 def train(contender: Replica) -> None:
     for _ in range(3):
         contender.step()
-
-
-def carried() -> float:
-    """Bytes that the loopback device has carried so far; NaN where the system does not tell."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-        return float(next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()[8])
-    except (OSError, StopIteration):
-        return float("nan")
 
 
 # ------------------------------------------------------------------------------------- in this process

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from .config import ConfigError, batch_sizes, read_config
 from .formulas import BYTES, STATES, ModelStates, model_states
+from .generate_cli import generate
 from .schedule_cli import schedule
 
 app = typer.Typer(
@@ -70,6 +71,7 @@ def memory(
 
 
 app.command()(schedule)
+app.command()(generate)
 
 
 def main() -> None:

@@ -212,6 +212,60 @@ class Fp16Config(_Section):
     min_loss_scale: float = Field(default=1.0, gt=0.0, description="It does not fall below this.")
 
 
+class ActivationCheckpointingConfig(_Section):
+    """``activation_checkpointing``: what the backward pass computes again, and what it keeps for that."""
+
+    interval: int | None = Field(
+        default=None,
+        ge=0,
+        description="Recompute groups of so many layers of a stage; 0: none. null: the model's.",
+    )
+    granularity: Literal["full", "selective", "matmul"] | None = Field(
+        default=None,
+        description="full: keep the groups' inputs; matmul: and what matrix products return; selective: attention's "
+        "core alone is recomputed. Given without an interval, every layer is a group.",
+    )
+    checkpointable_layers: tuple[str, ...] | None = Field(
+        default=None, description="The classes of layers to recompute. By default the model's, or all."
+    )
+    number_checkpoints: int | None = Field(
+        default=None, ge=1, description="Instead of an interval: how many groups the layers of a rank are cut into."
+    )
+    partition_activations: bool = Field(
+        default=False, description="Keep 1/tensor of each input, where all tensor ranks hold the same."
+    )
+    cpu_checkpointing: bool = Field(default=False, description="Keep inputs in the host's memory.")
+    contiguous_memory_optimization: bool = Field(
+        default=False, description="Copy inputs into one buffer; needs partition_activations and number_checkpoints."
+    )
+    synchronize_checkpoint_boundary: bool = Field(
+        default=False, description="Wait for the device where a group begins and ends."
+    )
+    profile: bool = Field(default=False, description="Log the time of recomputation after each step.")
+    preserve_rng_state: bool = Field(
+        default=True, description="Recompute with torch's generators as they were. triax's Dropout does not need it."
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ActivationCheckpointingConfig:
+        if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
+            raise ValueError(
+                "contiguous_memory_optimization makes one buffer for the slices of so many inputs: set "
+                "partition_activations to true, and number_checkpoints"
+            )
+        if self.interval and self.number_checkpoints:
+            raise ValueError(
+                f"interval {self.interval} and number_checkpoints {self.number_checkpoints} both say how layers are "
+                "grouped: give one of them"
+            )
+        if self.granularity == "selective" and (self.interval or self.number_checkpoints):
+            raise ValueError(
+                "granularity selective recomputes a part of each layer, and groups none: leave out interval and "
+                "number_checkpoints"
+            )
+        return self
+
+
 class Config(_Section):
     """What ``triax.initialize`` takes as ``config``."""
 
@@ -226,6 +280,7 @@ class Config(_Section):
     gradient_clipping: float = Field(default=0.0, ge=0.0, description="The longest global gradient; 0: no limit.")
     zero_optimization: ZeroConfig = ZeroConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     bf16: Bf16Config = Bf16Config()
     fp16: Fp16Config = Fp16Config()
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(

@@ -17,6 +17,7 @@ from ..zero.optimizer import MakeOptimizer
 from . import optimizers
 from .config import Config, ConfigError, batch_sizes, read_config
 from .engine import Engine, training_schedule
+from .recomputation import set_up
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
@@ -60,12 +61,13 @@ def initialize(
     if source is None:
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
-    if model.grid.rank == 0:
-        for note in checked.zero_optimization.notes():
-            logging.getLogger("triax").warning("%s", note)
     schedule = training_schedule(model, checked.pipeline, batch_sizes(checked, model.grid.data.size).accumulation)
     model.require_untouched()
     model.move(schedule.placement)
+    notes = checked.zero_optimization.notes() + set_up(model, checked.activation_checkpointing, schedule)
+    if model.grid.rank == 0:
+        for note in notes:
+            logging.getLogger("triax").warning("%s", note)
     groups = _groups(model, optimizer, model_parameters)
     make: MakeOptimizer | None = None
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,9 +30,11 @@ from .batch import AgreedError, Feed
 from .choose import choose_schedule
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
+from .failure import all_or_none
+from .weights import Weights
 
 
-class Engine:
+class Engine(Weights):
     """Trains a ``PipelineModule``; made by ``triax.initialize``.
 
     Attributes:
@@ -90,7 +91,7 @@ class Engine:
         module.fill(self._replicas.fill)
         self._accounts = accounts.Accounts(self._replicas, module)
         _cast_rest(module, self._precision.weights)
-        module.around = self._replicas.around
+        module.around, module.ahead = self._replicas.around, self._replicas.ahead
         self.optimizer = self._replicas.optimizer
         self._executor = Executor(module, self._replicas)
         if self._scaler is not None:
@@ -246,6 +247,10 @@ class Engine:
                     whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
         return whole_tensors
 
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within it all weights are whole, in stage 3 of ZeRO too. Collective over the data axis."""
+        return self._replicas.whole()
+
     def traffic_report(self) -> dict[str, Any]:
         """Bytes that this rank sent in the last ``train_batch``, counted: axis -> collective -> calls and bytes.
 
@@ -333,35 +338,13 @@ class Engine:
                 )
         return None
 
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
+    def _all_or_none(self) -> AbstractContextManager[None]:
         """What fails within on this rank alone makes it leave, and say why: ranks that wait for it stop at once."""
-        try:
-            yield
-        except AgreedError:
-            raise
-        except BaseException as error:
-            if self.grid.size == 1:
-                raise
-            raise self._left(error) from error
+        return all_or_none(self.grid, self._abandon)
 
-    def _left(self, error: BaseException) -> BaseException:
-        """Leave the process group; returns what to raise."""
-        raised, me, reported = error, self.grid.describe(), self.grid.reported_failure()
-        if not str(error).startswith(me):  # else the executor said which op failed
-            message = f"{me} failed: {type(error).__name__}: {error}"
-            if isinstance(error, Exception):  # an interrupt stays one
-                raised = RuntimeError(message if reported is None else f"{me} stopped, because {reported}")
-            self.grid.report_failure(message)
-        # Works that are under way keep their connections open, so none may be left: not in the frames either.
+    def _abandon(self) -> None:
         self._executor.abandon()
         self._replicas.abandon()
-        chain: BaseException | None = error
-        while chain is not None:
-            traceback.clear_frames(chain.__traceback__)
-            chain = chain.__cause__ or chain.__context__
-        self.grid.close()
-        return raised
 
 
 def training_schedule(module: PipelineModule, config: PipelineConfig, microbatches: int) -> Schedule:

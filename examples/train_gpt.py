@@ -5,8 +5,9 @@
     python examples/train_gpt.py --data ~/texts poem.txt                                           # your own text
 
 It learns the source of Python's standard library, or the text that ``--data`` names, and is measured on files it
-never saw, against a model that counts pairs of bytes. ``runs/NAME/`` gets metrics.jsonl, loss.png and
-schedule.png. Whatever the grid, the same options give the same losses.
+never saw, against a model that counts pairs of bytes. ``runs/NAME/`` gets metrics.jsonl, loss.png, schedule.png and
+the model, which ``triax generate runs/NAME --prompt "class "`` reads. Whatever the grid, the same options give the same
+losses.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Options(argparse.Namespace):
     heads: int
     sequence: int
     dropout: float
+    sequence_parallel: bool
     dtype: str
     steps: int
     batch: int
@@ -86,7 +88,7 @@ def main() -> None:
     if read_environment() is not None or topology.world_size == 1:
         train(options)
         return
-    loads = ("numpy", "rich.live", "triax.engine.engine", "triax.models.gpt")
+    loads = ("numpy", "rich.live", "triax.engine.inference", "triax.models.hf")
     folder = options.runs / options.name
     ranks = topology.world_size
     sys.exit(launch(train, options, ranks=ranks, topology=topology, logs=folder, preload=loads))
@@ -98,21 +100,20 @@ def train(options: Options) -> None:
 
     import triax
     from triax.models.gpt import GPTLoss, gpt
-    from triax.tensor_parallel.embedding import gather_logits
+    from triax.models.hf import save_hf
 
     corpus = load(find(options.data), options.runs / "corpus")
     config = gpt_config(options)
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     grid = triax.Grid(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
     module = triax.PipelineModule(
-        gpt(config),
+        gpt(config, sequence_parallel=options.sequence_parallel),
         grid=grid,
         loss_fn=GPTLoss(grid, vocab_size=config.vocab_size),
         chunks=schedule.chunks,
         placement=schedule.placement,
         seed=options.seed,
         dtype=getattr(torch, options.dtype),
-        output_fn=partial(gather_logits, grid=grid, vocab_size=config.vocab_size),
     )
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in module.parameters() if parameter.dim() == 1]
@@ -169,12 +170,14 @@ def train(options: Options) -> None:
 
     bigram = Bigram(corpus.training).loss(unseen) if grid.rank == 0 else 0.0
     text = continue_text(engine, options) if options.sample else b""
+    save_hf(engine, report.folder / "model")
     report.record(bigram_loss=bigram, training_seconds=clock.elapsed)
     ended = "" if step == options.steps else f" of {options.steps}: --time-limit {options.time_limit:g} ended it"
     report.say(f"trained {step} steps in {minutes(clock.elapsed)} min{ended}")
     report.say(f"loss    {validation:.4f} nats per byte on held-out files; byte bigrams: {bigram:.4f}")
     if text:
         report.say(f"\n{text.decode(errors='replace')}\n")
+    report.say(f"the model is in {report.folder / 'model'}: triax generate {report.folder} --prompt 'def '")
     report.draw(schedule, bigram)
     grid.close()
 
@@ -191,19 +194,14 @@ def warm_cosine(options: Options, step: int) -> float:
 
 
 def continue_text(engine: Engine, options: Options) -> bytes:
-    """The prompt and what the model thinks follows, a byte at a time; every rank draws the same."""
-    import torch
+    """The prompt and what the model thinks follows, as far as it can see back; the same on every rank."""
+    import triax
 
-    draw = torch.Generator().manual_seed(options.seed)
-    text = bytearray(options.prompt.encode())
-    for _ in range(options.sample):
-        seen = text[-options.sequence :]
-        ids = torch.tensor([*seen, *bytes(options.sequence - len(seen))])[None]  # (1, T): what comes later is not seen
-        _, (logits,) = engine.eval_batch(
-            iter([(ids, ids)]), return_logits=True, compute_loss=False, num_micro_batches=1
-        )
-        chances = torch.softmax(logits[0, len(seen) - 1].double() / options.temperature, dim=-1)  # (256,)
-        text.append(int(torch.multinomial(chances, 1, generator=draw)))
+    prompt = list(options.prompt.encode())
+    room = min(options.sample, options.sequence - len(prompt))
+    (text,) = triax.init_inference(engine, max_batch=1).generate(
+        [prompt], room, temperature=options.temperature, seed=options.seed
+    )
     return bytes(text)
 
 
@@ -271,6 +269,7 @@ def parse() -> Options:
     add("--heads", type=int, default=4, help="of attention (4)")
     add("--sequence", type=int, default=128, metavar="BYTES", help="the longest context (128)")
     add("--dropout", type=float, default=0.0, help="probability (0)")
+    add("--sequence-parallel", action="store_true", help="norms and dropout on the tensor ranks' shares of a sequence")
     add("--dtype", default="float32", choices=["float32", "float64"], help="of weights and arithmetic (float32)")
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=600, help="optimizer steps (600)")
@@ -287,7 +286,7 @@ def parse() -> Options:
     add("--validation", type=int, default=256, metavar="N", help="held-out sequences to measure (256)")
     add("--validate-every", type=int, default=100, metavar="STEPS", help="and once more at the end (100)")
     add("--prompt", default="def ", help='what the sample begins with ("def ")')
-    add("--sample", type=int, default=200, metavar="BYTES", help="its length; 0: none (200)")
+    add("--sample", type=int, default=200, metavar="BYTES", help="its length, if there is room; 0: none (200)")
     add("--temperature", type=float, default=0.7, help="of the sample: lower is safer (0.7)")
     add = parser.add_argument_group("the report").add_argument
     add("--name", default="gpt", help="of the folder in runs/ (gpt)")
@@ -322,10 +321,18 @@ def check(options: Options) -> Topology:
         )
     config = gpt_config(options)
     config.check_tensor(options.tensor)
+    if options.sequence_parallel and options.sequence % options.tensor:
+        near = options.sequence // options.tensor * options.tensor or options.tensor
+        raise ValueError(
+            f"--sequence {options.sequence} is not shared evenly by --tensor {options.tensor}: give {near}"
+        )
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     uniform(config.layers + 4, len(schedule.placement))  # embedding, positions, blocks, norm, head: one a stage or more
-    if options.sample and not options.prompt:
-        raise ValueError("--prompt is empty: the sample needs a byte to follow")
+    if options.sample and not 0 < len(options.prompt.encode()) < options.sequence:
+        raise ValueError(
+            f"--prompt has {len(options.prompt.encode())} bytes: the sample needs one to follow, and the --sequence of "
+            f"{options.sequence} room for another"
+        )
     for name in ("steps", "validation", "validate_every", "log_every", "temperature"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")

@@ -23,13 +23,18 @@ class Box(NamedTuple):
     local: tuple[slice, ...]
 
 
-def split(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The half-open range that part ``index`` of ``parts`` owns; sizes differ by one at most.
+def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]:
+    """The half-open range that part ``index`` of ``parts`` owns: whole units, of which parts differ by one at most.
+
+    ``length`` is a multiple of ``unit``.
 
     >>> [split(10, 4, i) for i in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
+    >>> [split(48, 4, i, unit=8) for i in range(4)]
+    [(0, 8), (8, 24), (24, 32), (32, 48)]
     """
-    return length * index // parts, length * (index + 1) // parts
+    units = length // unit
+    return units * index // parts * unit, units * (index + 1) // parts * unit
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Layout:
         shard_dim: the dim that the tensor axis shards; None: every tensor rank holds the whole parameter.
         parts: lengths of the fused parts along ``shard_dim`` (q, k and v, say), each sharded on its own; None
             is one part. A length need not be a multiple of the tensor axis's size: see ``split``.
+        unit: what is never cut along ``shard_dim``: a head's rows, say. It divides each part (or the dim), and whole
+            units are shared out, unevenly where their number is not a multiple of the tensor axis's size.
         partial: the parameter is replicated over the tensor axis, but each rank's gradient is a partial sum
             (norms on sequence shards): the gradients are summed over the tensor axis.
         tie: the key of the tie it belongs to, or None.
@@ -54,17 +61,26 @@ class Layout:
     parts: tuple[int, ...] | None = None
     partial: bool = False
     tie: str | None = None
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if self.shard_dim is None:
-            if self.parts is not None:
-                raise ValueError(f"parts {self.parts} without the dim they lie on: give shard_dim too")
+            if self.parts is not None or self.unit != 1:
+                what = f"a unit of {self.unit} without the dim it lies on"
+                if self.parts is not None:
+                    what = f"parts {self.parts} without the dim they lie on"
+                raise ValueError(f"{what}: give shard_dim too")
         elif not 0 <= self.shard_dim < len(self.shape):
             raise ValueError(f"shard_dim {self.shard_dim} is not a dim of {self.shape}")
         elif self.parts is not None and sum(self.parts) != self.shape[self.shard_dim]:
             raise ValueError(
                 f"parts {self.parts} add up to {sum(self.parts)}, but dim {self.shard_dim} of {self.shape} "
                 f"is {self.shape[self.shard_dim]} long"
+            )
+        elif self.unit < 1 or any(length % self.unit for length in self._parts):
+            raise ValueError(
+                f"a unit of {self.unit} does not divide {' and '.join(map(str, self._parts))} (dim {self.shard_dim} of "
+                f"{self.shape}): give unit a divisor, the rows of one head, say"
             )
         if self.partial and self.shard_dim is not None:
             raise ValueError("a sharded parameter's gradient is whole on its rank: partial is for replicated ones")
@@ -81,8 +97,8 @@ class Layout:
             return [Box(everything, everything)]
         boxes = []
         part_start = local_start = 0
-        for length in self.parts or (self.shape[self.shard_dim],):
-            start, stop = split(length, size, rank)
+        for length in self._parts:
+            start, stop = split(length, size, rank, self.unit)
             span = slice(part_start + start, part_start + stop)
             local = slice(local_start, local_start + stop - start)
             boxes.append(Box(_at(everything, self.shard_dim, span), _at(everything, self.shard_dim, local)))
@@ -94,8 +110,12 @@ class Layout:
         """The shape that tensor rank ``rank`` of ``size`` holds."""
         if self.shard_dim is None:
             return self.shape
-        length = sum(stop - start for start, stop in (split(n, size, rank) for n in self._parts))
+        length = sum(self.lengths(rank, size))
         return (*self.shape[: self.shard_dim], length, *self.shape[self.shard_dim + 1 :])
+
+    def lengths(self, rank: int, size: int) -> list[int]:
+        """How long each fused part is on tensor rank ``rank`` of ``size``."""
+        return [stop - start for start, stop in (split(n, size, rank, self.unit) for n in self._parts)]
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """This rank's part of a whole tensor: a view where one box holds it, else a copy."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .axis import Axis
 from .layout import Layout
 
 # A block of rows is the unit a weight is drawn in. It depends on the whole shape only, never on the shard.
@@ -112,16 +113,19 @@ class Dropout(nn.Module):
 
     Args:
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).
+        axis: where the input is a sequence shard, the axis that shards dim 1, evenly (sequence parallelism): the
+            mask is then this rank's part of the whole sequence's. None: the input is whole.
 
     Shape:
         (B, ...) -> (B, ...), the first dim counting samples.
     """
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, axis: Axis | None = None) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise ValueError(f"a dropout probability lies in [0, 1), not {p}")
         self.p = p
+        self.axis = axis
         self._layer = ""
         self._state = DropoutState()
 
@@ -141,15 +145,31 @@ class Dropout(nn.Module):
             )
         key = derive(self._state.seed, "dropout", self._state.step, self._layer)
         ids = torch.tensor(samples, device=x.device)  # (B,)
-        elements = torch.arange(x[0].numel(), device=x.device)  # (N,)
+        count = math.prod(x.shape[1:])
+        first = 0 if self.axis is None else self.axis.rank * count  # dim 1 is a sample's first: its shards are runs
+        elements = torch.arange(first, first + count, device=x.device)  # (N,)
         bits = _mix(_mix(ids + key)[:, None] + elements)  # (B, N)
         # 31 bits decide: p is met to within 2**-31.
         keep = ((bits >> 33) & 0x7FFFFFFF) >= round(self.p * 2**31)
-        return x * keep.view_as(x).to(x.dtype) / (1.0 - self.p)
+        return x * keep.view_as(x) / (1.0 - self.p)  # what autograd saves of it is a byte an element
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         return f"p={self.p}"
+
+
+def uniform(keys: Tensor, elements: Tensor) -> Tensor:
+    """A number in (0, 1) for each key and element, a hash of the two: the same on every rank that asks for it.
+
+    Args:
+        keys: integers (B,), of ``derive``.
+        elements: integers (N,).
+
+    Returns:
+        (B, N) float64, multiples of 2**-52 but for half of one: never 0 or 1.
+    """
+    bits = _mix(_mix(keys)[:, None] + elements)
+    return ((bits >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
 
 
 def _mix(x: Tensor) -> Tensor:

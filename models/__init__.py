@@ -1,7 +1,7 @@
 """Models as lists of layers: a config in, ``list[LayerSpec]`` out.
 
-``triax.models.gpt`` is the file; the function that makes the list is in it: ``from triax.models.gpt import
-gpt``.
+``triax.models.gpt`` and ``triax.models.llama`` are the files; the function that makes the list is in each: ``from
+triax.models.llama import llama``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import GPTConfig
+    from .attention import SelfAttention
+    from .config import GPTConfig, LlamaConfig, RopeScaling
     from .gpt import GPTLoss
+    from .layers import NextTokenLoss
+    from .llama import LlamaLoss
+    from .packed import pack
 
-_HOME = {"GPTConfig": "config", "GPTLoss": "gpt"}
+_HOME = {
+    "GPTConfig": "config",
+    "GPTLoss": "gpt",
+    "LlamaConfig": "config",
+    "LlamaLoss": "llama",
+    "NextTokenLoss": "layers",
+    "RopeScaling": "config",
+    "SelfAttention": "attention",
+    "pack": "packed",
+}
 
-__all__ = ["GPTConfig", "GPTLoss"]
+__all__ = [
+    "GPTConfig",
+    "GPTLoss",
+    "LlamaConfig",
+    "LlamaLoss",
+    "NextTokenLoss",
+    "RopeScaling",
+    "SelfAttention",
+    "pack",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,7 +41,7 @@ class GPTConfig:
         sequence_length: the longest sequence, and the number of learned positions.
         width: of the residual stream.
         layers: number of blocks.
-        heads: of attention; they divide ``width``, and the grid's tensor axis must divide them.
+        heads: of attention; they divide ``width``. A tensor axis of up to as many ranks shares them out.
         mlp_ratio: the MLP's hidden width over ``width``.
         dropout: probability, on embeddings and on what each block adds to the residual stream.
         tie_embeddings: the output layer's weight is the token embedding's.
@@ -71,8 +71,7 @@ class GPTConfig:
         if self.width % self.heads:
             near = self.width // self.heads * self.heads or self.heads
             raise ValueError(f"{self.heads} heads do not divide a width of {self.width}; give width={near}, say")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is a probability in [0, 1), not {self.dropout}")
+        _check_dropout(self.dropout)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
@@ -85,12 +84,7 @@ class GPTConfig:
             ValueError: an unknown name, with the names there are.
             TypeError: an unknown field, with the fields there are.
         """
-        if name not in _PRESETS:
-            raise ValueError(f"no preset {name!r}; there are {', '.join(_PRESETS)}")
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(changes) - set(known)):
-            raise TypeError(f"no field {', '.join(unknown)} in a GPTConfig; its fields are {', '.join(known)}")
-        return cls(**(_PRESETS[name] | changes))
+        return cls(**_fields_of(cls, _PRESETS, name, changes))
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:
@@ -123,16 +117,211 @@ class GPTConfig:
         starts.
 
         Raises:
-            ValueError: it does not divide the heads (and with them every width), or exceeds the vocabulary.
+            ValueError: it exceeds the heads or the vocabulary.
         """
-        if self.heads % tensor:
-            fits = ", ".join(str(t) for t in range(1, self.heads + 1) if self.heads % t == 0)
+        _check_tensor(tensor, self.heads, self.vocab_size)
+
+
+# --------------------------------------------------------------------------------------------- Llama's family
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary frequencies to contexts longer than those of pretraining.
+
+    Wavelengths below ``original_length / high_freq_factor`` stay, those above ``original_length /
+    low_freq_factor`` grow by ``factor``, and between the two the frequency is blended in a straight line
+    (Grattafiori et al. 2024, arXiv:2407.21783, section 3.4.1, and the code released with it).
+
+    Attributes:
+        factor: of the longest wavelengths.
+        low_freq_factor, high_freq_factor: where the blend ends and begins.
+        original_length: the context of pretraining, in tokens.
+
+    Raises:
+        ValueError: a factor below 1, or a blend without room.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0 or self.original_length < 1:
+            raise ValueError(f"a factor of {self.factor} over {self.original_length} tokens; give at least 1 of each")
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
-                f"{self.heads} attention heads do not divide over tensor={tensor}; give tensor={fits}, "
-                "or another number of heads"
+                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}: give "
+                "0 < low < high, such as 1 and 4"
             )
-        if self.vocab_size < tensor:
+
+
+_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "sequence_length": 4096}
+_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "sequence_length": 8192, "kv_heads": 8, "rope_theta": 5e5}
+_LLAMA31: dict[str, Any] = _LLAMA3 | {"sequence_length": 131072, "rope_scaling": RopeScaling()}
+_QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1e6, "norm_eps": 1e-6, "tie_embeddings": True}
+
+# Touvron et al. 2023, arXiv:2307.09288; Grattafiori et al. 2024, arXiv:2407.21783, table 3; Qwen2.5:
+# arXiv:2412.15115, table 1; Qwen3: arXiv:2505.09388, table 1; and the configurations released with the weights.
+_LLAMA_PRESETS: dict[str, dict[str, Any]] = {
+    "llama2-7b": {"width": 4096, "layers": 32, "heads": 32, "hidden": 11008} | _LLAMA2,
+    "llama2-13b": {"width": 5120, "layers": 40, "heads": 40, "hidden": 13824} | _LLAMA2,
+    "llama2-70b": {"width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28672} | _LLAMA2,
+    "llama3-8b": {"width": 4096, "layers": 32, "heads": 32, "hidden": 14336} | _LLAMA3,
+    "llama3-70b": {"width": 8192, "layers": 80, "heads": 64, "hidden": 28672} | _LLAMA3,
+    "llama3.1-8b": {"width": 4096, "layers": 32, "heads": 32, "hidden": 14336} | _LLAMA31,
+    "llama3.2-1b": {"width": 2048, "layers": 16, "heads": 32, "hidden": 8192}
+    | _LLAMA31
+    | {"rope_scaling": RopeScaling(factor=32.0), "tie_embeddings": True},
+    "qwen2.5-0.5b": {"width": 896, "layers": 24, "heads": 14, "kv_heads": 2, "hidden": 4864}
+    | _QWEN
+    | {"sequence_length": 32768, "qkv_bias": True},
+    "qwen3-0.6b": {"width": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "hidden": 3072}
+    | _QWEN
+    | {"sequence_length": 40960, "qk_norm": True},
+    "llama-tiny": {"sequence_length": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 88} | _BYTES,
+    "llama-small": {"sequence_length": 128, "width": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 344}
+    | _BYTES,
+}
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """A decoder-only transformer of Llama's shape: rotary positions, pre-RMSNorm, SwiGLU, grouped queries, no biases.
+
+    With ``qkv_bias`` it is Qwen2's shape, with ``qk_norm`` Qwen3's.
+
+    Attributes:
+        vocab_size: number of different tokens; any number.
+        sequence_length: the longest sequence that the model is meant for; nothing in it has this size.
+        width: of the residual stream.
+        layers: number of blocks.
+        heads: of the queries. A tensor axis of up to as many ranks shares them out.
+        kv_heads: of keys and values; they divide ``heads``. 0: as many as ``heads``. Where the tensor axis does not
+            divide them, each rank holds the keys' and values' weights whole, and computes the heads that it needs.
+        hidden: width of the gated MLP.
+        head_dim: width of one head, an even number; 0: ``width / heads``.
+        rope_theta: base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).
+        rope_scaling: Llama 3.1's, or None.
+        norm_eps: RMSNorm's epsilon.
+        tie_embeddings: the output layer's weight is the token embedding's.
+        qkv_bias: queries, keys and values have biases; they start at 0.
+        qk_norm: an RMSNorm over each head of the queries and of the keys, before the rotation.
+        dropout: probability, on embeddings and on what each block adds to the residual stream.
+        init_std: standard deviation of the initial weights; those that end a residual branch take
+            ``init_std / sqrt(2 layers)``.
+
+    Raises:
+        ValueError: a size below 1, heads that do not fit each other or the width, a dropout outside [0, 1).
+    """
+
+    vocab_size: int = 32000
+    sequence_length: int = 4096
+    width: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 0
+    hidden: int = 11008
+    head_dim: int = 0
+    rope_theta: float = 1e4
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "sequence_length", "width", "layers", "heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+        if not self.head_dim and self.width % self.heads:
+            near = self.width // self.heads * self.heads or self.heads
             raise ValueError(
-                f"a vocabulary of {self.vocab_size} does not reach over tensor={tensor}; "
-                f"give tensor={self.vocab_size} at most"
+                f"{self.heads} heads do not divide a width of {self.width}; give width={near}, say, or head_dim"
             )
+        # What was left out is written down, so that whoever reads it need not know the rule.
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads; give kv_heads={fits}")
+        if self.head_dim < 1 or self.head_dim % 2:
+            raise ValueError(f"a head_dim of {self.head_dim}: rotary positions turn pairs; give an even number")
+        _check_dropout(self.dropout)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+        """A published or a laptop-sized configuration by name, with some fields changed.
+
+        >>> LlamaConfig.preset("llama3-8b").parameter_count
+        8030261248
+
+        Raises:
+            ValueError: an unknown name, with the names there are.
+            TypeError: an unknown field, with the fields there are.
+        """
+        return cls(**_fields_of(cls, _LLAMA_PRESETS, name, changes))
+
+    @classmethod
+    def presets(cls) -> tuple[str, ...]:
+        """The names that ``preset`` knows."""
+        return tuple(_LLAMA_PRESETS)
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the weights that end a residual branch: two to a block."""
+        return float(self.init_std / (2 * self.layers) ** 0.5)
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, a tied one counted once."""
+        d, q, kv = self.width, self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        attention = 2 * d * q + d * kv  # q, out; k and v
+        attention += q + kv if self.qkv_bias else 0
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        mlp = 3 * d * self.hidden  # gate, up, down
+        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
+        return embeddings + self.layers * (attention + mlp + 2 * d) + d
+
+    def check_tensor(self, tensor: int) -> None:
+        """Whether a tensor axis of that size can shard this model: for a clear word before any process
+        starts.
+
+        Raises:
+            ValueError: it exceeds the heads, the MLP's width or the vocabulary.
+        """
+        _check_tensor(tensor, self.heads, self.vocab_size)
+        if self.hidden < tensor:
+            raise ValueError(f"a hidden width of {self.hidden} does not reach over tensor={tensor}")
+
+
+# ------------------------------------------------------------------------------------------------ in common
+
+
+def _fields_of(cls: Any, presets: dict[str, dict[str, Any]], name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A preset's fields with some changed; see ``GPTConfig.preset`` for what is refused."""
+    if name not in presets:
+        raise ValueError(f"no preset {name!r}; there are {', '.join(presets)}")
+    known = [field.name for field in fields(cls)]
+    if unknown := sorted(set(changes) - set(known)):
+        raise TypeError(f"no field {', '.join(unknown)} in a {cls.__name__}; its fields are {', '.join(known)}")
+    return presets[name] | changes
+
+
+def _check_dropout(p: float) -> None:
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout is a probability in [0, 1), not {p}")
+
+
+def _check_tensor(tensor: int, heads: int, vocab_size: int) -> None:
+    if heads < tensor:
+        raise ValueError(
+            f"{heads} attention heads do not reach over tensor={tensor}; give tensor={heads} at most, or more heads"
+        )
+    if vocab_size < tensor:
+        raise ValueError(
+            f"a vocabulary of {vocab_size} does not reach over tensor={tensor}; give tensor={vocab_size} at most"
+        )

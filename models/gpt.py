@@ -11,54 +11,59 @@ Shapes: B sequences of T tokens, D the width, V the vocabulary, t the tensor axi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Dropout, Normal
+from ..grid.random import Normal
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from ..tensor_parallel.embedding import VocabParallelHead
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
+from ..tensor_parallel.norm import LayerNorm
+from .attention import SelfAttention
 from .config import GPTConfig
+from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, TokenEmbedding, dropout
+from .packed import attach, detach, positions_within
 
-__all__ = ["MLP", "Attention", "Block", "GPTConfig", "GPTLoss", "PositionEmbedding", "gpt"]
+__all__ = ["MLP", "Block", "GPTConfig", "GPTLoss", "PositionEmbedding", "gpt"]
+
+GPTLoss = NextTokenLoss
 
 _ZERO = Normal(0.0)
 
 
-def gpt(config: GPTConfig) -> list[LayerSpec]:
+def gpt(config: GPTConfig, sequence_parallel: bool = False) -> list[LayerSpec]:
     """The model's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
     The list is ``[embedding, positions, block 0, ..., block L - 1, norm, head]``: L + 4 layers. Nothing is
-    built here, and the list does not depend on the grid.
+    built here, and the list does not depend on the grid. The input may be ``(ids, documents)``: see ``packed``.
 
     Args:
         config: of the model.
+        sequence_parallel: between the layers, each tensor rank holds its shard (B, T / t, D) of the sequence; t
+            divides T then (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Returns:
         The specs. With ``tie_embeddings`` the first and the last are ties of the key ``"embed"``.
     """
-    embedding = (VocabParallelEmbedding, config.vocab_size, config.width)
-    init = Normal(config.init_std)
+    embedding = (TokenEmbedding, config.vocab_size, config.width)
+    common: dict[str, Any] = {"init": Normal(config.init_std), "sequence_parallel": sequence_parallel}
     first: LayerSpec
     head: LayerSpec
     if config.tie_embeddings:
-        first = TiedLayerSpec("embed", *embedding, init=init)
-        head = TiedLayerSpec("embed", *embedding, init=init, forward_fn=VocabParallelEmbedding.attend)
+        first = TiedLayerSpec("embed", *embedding, **common)
+        head = TiedLayerSpec("embed", *embedding, **common, forward_fn=TokenEmbedding.attend)
     else:
-        first = LayerSpec(*embedding, init=init)
-        head = LayerSpec(VocabParallelHead, config.width, config.vocab_size, init=init)
+        first = LayerSpec(*embedding, **common)
+        head = LayerSpec(VocabParallelHead, config.width, config.vocab_size, **common)
     return [
         first,
-        LayerSpec(PositionEmbedding, config),
-        *(LayerSpec(Block, config) for _ in range(config.layers)),
-        LayerSpec(nn.LayerNorm, config.width, eps=config.norm_eps),
+        LayerSpec(PositionEmbedding, config, sequence_parallel=sequence_parallel),
+        *(LayerSpec(Block, config, sequence_parallel=sequence_parallel) for _ in range(config.layers)),
+        LayerSpec(FinalLayerNorm, config.width, config.norm_eps, sequence_parallel=sequence_parallel),
         head,
     ]
 
@@ -66,135 +71,99 @@ def gpt(config: GPTConfig) -> list[LayerSpec]:
 class PositionEmbedding(nn.Module):
     """Adds a learned vector for each position, then drops: (B, T, D) -> (B, T, D).
 
+    Args:
+        config: of the model.
+        grid: its tensor axis shards the sequence, if anything does.
+        sequence_parallel: x is a shard of the sequence, (B, T / t, D), and takes the positions of its place.
+
+    Attributes:
+        weight: (sequence_length, D), whole on every tensor rank.
+        cache: the positions of the tokens that come, for generation; else None.
+
     Raises:
         ValueError: in forward, a sequence longer than ``config.sequence_length``.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    cache: Any = None
+
+    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
-        layout = Layout((config.sequence_length, config.width))
+        self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
+        self.sequence_length = config.sequence_length  # the most that generation asks for
+        partial = sequence_parallel and grid.tensor.size > 1
+        layout = Layout((config.sequence_length, config.width), partial=partial)
         # Whole on every tensor rank, and drawn as every parallel layer's: alike on each.
         self.weight = sharded_parameter(layout, Normal(config.init_std), rank=0, size=1)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = dropout(config.dropout, grid, sequence_parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See above."""
-        length = x.shape[1]
+    def forward(self, x: Any) -> Any:
+        """See above; ``(x, documents)`` where rows are packed: positions start anew in each document."""
+        x, documents = detach(x)
+        here = x.shape[1]
+        start = self.axis.rank * here if self.sequence_parallel else 0
+        if self.cache is not None:
+            y = x + F.embedding(self.cache.positions, self.weight)
+        elif documents is not None:
+            positions = positions_within(documents)
+            if positions.device.type == "cpu":  # elsewhere the lookup asserts: reading it back would stop the device
+                self._check(int(positions.max()) + 1)
+            y = x + F.embedding(positions[:, start : start + here], self.weight)
+        else:
+            self._check(here * self.axis.size if self.sequence_parallel else here)
+            y = x + self.weight[start : start + here]
+        return attach(self.dropout(y), documents)
+
+    def _check(self, length: int) -> None:
         if length > self.weight.shape[0]:
             raise ValueError(
                 f"a sequence of {length} tokens, and the model has {self.weight.shape[0]} positions: cut it, "
                 f"or build the model with sequence_length={length}"
             )
-        y: Tensor = self.dropout(x + self.weight[:length])
-        return y
 
 
-class Block(nn.Module):
+class Block(ResidualBlock):
     """One transformer layer: x + attention(norm1(x)), then x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
 
     Args:
         config: of the model.
         grid: its tensor axis shards heads and hidden width.
+        sequence_parallel: x is a shard of the sequence, (B, T / t, D).
 
     Raises:
-        ValueError: the tensor axis does not divide the heads.
+        ValueError: the tensor axis is larger than the number of heads.
     """
 
-    def __init__(self, config: GPTConfig, *, grid: Grid) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.attention = Attention(config, grid=grid)
-        self.dropout1 = Dropout(config.dropout)
-        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = MLP(config, grid=grid)
-        self.dropout2 = Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See above."""
-        x = x + self.dropout1(self.attention(self.norm1(x)))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
-
-
-class Attention(nn.Module):
-    """Causal self-attention, heads / t of the heads on each tensor rank: (B, T, D) -> (B, T, D).
-
-    Args:
-        config: of the model.
-        grid: its tensor axis shards the heads.
-
-    Raises:
-        ValueError: the tensor axis does not divide the heads.
-    """
-
-    def __init__(self, config: GPTConfig, *, grid: Grid) -> None:
+    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
-        width = config.width
-        self.head_dim = config.head_dim
-        # q, k and v sharded each on its own: whole heads of all three lie on every rank.
-        self.qkv = ColumnParallelLinear(
-            width, 3 * width, grid=grid, parts=(width,) * 3, init=Normal(config.init_std), bias_init=_ZERO
+        self.norm1 = LayerNorm(config.width, config.norm_eps, grid=grid, sequence_parallel=sequence_parallel)
+        self.attention = SelfAttention(
+            config.width,
+            config.heads,
+            grid=grid,
+            bias=True,
+            out_bias=True,
+            init=Normal(config.init_std),
+            out_init=Normal(config.residual_std),
+            sequence_parallel=sequence_parallel,
         )
-        self.out = RowParallelLinear(width, width, grid=grid, init=Normal(config.residual_std), bias_init=_ZERO)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See above."""
-        qkv = self.qkv(x)  # (B, T, 3 D / t)
-        q, k, v = rearrange(qkv, "b t (three heads dim) -> three b heads t dim", three=3, dim=self.head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads / t, T, dim)
-        out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
-        return out  # (B, T, D)
+        self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
+        self.norm2 = LayerNorm(config.width, config.norm_eps, grid=grid, sequence_parallel=sequence_parallel)
+        self.mlp = MLP(config, grid=grid, sequence_parallel=sequence_parallel)
+        self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
 
 
 class MLP(nn.Module):
     """down(gelu(up(x))), the hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: GPTConfig, *, grid: Grid) -> None:
+    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         width, hidden = config.width, config.mlp_ratio * config.width
-        self.up = ColumnParallelLinear(width, hidden, grid=grid, init=Normal(config.init_std), bias_init=_ZERO)
-        self.down = RowParallelLinear(hidden, width, grid=grid, init=Normal(config.residual_std), bias_init=_ZERO)
+        common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias_init": _ZERO}
+        self.up = ColumnParallelLinear(width, hidden, init=Normal(config.init_std), **common)
+        self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
 
     def forward(self, x: Tensor) -> Tensor:
         """See above."""
         y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return y
-
-
-@dataclass(frozen=True)
-class GPTLoss:
-    """Cross entropy of the next token, as a sum and its weight: the engine divides once, by the whole
-    batch's.
-
-    Args:
-        grid: its tensor axis shards the vocabulary.
-        vocab_size: V, the whole vocabulary.
-        ignore_index: labels with this value do not count.
-        label_smoothing: over the whole vocabulary.
-    """
-
-    grid: Grid
-    vocab_size: int
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses, and the number of labels that count.
-
-        Args:
-            logits: (B, T, V / t), this tensor rank's.
-            labels: integers (B, T): the tokens that should follow.
-
-        Returns:
-            () of the logits' dtype (float32 at least), and an integer (); the same on every tensor rank.
-        """
-        total = vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            grid=self.grid,
-            vocab_size=self.vocab_size,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
-        return total, torch.count_nonzero(labels != self.ignore_index)

@@ -6,9 +6,11 @@ needs: its input and the gradient of its output. ``Deferred.run`` does the queue
 pass keeps is freed by then.
 
 It works at torch's function calls (``F.linear``, ``F.conv2d``, ``F.embedding``, ...), so for any module made of
-torch's layers and not only ours. A weight used in another way (``x @ weight``, inside a recurrent layer or
-``nn.MultiheadAttention``, under autocast, computed from other tensors) has its gradient at once, as ever: what is
-not split is not wrong, only not deferred.
+torch's layers and not only ours. Another function that a mode sees (``torch.overrides``) can say itself how it is
+split, by an attribute ``deferred``: the function again, told first where to queue (column-parallel products do, for
+their backward holds collectives). A weight used in another way (``x @ weight``, inside a recurrent layer or
+``nn.MultiheadAttention``, under autocast, computed from other tensors) has its gradient at once, as ever: what is not
+split is not wrong, only not deferred.
 """
 
 from __future__ import annotations
@@ -47,9 +49,24 @@ class Deferred:
         finally:
             self.collects = False
 
+    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these parameters' gradients may wait: nothing but their ``.grad`` depends on them."""
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return False
+        parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+        return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
+
     def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
         """Queue one contribution to a parameter's gradient."""
         self._queue.setdefault(parameter, []).append(accumulate)
+
+    def add_linear(self, weight: Tensor, bias: Tensor | None, dy: Tensor, x: Callable[[], Tensor]) -> None:
+        """Queue a linear layer's dW = dyᵀ x and db = Σ dy; ``x`` is called when they are computed."""
+        gradients = _rows(dy)
+        if weight.requires_grad:
+            self.add(weight, lambda into: _add_product(into, gradients.T, _rows(x())))
+        if bias is not None and bias.requires_grad:
+            self.add(bias, lambda into: into.add_(gradients.sum(0)))
 
     @torch.no_grad()
     def run(self, target: Callable[[Tensor], Tensor | None], done: Callable[[Tensor], None]) -> None:
@@ -82,7 +99,7 @@ class SplitBackward(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        split = _SPLIT.get(func)
+        split = _SPLIT.get(func) or getattr(func, "deferred", None)
         if split is not None:
             result = split(self._deferred, *args, **kwargs)
             if result is not None:
@@ -91,7 +108,7 @@ class SplitBackward(TorchFunctionMode):
 
 
 def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    if not _deferrable(input, weight, bias):
+    if not deferred.takes(input, weight, bias):
         return None
     return _Linear.apply(deferred, input, weight, bias)
 
@@ -106,7 +123,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    if max_norm is not None or scale_grad_by_freq or sparse or not _deferrable(weight, weight, None):
+    if max_norm is not None or scale_grad_by_freq or sparse or not deferred.takes(weight, weight, None):
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
@@ -127,7 +144,7 @@ def _convolution(dims: int, transposed: bool) -> Callable[..., Tensor | None]:
         # (…, dilation, groups), or for a transposed one (…, output_padding, groups, dilation).
         order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
         options = {"output_padding": 0, "groups": 1, "dilation": 1} | dict(zip(order, rest, strict=False)) | named
-        if isinstance(padding, str) or input.dim() != dims + 2 or not _deferrable(input, weight, bias):
+        if isinstance(padding, str) or input.dim() != dims + 2 or not deferred.takes(input, weight, bias):
             return None
         shape = [_each(value, dims) for value in (stride, padding, options["dilation"])]
         extra = _each(options["output_padding"], dims)
@@ -167,15 +184,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dy @ weight if ctx.needs_input_grad[1] else None
         if not ctx.deferred.collects:
-            rows, gradients = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-            dweight = gradients.T @ rows if ctx.needs_input_grad[2] else None
+            gradients = _rows(dy)
+            dweight = gradients.T @ _rows(x) if ctx.needs_input_grad[2] else None
             return None, dx, dweight, gradients.sum(0) if ctx.needs_input_grad[3] else None
-        rows, gradients = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        if ctx.parameter.requires_grad:
-            ctx.deferred.add(ctx.parameter, lambda into: _add_product(into, gradients.T, rows))
-        if ctx.bias is not None and ctx.bias.requires_grad:
-            bias = ctx.bias
-            ctx.deferred.add(bias, lambda into: into.add_(gradients.sum(0)))
+        x = x.detach()
+        ctx.deferred.add_linear(ctx.parameter, ctx.bias, dy, lambda: x)
         return None, dx, None, None
 
 
@@ -198,7 +211,7 @@ class _Embedding(torch.autograd.Function):
             return None, None, dweight, None
 
         def accumulate(into: Tensor) -> None:
-            rows, gradients = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
+            rows, gradients = ids.reshape(-1), _rows(dy)
             if padding_idx is not None:
                 gradients = gradients.masked_fill((rows == padding_idx)[:, None], 0.0)
             into.index_add_(0, rows, gradients.to(into.dtype))
@@ -240,20 +253,16 @@ class _Convolution(torch.autograd.Function):
         return None, dx, None, None, None
 
 
-def _deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the weight's gradient may wait: nothing but its ``.grad`` depends on it."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-        return False
-    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
-
-
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     """``into += a @ b``, in one pass where the dtypes are alike."""
     if into.dtype == a.dtype:
         into.addmm_(a, b)
     else:
         into.add_(a @ b)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _each(value: Any, dims: int) -> list[int]:

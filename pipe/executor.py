@@ -101,7 +101,7 @@ class Executor:
         self._module, self._data = module, data
         self._grid = module.grid
         self._last_stage = len(module.placement) - 1
-        self._outgoing, self._incoming = _channels(module, "F"), _channels(module, "B")
+        self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
         self._channels = [*self._outgoing.values(), *self._incoming.values()]
         self._handlers: dict[str, Callable[[Op], None]] = {
             "F": self._forward,
@@ -123,6 +123,11 @@ class Executor:
         self.origin = 0.0
         self.held: dict[tuple[int, int], _Held] = {}
         self.peak = 0
+        # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
+        self._arriving: dict[tuple[int, int], Receive] = {}  # its input
+        self._returning: dict[tuple[int, int], Receive] = {}  # the gradients of its output
+        self._outputs: dict[tuple[int, int], Flat] = {}  # its output
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
 
     def forget_schemas(self) -> None:
         """What stages exchange may look different from now on (layers were frozen, say): both ends must forget."""
@@ -133,9 +138,8 @@ class Executor:
         """After a failure: let go of every message, so that the connections to the other ranks can close."""
         for channel in self._channels:
             channel.abandon()
-        self._arriving.clear()
-        self._returning.clear()
-        self.held.clear()
+        for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
+            kept.clear()
 
     def run(
         self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False, loss: bool = True
@@ -158,12 +162,8 @@ class Executor:
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result(self._grid.device)
         self._losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
-        # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
-        self._arriving: dict[tuple[int, int], Receive] = {}  # its input
-        self._returning: dict[tuple[int, int], Receive] = {}  # the gradients of its output
-        self._outputs: dict[tuple[int, int], Flat] = {}  # its output
-        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
-        self.held.clear()
+        for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
+            kept.clear()
         self.spans, self.peak = [], 0
         if self.record:
             self._grid.pipe.barrier()
@@ -336,13 +336,13 @@ class Executor:
         return RuntimeError(message)
 
 
-def _channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
+def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
     """This rank's channels in one direction, by the stage after the boundary.
 
     On gloo a tag tells the channels between two ranks apart. NCCL has no tags, and runs what a communicator is
     given in order: there each channel has a communicator of its own, so that one channel never waits for another.
     """
-    grid, channels = module.grid, {}
+    grid, found = module.grid, {}
     for stage in range(1, len(module.placement)):
         ranks = module.placement[stage - 1], module.placement[stage]
         if ranks[0] == ranks[1]:
@@ -353,5 +353,5 @@ def _channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
         if axis is not None and grid.pipe.rank in ranks:
             other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]
             peer = axis.ranks.index(grid.pipe.ranks[other])
-            channels[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
-    return channels
+            found[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
+    return found

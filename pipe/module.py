@@ -15,6 +15,7 @@ from ..grid.layout import rename
 from ..grid.random import Dropout, DropoutState, seeded
 from .meta import Placeholders, Put
 from .partition import boundaries, place
+from .recompute import Recompute
 from .spec import LayerSpec, TiedLayerSpec
 from .ties import Layer, Tie, find_ties, share, sources, typename
 
@@ -56,6 +57,9 @@ class PipelineModule(nn.Module):
         dtype: of parameters; None leaves what the layers make.
         device: ``"meta"`` builds placeholders (NaN); ``triax.initialize``, or ``fill``, then builds one layer after
             the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and a layer.
+        activation_checkpoint_interval: recompute groups of so many layers of a stage in the backward pass, instead of
+            keeping what they save for it; 0: none. The configuration's ``activation_checkpointing`` has more.
+        checkpointable_layers: the classes of layers to recompute; by default all.
         output_fn: applied to the last layer's output where ``eval_batch`` is asked for outputs, e.g. to gather
             a vocabulary that is sharded.
 
@@ -76,6 +80,8 @@ class PipelineModule(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         output_fn: Callable[[Any], Any] | None = None,
+        activation_checkpoint_interval: int = 0,
+        checkpointable_layers: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if device is not None and torch.device(device).type != "meta":
@@ -88,8 +94,13 @@ class PipelineModule(nn.Module):
         self._hollow = device is not None  # layers are built without their values until ``fill``
         self._placeholders = Placeholders(self._new)
         self.dropout_state = DropoutState(seed)
+        interval = self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = checkpointable_layers
+        self.recompute = Recompute(self.grid, self.dropout_state, interval, layers=checkpointable_layers)
         # Called, where it is set, as around(stage, layer, call, x) in place of call(x): ZeRO 3 gathers weights there.
         self.around: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
+        # Called, where it is set, with layers that a recomputation will run: ZeRO 3 starts to gather them.
+        self.ahead: Callable[[Sequence[int]], None] | None = None
         self.trained = False  # set by the engine, whose optimizer changes weights behind their version counters
         self._list = list(layers)
         self._sources = sources(self._list)
@@ -101,6 +112,11 @@ class PipelineModule(nn.Module):
         self.ties, self._shared = find_ties(self._list, self._sources, stages)
         self.layers = nn.ModuleDict()
         self._build()
+
+    @property
+    def specs(self) -> list[Layer]:
+        """The list of layers, as it was given."""
+        return list(self._list)
 
     @property
     def stages(self) -> list[int]:
@@ -151,8 +167,15 @@ class PipelineModule(nn.Module):
         """Run the layers of one of this rank's stages."""
         if self._placeholders:
             raise RuntimeError("the weights are placeholders still: triax.initialize, or model.fill(), builds them")
+        for group in self.recompute.groups(self, stage):
+            run = partial(self._run_layers, stage, group.start, group.stop)
+            ahead = partial(self.ahead, group.layers) if self.ahead is not None else None
+            x = self.recompute.run(group, run, x, ahead=ahead) if group.again else run(x)
+        return x
+
+    def _run_layers(self, stage: int, start: int, stop: int, x: Any) -> Any:
         layers, around = self.layers, self.around
-        for index, key, function in self._runs[stage]:
+        for index, key, function in self._runs[stage][start:stop]:
             if key is None:
                 x = function(x)
                 continue
@@ -160,6 +183,14 @@ class PipelineModule(nn.Module):
             call = layer if function is None else partial(function, layer)
             x = call(x) if around is None else around(stage, index, call, x)
         return x
+
+    def held(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
+        """Those with parameters of the layers ``start`` to ``stop`` of one of this rank's stages, by their number."""
+        return [(index, self.layers[key]) for index, key, _ in self._runs[stage][start:stop] if key is not None]
+
+    def typenames(self, stage: int) -> list[str]:
+        """The classes (and functions) of a stage's layers."""
+        return [typename(layer) for layer in self._list[self.boundaries[stage] : self.boundaries[stage + 1]]]
 
     def layers_of(self, stage: int) -> list[int]:
         """The layers with parameters that one of this rank's stages runs, in order, as ``around`` is told of them."""
@@ -275,6 +306,7 @@ class PipelineModule(nn.Module):
 
     def _build(self) -> None:
         """Build this rank's layers, share what they share, and give every parameter its whole-model name."""
+        self.recompute.forget()
         keys = {tie.key for tie in self.ties}
         for stage in self.stages:
             for index in range(self.boundaries[stage], self.boundaries[stage + 1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding, VocabParallelHead, gather_logits
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .norm import LayerNorm, RMSNorm
 from .regions import (
     all_reduce_copy,
     copy_all_reduce,
@@ -16,6 +17,8 @@ from .regions import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "LayerNorm",
+    "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",

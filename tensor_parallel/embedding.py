@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.layout import Layout, split
 from ..grid.random import Normal, Uniform
-from .linear import _default, sharded_parameter
-from .regions import all_reduce_copy, copy_all_reduce, gather_split
+from .column import column_linear
+from .linear import _default, reduced, sharded_parameter
+from .regions import gather_split
 
 __all__ = ["VocabParallelEmbedding", "VocabParallelHead", "gather_logits"]
 
@@ -29,6 +30,7 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: V, the whole vocabulary: any size of at least the tensor axis's.
         embedding_dim: D.
         grid: its tensor axis shards the vocabulary.
+        sequence_parallel: leave on each rank its shard of the sequence (dim 1); ``attend`` takes such shards.
         init: distribution of the weight; by default ``nn.Embedding``'s, N(0, 1).
         device, dtype: of the weight, as for ``nn.Embedding``.
 
@@ -37,9 +39,11 @@ class VocabParallelEmbedding(nn.Module):
 
     Shape:
         integers (...), the same on every tensor rank -> (..., D), the same on every tensor rank.
+        With ``sequence_parallel``: integers (B, T) -> (B, T / t, D).
 
     Raises:
-        ValueError: the vocabulary is smaller than the tensor axis.
+        ValueError: the vocabulary is smaller than the tensor axis; in forward, with ``sequence_parallel``, t does
+            not divide T.
         IndexError: an id is outside [0, V), on every tensor rank. On CUDA it is a device-side assertion,
             which shows at a later call: reading the ids back would stop the device at every step.
     """
@@ -50,6 +54,7 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         *,
         grid: Grid,
+        sequence_parallel: bool = False,
         init: Normal | Uniform | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,6 +62,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.axis = grid.tensor
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_parallel = sequence_parallel
         self.start, self.stop = vocabulary_range(num_embeddings, self.axis.rank, self.axis.size)
         layout = Layout((num_embeddings, embedding_dim), shard_dim=0)
         init = init or Normal(1.0)
@@ -69,18 +75,18 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(ids, self.weight)
         foreign = (ids < self.start) | (ids >= self.stop)  # (...)
         rows = F.embedding((ids - self.start).masked_fill(foreign, 0), self.weight)  # (..., D)
-        return all_reduce_copy(rows.masked_fill(foreign[..., None], 0.0), self.axis)
+        return reduced(rows.masked_fill(foreign[..., None], 0.0), self.axis, self.sequence_parallel)
 
     def attend(self, x: Tensor) -> Tensor:
         """The weight as an output layer (Press and Wolf 2017, arXiv:1608.05859): the tied head.
 
         Args:
-            x: (..., D), the same on every tensor rank.
+            x: (..., D), the same on every tensor rank; with ``sequence_parallel``, (B, T / t, D).
 
         Returns:
             (..., V_local): this rank's logits; ``gather_logits`` gives all of them.
         """
-        return F.linear(copy_all_reduce(x, self.axis), self.weight)
+        return column_linear(x, self.weight, None, self.axis, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         """What ``print`` shows: whole sizes, and the number of shards."""
@@ -97,6 +103,7 @@ class VocabParallelHead(nn.Module):
         vocab_size: V, of at least the tensor axis's size.
         bias: whether to add one, sharded as the vocabulary is.
         grid: its tensor axis shards the vocabulary.
+        sequence_parallel: the input is this rank's shard of the sequence (dim 1), and is gathered here.
         init: distribution of the weight; by default ``nn.Linear``'s. The bias takes ``nn.Linear``'s.
         device, dtype: of the parameters.
 
@@ -106,6 +113,7 @@ class VocabParallelHead(nn.Module):
 
     Shape:
         (..., D), the same on every tensor rank -> (..., V_local), this rank's logits.
+        With ``sequence_parallel``: (B, T / t, D) -> (B, T, V_local).
 
     Raises:
         ValueError: the vocabulary is smaller than the tensor axis.
@@ -118,6 +126,7 @@ class VocabParallelHead(nn.Module):
         bias: bool = False,
         *,
         grid: Grid,
+        sequence_parallel: bool = False,
         init: Normal | Uniform | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -125,6 +134,7 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.axis = grid.tensor
         self.in_features, self.vocab_size = in_features, vocab_size
+        self.sequence_parallel = sequence_parallel
         rank, size = self.axis.rank, self.axis.size
         vocabulary_range(vocab_size, rank, size)
         layout = Layout((vocab_size, in_features), shard_dim=0)
@@ -136,7 +146,7 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's logits: see Shape."""
-        return F.linear(copy_all_reduce(x, self.axis), self.weight, self.bias)
+        return column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         """What ``print`` shows: whole sizes, and the number of shards."""

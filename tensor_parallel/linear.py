@@ -1,8 +1,8 @@
 """Linear layers sharded over the tensor axis: by columns (outputs) or by rows (inputs) of the paper's Y = XA.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3: a column-parallel layer followed by a row-parallel one needs
-one all-reduce forward (f-bar) and one backward (f). Both do their product, and so their weight gradient,
-through ``F.linear``: whoever swaps that function (the split backward) reaches them too.
+one all-reduce forward (f-bar) and one backward (f). The products are ``F.linear`` and ``column_linear``: whoever swaps
+these functions (the split backward) reaches them all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.layout import Layout, set_layout
+from ..grid.axis import Axis
+from ..grid.layout import Layout, layout_of, set_layout
 from ..grid.random import Normal, Uniform, initialise
-from .regions import all_reduce_copy, copy_all_reduce, gather_split, split_gather
+from .column import column_linear
+from .regions import border, gather_split, reduce_scatter_gather, split_gather
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -30,12 +32,17 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         in_features: K, of the whole layer.
-        out_features: N, of the whole layer; the tensor axis's size t divides it (and each of ``parts``).
+        out_features: N, of the whole layer; the tensor axis's size t divides it (and each of ``parts``), unless
+            ``unit`` is given.
         bias: whether to add one, sharded as the outputs are.
         grid: its tensor axis shards the layer.
         gather_output: return all N outputs on every rank, rather than this rank's N / t.
         parts: lengths of layers fused along the outputs (q, k and v, say), each sharded on its own: a rank
             then holds a slice of q, one of k and one of v, in this order. They add up to N.
+        unit: outputs that stay together (those of a head), in every part: whole units are shared out by
+            ``grid.layout.split``, unevenly where t does not divide their number.
+        sequence_parallel: the input is this rank's shard of the sequence (dim 1), and is gathered here; what is
+            kept for the backward is the shard (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
         init: distribution of the weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K).
         bias_init: distribution of the bias; by default the same as ``nn.Linear``'s.
         device, dtype: of the parameters, as for ``nn.Linear``.
@@ -46,9 +53,11 @@ class ColumnParallelLinear(nn.Module):
 
     Shape:
         (..., K), the same on every tensor rank -> (..., N / t), or (..., N) if ``gather_output``.
+        With ``sequence_parallel``: (B, T / t, K) -> (B, T, N / t), or (B, T, N).
 
     Raises:
-        ValueError: t does not divide N or one of the parts, or the parts do not add up to N.
+        ValueError: t does not divide N or one of the parts, the parts do not add up to N, or ``unit`` does not
+            divide them or leaves a rank without one.
     """
 
     def __init__(
@@ -60,6 +69,8 @@ class ColumnParallelLinear(nn.Module):
         grid: Grid,
         gather_output: bool = False,
         parts: Sequence[int] | None = None,
+        unit: int | None = None,
+        sequence_parallel: bool = False,
         init: Normal | Uniform | None = None,
         bias_init: Normal | Uniform | None = None,
         device: torch.device | str | None = None,
@@ -68,30 +79,29 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.axis = grid.tensor
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output = gather_output
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         self.parts = None if parts is None else tuple(parts)
         what = "out_features" if parts is None else "a part"
         for length in self.parts or (out_features,):
-            _divisible(type(self).__name__, what, length, self.axis.size)
-        weight = Layout((out_features, in_features), shard_dim=0, parts=self.parts)
+            _shareable(type(self).__name__, what, length, self.axis.size, unit)
+        self.unit = unit or 1
+        weight = Layout((out_features, in_features), shard_dim=0, parts=self.parts, unit=self.unit)
         self.weight = self._parameter(weight, init or _default(in_features), device, dtype)
         self.bias = None
         if bias:
-            layout = Layout((out_features,), shard_dim=0, parts=self.parts)
+            layout = Layout((out_features,), shard_dim=0, parts=self.parts, unit=self.unit)
             self.bias = self._parameter(layout, bias_init or _default(in_features), device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's outputs, or all of them: see Shape."""
-        y = F.linear(copy_all_reduce(x, self.axis), self.weight, self.bias)  # (..., N / t)
+        y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)  # (..., N / t)
         return self._gather(y) if self.gather_output and self.axis.size > 1 else y
 
     def _gather(self, y: Tensor) -> Tensor:
-        y = gather_split(y, self.axis, length=self.out_features)  # (..., N): rank by rank
-        if self.parts is None:
-            return y
-        by_rank = y.unflatten(-1, (self.axis.size, -1))  # (..., t, N / t)
-        local = [length // self.axis.size for length in self.parts]
-        return torch.cat([part.flatten(-2) for part in by_rank.split(local, dim=-1)], dim=-1)  # part by part
+        whole = self.parts or (self.out_features,)
+        mine = y.split(layout_of(self.weight).lengths(self.axis.rank, self.axis.size), dim=-1)
+        parts = [gather_split(p, self.axis, length=n, unit=self.unit) for p, n in zip(mine, whole, strict=True)]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]  # (..., N)
 
     def _parameter(
         self,
@@ -118,12 +128,16 @@ class RowParallelLinear(nn.Module):
     all-reduce: in front of it, it would count t times.
 
     Args:
-        in_features: K, of the whole layer; the tensor axis's size t divides it.
+        in_features: K, of the whole layer; the tensor axis's size t divides it, unless ``unit`` is given.
         out_features: N.
         bias: whether to add one.
         grid: its tensor axis shards the layer.
         input_is_parallel: the input is this rank's K / t already, as a column-parallel layer leaves it; else
             it is whole, and this rank's slice is taken.
+        unit: inputs that stay together (those of a head): whole units are shared out by ``grid.layout.split``,
+            unevenly where t does not divide their number.
+        sequence_parallel: leave on each rank its shard of the sequence (dim 1) of the sum. The bias is then added
+            to each shard, and its gradient is partial: summed over the tensor axis by whoever reduces gradients.
         init: distribution of the weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K), the whole K.
         bias_init: distribution of the bias; by default the same as ``nn.Linear``'s.
         device, dtype: of the parameters, as for ``nn.Linear``.
@@ -134,9 +148,11 @@ class RowParallelLinear(nn.Module):
 
     Shape:
         (..., K / t), or (..., K) unless ``input_is_parallel`` -> (..., N), the same on every tensor rank.
+        With ``sequence_parallel``: (B, T, K / t) -> (B, T / t, N).
 
     Raises:
-        ValueError: t does not divide K.
+        ValueError: t does not divide K, ``unit`` does not divide it or leaves a rank without one; in forward, with
+            ``sequence_parallel``, t does not divide T.
     """
 
     def __init__(
@@ -147,6 +163,8 @@ class RowParallelLinear(nn.Module):
         *,
         grid: Grid,
         input_is_parallel: bool = True,
+        unit: int | None = None,
+        sequence_parallel: bool = False,
         init: Normal | Uniform | None = None,
         bias_init: Normal | Uniform | None = None,
         device: torch.device | str | None = None,
@@ -155,15 +173,21 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis = grid.tensor
         self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "RowParallelLinear: sequence_parallel leaves shards of a sum over the tensor ranks' inputs, and "
+                "input_is_parallel=False says that these are alike: drop one of the two"
+            )
         rank, size = self.axis.rank, self.axis.size
-        _divisible(type(self).__name__, "in_features", in_features, size)
+        _shareable(type(self).__name__, "in_features", in_features, size, unit)
+        self.unit = unit or 1
         default = _default(in_features)
-        layout = Layout((out_features, in_features), shard_dim=1)
+        layout = Layout((out_features, in_features), shard_dim=1, unit=self.unit)
         self.weight = sharded_parameter(layout, init or default, rank, size, device, dtype)
         self.bias = None
         if bias:
-            layout = Layout((out_features,))
+            layout = Layout((out_features,), partial=sequence_parallel and size > 1)
             self.bias = sharded_parameter(layout, bias_init or default, rank, size, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,9 +195,9 @@ class RowParallelLinear(nn.Module):
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
-            x = split_gather(x, self.axis)  # (..., K / t)
-        y = all_reduce_copy(F.linear(x, self.weight), self.axis)  # (..., N)
-        return y if self.bias is None else y + self.bias
+            x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
+        y = reduced(F.linear(x, self.weight), self.axis, self.sequence_parallel)  # (..., N)
+        return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:
         """What ``print`` shows: whole sizes, and the number of shards."""
@@ -203,12 +227,38 @@ def _default(fan_in: int) -> Uniform:
     return Uniform(1 / math.sqrt(fan_in) if fan_in else 0.0)
 
 
-def _divisible(layer: str, what: str, length: int, size: int) -> None:
-    if length % size:
+def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """The sum over the ranks: whole on each (f-bar), or its shard of the sequence, dim 1 (g-bar).
+
+    ``y`` is overwritten, so it is to be a tensor that no backward needs, as a product is.
+
+    Raises:
+        ValueError: the axis's size does not divide the sequence.
+    """
+    if not sequence_parallel:
+        return border("all_reduce", "copy", y, axis, ours=True)
+    if y.dim() < 2 or y.shape[1] % axis.size:
+        raise ValueError(
+            f"sequence parallelism shards dim 1 of {tuple(y.shape)} evenly over {axis.name}={axis.size}: pad the "
+            f"sequence to a multiple of {axis.size}, or build the model with sequence_parallel=False"
+        )
+    return reduce_scatter_gather(y, axis, dim=1)
+
+
+def _shareable(layer: str, what: str, length: int, size: int, unit: int | None) -> None:
+    """Refuse a length that the axis does not divide or, of units, one that leaves a rank without any."""
+    if unit is None and length % size:
         below, above = length // size * size, (length // size + 1) * size
         near = f"{below} or {above}" if below else f"{above}"
         fits = ", ".join(str(t) for t in range(1, size) if length % t == 0)
         raise ValueError(
             f"{layer}: {what} of {length} over tensor={size} leaves {length % size} over; make it {near}, "
             f"or give the grid tensor={fits}"
+        )
+    if unit is not None and (unit < 1 or length % unit):
+        raise ValueError(f"{layer}: {what} of {length} is not a whole number of units of {unit}: give unit a divisor")
+    if unit is not None and length // unit < size:
+        raise ValueError(
+            f"{layer}: {what} of {length} is {length // unit} units of {unit}, which leaves {size - length // unit} "
+            f"of tensor={size} ranks without one; give the grid a tensor axis of at most {length // unit}"
         )

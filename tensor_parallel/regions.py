@@ -54,7 +54,7 @@ def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     Returns:
         (...): x. Each rank's gradient for it is partial; they are summed.
     """
-    return _apply("copy", "all_reduce", x, axis)
+    return border("copy", "all_reduce", x, axis)
 
 
 def all_reduce_copy(x: Tensor, axis: Axis) -> Tensor:
@@ -67,24 +67,25 @@ def all_reduce_copy(x: Tensor, axis: Axis) -> Tensor:
     Returns:
         (...): the sum, the same on every rank.
     """
-    return _apply("all_reduce", "copy", x, axis)
+    return border("all_reduce", "copy", x, axis)
 
 
-def split_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+def split_gather(x: Tensor, axis: Axis, dim: int = -1, unit: int = 1) -> Tensor:
     """This rank's slice forward, all-gather backward: from a replicated tensor into a sharded one.
 
     Args:
         x: (..., N, ...), the same on every rank.
         axis: the ranks that share dim ``dim``.
         dim: the dim to slice.
+        unit: what is never cut; it divides N.
 
     Returns:
-        (..., n, ...): elements ``split(N, axis.size, axis.rank)`` of that dim.
+        (..., n, ...): elements ``split(N, axis.size, axis.rank, unit)`` of that dim.
     """
-    return _apply("split", "gather", x, axis, dim)
+    return border("split", "gather", x, axis, dim, unit=unit)
 
 
-def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None) -> Tensor:
+def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None, unit: int = 1) -> Tensor:
     """All-gather forward, this rank's slice backward: into a replicated tensor that every rank uses alike.
 
     Not for a sharded consumer: there each rank's gradient is partial, see ``gather_reduce_scatter``.
@@ -93,7 +94,8 @@ def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None
         x: (..., n, ...), this rank's slice.
         axis: the ranks that hold the slices, in their order.
         dim: the dim that is shared.
-        length: N, the whole length; needed where N is not a multiple of the axis's size.
+        length: N, the whole length; needed where N / unit is not a multiple of the axis's size.
+        unit: what the slices were never cut in; it divides N.
 
     Returns:
         (..., N, ...): all slices, the same on every rank.
@@ -101,7 +103,7 @@ def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None
     Raises:
         ValueError: x is not this rank's slice of a dim of that length.
     """
-    return _apply("gather", "split", x, axis, dim, length)
+    return border("gather", "split", x, axis, dim, length, unit)
 
 
 def gather_reduce_scatter(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None) -> Tensor:
@@ -109,7 +111,7 @@ def gather_reduce_scatter(x: Tensor, axis: Axis, dim: int = -1, length: int | No
 
     Args, returns, raises: as ``gather_split``; here each rank's gradient for the gathered tensor is partial.
     """
-    return _apply("gather", "reduce_scatter", x, axis, dim, length)
+    return border("gather", "reduce_scatter", x, axis, dim, length)
 
 
 def reduce_scatter_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
@@ -123,31 +125,61 @@ def reduce_scatter_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     Returns:
         (..., n, ...): elements ``split(N, axis.size, axis.rank)`` of the sum.
     """
-    return _apply("reduce_scatter", "gather", x, axis, dim)
+    return border("reduce_scatter", "gather", x, axis, dim)
 
 
-def _apply(
-    forward: str, backward: str, x: Tensor, axis: Axis, dim: int | None = None, length: int | None = None
+def border(
+    forward: str,
+    backward: str,
+    x: Tensor,
+    axis: Axis,
+    dim: int | None = None,
+    length: int | None = None,
+    unit: int = 1,
+    ours: bool = False,
 ) -> Tensor:
+    """The function that does ``forward``, and ``backward`` backward; names and ``ours`` as in ``begin``."""
     if axis.size == 1:
         return x
-    if dim is None:  # these act on the whole tensor
-        dim = length = 0
-    elif not -x.dim() <= dim < x.dim():
+    out: Tensor = _Border.apply(x, forward, backward, axis, *_place(forward, x, axis, dim, length, unit), ours)
+    return out
+
+
+def begin(name: str, x: Tensor, axis: Axis, dim: int | None = None, ours: bool = False) -> Callable[[], Tensor]:
+    """Start one direction of a border, for math that goes on meanwhile; not differentiable.
+
+    Args:
+        name: ``copy``, ``all_reduce``, ``split``, ``gather`` or ``reduce_scatter``.
+        x: the input, unchanged until the end.
+        axis: the ranks that take part; each starts and ends its collectives in the same order.
+        dim: as in the borders; those that act on the whole tensor ignore it.
+        ours: x may be overwritten: nobody else needs it.
+
+    Returns:
+        A function that waits for the end and returns the output. It must be called.
+    """
+    if axis.size == 1:
+        return lambda: x
+    return _MAPS[name](x, axis, *_place(name, x, axis, dim, None, 1), True, ours)
+
+
+def _place(name: str, x: Tensor, axis: Axis, dim: int | None, length: int | None, unit: int) -> tuple[int, int, int]:
+    """(dim, whole length, unit) of the dim that ``name`` shares out."""
+    if name in ("copy", "all_reduce"):  # these act on the whole tensor
+        return 0, 0, 1
+    if dim is None or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}")
-    else:
-        dim %= x.dim()
-        if length is None:
-            length = x.shape[dim] * (axis.size if forward == "gather" else 1)
-    if forward == "gather":
-        start, stop = split(length, axis.size, axis.rank)
+    dim %= x.dim()
+    if length is None:
+        length = x.shape[dim] * (axis.size if name == "gather" else 1)
+    if name == "gather":
+        start, stop = split(length, axis.size, axis.rank, unit)
         if stop - start != x.shape[dim]:
             raise ValueError(
                 f"rank {axis.rank} of {axis.size} on {axis.name} holds {stop - start} of {length} elements, "
                 f"and dim {dim} of {tuple(x.shape)} has {x.shape[dim]}: pass length=, that dim's whole length"
             )
-    out: Tensor = _Border.apply(x, forward, backward, axis, dim, length)
-    return out
+    return dim, length, unit
 
 
 class _Border(torch.autograd.Function):
@@ -155,54 +187,76 @@ class _Border(torch.autograd.Function):
     transpose is the map itself, to any depth of differentiation."""
 
     @staticmethod
-    def forward(x: Tensor, forward: str, backward: str, axis: Axis, dim: int, length: int) -> Tensor:
-        return _MAPS[forward](x, axis, dim, length)
+    def forward(
+        x: Tensor, forward: str, backward: str, axis: Axis, dim: int, length: int, unit: int, ours: bool
+    ) -> Tensor:
+        return _MAPS[forward](x, axis, dim, length, unit, False, ours)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *ctx.names_and_place = inputs
+        x, *ctx.names_and_place, _ = inputs
+        if output is x:
+            ctx.mark_dirty(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forward, backward, *place = ctx.names_and_place
-        return _Border.apply(grads[0], backward, forward, *place), None, None, None, None, None
+        return _Border.apply(grads[0], backward, forward, *place, False), *[None] * 7
 
 
-def _copy(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    return x.view_as(x)
+Finish = Callable[[], Tensor]
 
 
-def _all_reduce(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    axis.all_reduce(total)
-    return total
+def _copy(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
+    return lambda: x.view_as(x)
 
 
-def _split(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    start, stop = split(length, axis.size, axis.rank)
+def _all_reduce(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
+    total = x if ours and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    pending = axis.all_reduce(total, async_op=background)
+
+    def finish() -> Tensor:
+        pending.wait()
+        return total
+
+    return finish
+
+
+def _split(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
+    start, stop = split(length, axis.size, axis.rank, unit)
     # A copy: a view would keep the whole tensor alive.
-    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    return lambda: x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def _gather(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    lengths = _lengths(length, axis.size)
+def _gather(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
+    lengths = _lengths(length, axis.size, unit)
     mine = _pad(x, dim, max(lengths)).contiguous()  # (..., n, ...), the same n on every rank
     slices = mine.new_empty((axis.size, *mine.shape))
-    axis.all_gather(slices.flatten(0, 1), mine)
-    if min(lengths) == max(lengths):
-        return slices.movedim(0, dim).flatten(dim, dim + 1)  # no copy where dim is 0
-    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(slices, lengths, strict=True)], dim)
+    pending = axis.all_gather(slices.flatten(0, 1), mine, async_op=background)
+
+    def finish() -> Tensor:
+        pending.wait()
+        if min(lengths) == max(lengths):
+            return slices.movedim(0, dim).flatten(dim, dim + 1)  # no copy where dim is 0
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(slices, lengths, strict=True)], dim)
+
+    return finish
 
 
-def _reduce_scatter(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    lengths = _lengths(length, axis.size)
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
+    lengths = _lengths(length, axis.size, unit)
     slices = torch.stack([_pad(part, dim, max(lengths)) for part in x.split(lengths, dim)])
     mine = slices.new_empty(slices.shape[1:])
-    axis.reduce_scatter(mine.view(-1), slices.view(-1))
-    return mine.narrow(dim, 0, lengths[axis.rank])
+    pending = axis.reduce_scatter(mine.view(-1), slices.view(-1), async_op=background)
+
+    def finish() -> Tensor:
+        pending.wait()
+        return mine if lengths[axis.rank] == mine.shape[dim] else mine.narrow(dim, 0, lengths[axis.rank])
+
+    return finish
 
 
-_MAPS: dict[str, Callable[[Tensor, Axis, int, int], Tensor]] = {
+_MAPS: dict[str, Callable[[Tensor, Axis, int, int, int, bool, bool], Finish]] = {
     "copy": _copy,
     "all_reduce": _all_reduce,
     "split": _split,
@@ -211,8 +265,8 @@ _MAPS: dict[str, Callable[[Tensor, Axis, int, int], Tensor]] = {
 }
 
 
-def _lengths(length: int, size: int) -> list[int]:
-    return [stop - start for start, stop in (split(length, size, rank) for rank in range(size))]
+def _lengths(length: int, size: int, unit: int) -> list[int]:
+    return [stop - start for start, stop in (split(length, size, rank, unit) for rank in range(size))]
 
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:

@@ -46,6 +46,7 @@ PRELOAD = (
     "safetensors.torch",
     "triax.engine.engine",
     "triax.models.gpt",
+    "triax.models.llama",
     "triax.pipe",
     "triax.tensor_parallel",
 )

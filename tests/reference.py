@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from triax.models.config import LlamaConfig
 
 
 @dataclass
@@ -20,19 +24,19 @@ class Step:
     weights: dict[str, Tensor]
 
 
-def gpt_logits(weights: dict[str, Tensor], ids: Tensor, layers: int, heads: int) -> Tensor:
+def gpt_logits(
+    weights: dict[str, Tensor], ids: Tensor, layers: int, heads: int, documents: Tensor | None = None
+) -> Tensor:
     """GPT's forward pass from whole-model names, with torch's functions alone."""
-    x = F.embedding(ids, weights["layers.0.weight"]) + weights["layers.1.weight"][: ids.shape[1]]
+    seen, places = visible(ids, documents)
+    x = F.embedding(ids, weights["layers.0.weight"]) + weights["layers.1.weight"][places]
     width = x.shape[-1]
     for i in range(2, 2 + layers):
         block = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         h = F.layer_norm(x, (width,), block["norm1.weight"], block["norm1.bias"])
         q, k, v = F.linear(h, block["attention.qkv.weight"], block["attention.qkv.bias"]).chunk(3, dim=-1)
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-        scores = q @ k.transpose(-1, -2) / (width // heads) ** 0.5
-        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        y = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
-        y = y.transpose(1, 2).flatten(-2)
+        y = attention(q, k, v, seen)
         x = x + F.linear(y, block["attention.out.weight"], block["attention.out.bias"])
         h = F.layer_norm(x, (width,), block["norm2.weight"], block["norm2.bias"])
         h = F.gelu(F.linear(h, block["mlp.up.weight"], block["mlp.up.bias"]), approximate="tanh")
@@ -43,17 +47,100 @@ def gpt_logits(weights: dict[str, Tensor], ids: Tensor, layers: int, heads: int)
     return F.linear(x, head)
 
 
-def train_gpt(
-    initial: dict[str, Tensor], batches: list[tuple[Tensor, Tensor]], layers: int, heads: int, lr: float, clip: float
+def llama_logits(
+    weights: dict[str, Tensor], ids: Tensor, config: LlamaConfig, documents: Tensor | None = None
+) -> Tensor:
+    """Llama's forward pass from whole-model names, with torch's functions alone; Qwen's with its biases or norms."""
+    heads, groups, dim = config.heads, config.kv_heads, config.head_dim
+    seen, places = visible(ids, documents)
+    angles = places[..., None].float() * rotary_frequencies(config)  # (B, T, dim / 2)
+    turns = torch.complex(angles.cos(), angles.sin())[:, None].to(torch.complex128)
+    x = F.embedding(ids, weights["layers.0.weight"])
+    for i in range(1, 1 + config.layers):
+        block = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
+        h = rms_norm(x, block["norm1.weight"], config.norm_eps)
+        q = F.linear(h, block["attention.q.weight"], block.get("attention.q.bias"))
+        k, v = F.linear(h, block["attention.kv.weight"], block.get("attention.kv.bias")).chunk(2, dim=-1)
+        q, k, v = (t.unflatten(-1, (n, dim)).transpose(1, 2) for t, n in ((q, heads), (k, groups), (v, groups)))
+        if config.qk_norm:
+            q = rms_norm(q, block["attention.q_norm.weight"], config.norm_eps)
+            k = rms_norm(k, block["attention.k_norm.weight"], config.norm_eps)
+        q, k = rotate(q, turns), rotate(k, turns)
+        k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
+        x = x + F.linear(attention(q, k, v, seen), block["attention.out.weight"])
+        h = rms_norm(x, block["norm2.weight"], config.norm_eps)
+        gate, up = F.linear(h, block["mlp.gate_up.weight"]).chunk(2, dim=-1)
+        x = x + F.linear(gate * torch.sigmoid(gate) * up, block["mlp.down.weight"])
+    x = rms_norm(x, weights[f"layers.{1 + config.layers}.weight"], config.norm_eps)
+    return F.linear(x, weights.get(f"layers.{2 + config.layers}.weight", weights["layers.0.weight"]))
+
+
+def visible(ids: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which tokens each token sees (B, 1, T, T), and its place in its document (B, T), token by token."""
+    rows, length = ids.shape
+    numbers = torch.zeros_like(ids) if documents is None else documents
+    seen = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    for row in range(rows):
+        for i in range(length):
+            for j in range(i + 1):
+                seen[row, 0, i, j] = numbers[row, i] == numbers[row, j]
+    return seen, seen[:, 0].sum(-1) - 1
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """(B, heads, T, dim) each -> (B, T, heads dim): softmax over what each token sees."""
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    return y.transpose(1, 2).flatten(-2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Each pair (channel i, channel i + dim / 2) as a complex number, turned."""
+    turned = torch.complex(*x.chunk(2, dim=-1)) * turns
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def rotary_frequencies(config: LlamaConfig) -> Tensor:
+    """Radians a token of each pair; float32, as published weights were trained. Llama 3.1's cases one by one."""
+    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    found = []
+    for frequency in 1.0 / config.rope_theta**exponents:
+        scaling = config.rope_scaling
+        if scaling is not None:
+            wavelength = 2 * math.pi / frequency
+            if wavelength > scaling.original_length / scaling.low_freq_factor:
+                frequency = frequency / scaling.factor
+            elif wavelength > scaling.original_length / scaling.high_freq_factor:
+                blend = scaling.original_length / wavelength - scaling.low_freq_factor
+                blend = blend / (scaling.high_freq_factor - scaling.low_freq_factor)
+                frequency = (1 - blend) * frequency / scaling.factor + blend * frequency
+        found.append(frequency)
+    return torch.stack(found)
+
+
+Batch = tuple[Any, Tensor]  # ids or (ids, documents), and labels
+
+
+def train(
+    initial: dict[str, Tensor],
+    batches: Sequence[Batch],
+    logits: Callable[[dict[str, Tensor], Tensor, Tensor | None], Tensor],
+    lr: float,
+    clip: float,
 ) -> list[Step]:
-    """Steps of AdamW over whole batches ``(ids, labels)``; labels of -100 do not count."""
+    """Steps of AdamW over whole batches; labels of -100 do not count. ``logits`` takes weights, ids and documents."""
     weights = {name: w.clone().requires_grad_() for name, w in initial.items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=lr, weight_decay=0.1)
     steps = []
-    for ids, labels in batches:
+    for inputs, labels in batches:
+        ids, documents = (inputs, None) if isinstance(inputs, Tensor) else inputs
         optimizer.zero_grad(set_to_none=False)
-        logits = gpt_logits(weights, ids, layers, heads)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # mean over the labels that count
+        found = logits(weights, ids, documents)
+        loss = F.cross_entropy(found.flatten(0, 1), labels.flatten())  # mean over the labels that count
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), clip)
         gradients: dict[str, Any] = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
@@ -61,3 +148,10 @@ def train_gpt(
         after = {name: w.detach().clone() for name, w in weights.items()}
         steps.append(Step(loss.item(), norm.item(), gradients, after))
     return steps
+
+
+def train_gpt(
+    initial: dict[str, Tensor], batches: Sequence[Batch], layers: int, heads: int, lr: float, clip: float
+) -> list[Step]:
+    """``train`` of a GPT."""
+    return train(initial, batches, lambda w, ids, documents: gpt_logits(w, ids, layers, heads, documents), lr, clip)

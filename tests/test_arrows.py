@@ -30,8 +30,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 # In these folders, every file but these runs where torch is not installed, on the standard library alone.
 MAY_NEED_TORCH: dict[str, tuple[str, ...]] = {
-    "grid": ("axis", "grid", "layout", "nest", "random"),
-    "pipe": ("backward", "boundary", "executor", "meta", "module", "nest", "p2p", "spec", "ties"),
+    "grid": ("axis", "grid", "layout", "mark", "nest", "random"),
+    "pipe": (
+        *("backward", "boundary", "executor", "frame", "meta", "module", "nest", "p2p", "recompute", "replay"),
+        *("saved", "spec", "ties"),
+    ),
     "plan": (),
 }
 # And so do these, of the other folders.

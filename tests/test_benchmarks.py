@@ -52,3 +52,15 @@ def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
     report = run("timeline.py", *args, "--schedules", "zb-v", "--plot", str(plot))
     assert "measured" in report and "simulated" in report
     assert plot.stat().st_size > 10_000
+
+
+def test_tensor_compares_and_counts() -> None:
+    args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
+    # Gradients were those of one process, or it would have failed.
+    (rows,) = json.loads(run("tensor.py", *args))["results"].values()
+    found = {row["name"]: row for row in rows}
+    assert len(found) == 6 and all(len(row["times"]) == len(row["sent"]) == 2 for row in rows)
+    # On sequence shards half of what one process holds, but for each token's two integers and the loss's few numbers.
+    alone, shards = (found[name]["activations"][0] for name in ("one process", "triax, sequence parallel"))
+    assert 0.5 <= shards / alone < 0.55
+    assert found["triax"]["counted"] > 0

@@ -478,6 +478,22 @@ def test_every_rank_stops_when_one_does(ranks: Any, sizes: tuple[int, int, int],
             assert kind == "RuntimeError" and message.startswith(f"rank {rank} (") and said in message
 
 
+def left_alone() -> str:
+    grid = Grid(data=2, timeout=30)
+    engine = engine_of([linear()], grid)
+    if grid.rank == 1:
+        grid.close()
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        engine.train_batch(iter(pairs()))
+    return str(error.value)
+
+
+def test_a_rank_that_leaves_before_the_first_step_is_named_as_later(ranks: Any) -> None:
+    """What the others let go of was made by the first step: they failed with an AttributeError."""
+    assert ranks(2, left_alone)[0].startswith("rank 0 (pipe 0, data 0, tensor 0)")
+
+
 def closed() -> list[bool]:
     grid = Grid(data=2, timeout=60)
     groups = [weakref.ref(axis.group) for axis in (grid.world, grid.data)]

@@ -45,7 +45,9 @@ def losses(folder: Path, name: str) -> list[float]:
 def test_a_run_from_one_command(tmp_path: Path) -> None:
     """Four processes and one process: the same losses; and everything that a run leaves."""
     wide = start(
-        tmp_path, f"--data text --pipe 2 --tensor 2 {SMALL} --dtype float64 --name wide --sample 5 --print-losses"
+        tmp_path,
+        f"--data text --pipe 2 --tensor 2 --sequence-parallel {SMALL} --dtype float64 --name wide --sample 5 "
+        "--print-losses",
     )
     assert wide.returncode == 0, wide.stderr
     one = start(tmp_path, f"--data text {SMALL} --dtype float64 --name one --sample 0")
@@ -65,6 +67,7 @@ def test_a_run_from_one_command(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1].keys() == {"bigram_loss", "training_seconds"}
     assert "validation_loss" in rows[-2]
+    assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}
     for picture in ("loss.png", "schedule.png"):
         assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
     assert {path.name for path in folder.glob("*.log")} == {"rank-1.log", "rank-2.log", "rank-3.log"}
@@ -86,7 +89,8 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
         ("--pipe 3 --processes 8", "3 pipe x 1 tensor take 3 processes a replica, and there are 8"),
         ("--pipe 2 --data-parallel 3 --processes 8", "2 pipe x 3 data x 1 tensor is a grid of 6 processes"),
         ("--pipe 20", "8 layers cannot fill 20 stages"),
-        ("--tensor 3", "4 attention heads do not divide over tensor=3; give tensor=1, 2, 4"),
+        ("--tensor 5", "4 attention heads do not reach over tensor=5; give tensor=4 at most"),
+        ("--tensor 3 --sequence-parallel", "--sequence 128 is not shared evenly by --tensor 3: give 126"),
         ("--pipe 0", "axis pipe has size 0"),
         ("--data nowhere", "--data nowhere: there is no such file or folder"),
         ("--batch 30 --microbatch 4", "train_batch_size 30 is not micro batch 4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triax.grid import Grid
-from triax.grid.layout import Layout, layout_of
+from triax.grid.layout import Layout
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
+from triax.models.layers import TokenEmbedding
+from triax.pipe.module import PipelineModule
 from triax.pipe.spec import TiedLayerSpec
-from triax.tensor_parallel import VocabParallelEmbedding
 
 # An uneven vocabulary, and a sequence shorter than the positions.
 CONFIG = GPTConfig(vocab_size=53, sequence_length=16, width=24, layers=2, heads=4)
+# 2 and 4 ranks divide neither the heads nor the hidden width.
+UNEVEN = GPTConfig(vocab_size=53, sequence_length=16, width=25, layers=2, heads=5, mlp_ratio=3)
+
+
+DOCUMENTS = torch.tensor([[0] * 12, [0] * 3 + [1] * 4 + [2] * 5, [7] * 11 + [8]])
 
 
 def build(config: GPTConfig, grid: Grid) -> list[nn.Module]:
@@ -34,11 +41,12 @@ def build(config: GPTConfig, grid: Grid) -> list[nn.Module]:
     return built
 
 
-def run(layers: list[nn.Module], config: GPTConfig, x: Tensor) -> Tensor:
+def run(layers: list[nn.Module], config: GPTConfig, x: Any) -> Tensor:
     for spec, layer in zip(gpt(config), layers, strict=True):
         forward = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
         x = forward(layer, x) if forward else layer(x)
-    return x
+    logits: Tensor = x
+    return logits
 
 
 def parameters(layers: list[nn.Module]) -> dict[str, nn.Parameter]:
@@ -53,46 +61,76 @@ def batch(config: GPTConfig, rows: int = 3, length: int = 12) -> tuple[Tensor, T
     return inputs, labels
 
 
-def train_on_rank(size: int, config: GPTConfig, smoothing: float = 0.0) -> dict[str, Any]:
-    grid = Grid(tensor=size)
-    layers = build(config, grid)
+def train_on_rank(size: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [train_one(Grid(tensor=size), *case) for case in cases]
+
+
+def train_one(grid: Grid, config: GPTConfig, smoothing: float, sequence_parallel: bool, packed: bool) -> dict[str, Any]:
+    model = PipelineModule(gpt(config, sequence_parallel), grid=grid, seed=11, dtype=torch.float64)
     inputs, labels = batch(config)
-    logits = run(layers, config, inputs)
+    logits = model((inputs, DOCUMENTS) if packed else inputs)
     total, weight = GPTLoss(grid, config.vocab_size, label_smoothing=smoothing)(logits, labels)
     (total / weight).backward()
-    named = parameters(layers)
+    placed = {p.layout.name: p for p in model.placed()}
     return {
         "loss": total.detach(),
         "weight": weight,
         "logits": logits.detach(),
-        "weights": {name: p.detach() for name, p in named.items()},
-        "grads": {name: p.grad for name, p in named.items()},
-        "layouts": {name: layout_of(p) for name, p in named.items()},
+        "weights": {name: p.parameter.detach() for name, p in placed.items()},
+        "grads": {name: p.parameter.grad for name, p in placed.items()},
+        "layouts": {name: p.layout for name, p in placed.items()},
     }
 
 
+Case = tuple[GPTConfig, float, bool, bool]  # config, label smoothing, sequence parallel, packed
+CASES: list[Case] = [
+    (CONFIG, 0.0, False, False),
+    (replace(CONFIG, tie_embeddings=False), 0.1, False, False),
+    (replace(CONFIG, dropout=0.1), 0.0, False, True),
+    (CONFIG, 0.1, True, False),
+    (replace(CONFIG, tie_embeddings=False, dropout=0.1), 0.0, True, True),
+    (UNEVEN, 0.0, False, False),
+    (replace(UNEVEN, dropout=0.1), 0.0, True, False),
+]
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("tied", "dropout", "smoothing"), [(True, 0.0, 0.0), (False, 0.0, 0.1), (True, 0.1, 0.0)])
-def test_every_gradient_is_that_of_one_process(
-    ranks: Any, size: int, tied: bool, dropout: float, smoothing: float
-) -> None:
-    config = GPTConfig(**{**vars(CONFIG), "tie_embeddings": tied, "dropout": dropout})
-    (alone,) = ranks(1, train_on_rank, 1, config, smoothing)
-    found = ranks(size, train_on_rank, size, config, smoothing)
-    for rank in found:
-        torch.testing.assert_close(rank["loss"], alone["loss"], rtol=1e-10, atol=0)
-        assert int(rank["weight"]) == int(alone["weight"]) == 3 * 12 - 5
-    for name, layout in found[0]["layouts"].items():
-        assert torch.equal(layout.assemble([r["weights"][name] for r in found]), alone["weights"][name]), name
-        for copies in [found] if layout.sharded else [[r] for r in found]:
-            grad = layout.assemble([r["grads"][name] for r in copies])
-            torch.testing.assert_close(grad, alone["grads"][name], rtol=1e-10, atol=1e-12, msg=name)
-    logits = Layout((3, 12, 53), shard_dim=2).assemble([r["logits"] for r in found])
-    torch.testing.assert_close(logits, alone["logits"], rtol=1e-10, atol=1e-12)
-    if dropout:
-        still = GPTConfig(**{**vars(config), "dropout": 0.0})
-        (without,) = ranks(1, train_on_rank, 1, still, smoothing)
-        assert abs(float(alone["loss"] - without["loss"])) > 1e-6  # something was dropped
+def test_every_gradient_is_that_of_one_process(ranks: Any, size: int) -> None:
+    by_rank = ranks(size, train_on_rank, size, CASES)
+    for (config, smoothing, _, packed), *found in zip(CASES, *by_rank, strict=True):
+        alone = train_one(Grid(), config, smoothing, False, packed)
+        for rank in found:
+            torch.testing.assert_close(rank["loss"], alone["loss"], rtol=1e-10, atol=0)
+            assert int(rank["weight"]) == int(alone["weight"]) == 3 * 12 - 5
+        for name, layout in found[0]["layouts"].items():
+            assert torch.equal(layout.assemble([r["weights"][name] for r in found]), alone["weights"][name]), name
+            grads = [r["grads"][name] for r in found]
+            wholes = [layout.assemble(grads)] if layout.sharded else [sum(grads)] if layout.partial else grads
+            for whole in wholes:
+                torch.testing.assert_close(
+                    whole, alone["grads"][name], rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format
+                )
+        logits = Layout((3, 12, 53), shard_dim=2).assemble([r["logits"] for r in found])
+        torch.testing.assert_close(logits, alone["logits"], rtol=1e-10, atol=1e-12)
+        if config.dropout:
+            without = train_one(Grid(), replace(config, dropout=0.0), smoothing, False, packed)
+            assert abs(float(alone["loss"] - without["loss"])) > 1e-6  # something was dropped
+
+
+def test_a_packed_row_is_each_document_alone() -> None:
+    """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
+    loss = GPTLoss(Grid(), CONFIG.vocab_size)
+    ids, labels = batch(CONFIG, rows=1)
+    documents = torch.tensor([[3] * 5 + [4] + [8] * 6])
+    packed, alone = (PipelineModule(gpt(CONFIG), grid=Grid(), dtype=torch.float64) for _ in range(2))
+    together = packed((ids, documents))
+    loss(together, labels)[0].backward()
+    for start, stop in ((0, 5), (5, 6), (6, 12)):
+        logits = alone(ids[:, start:stop])
+        torch.testing.assert_close(together[:, start:stop].detach(), logits.detach(), rtol=1e-10, atol=1e-12)
+        loss(logits, labels[:, start:stop])[0].backward()
+    for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
 
 
 def test_it_computes_what_torchs_own_transformer_computes() -> None:
@@ -201,16 +239,16 @@ def test_initial_values_are_gpt2s() -> None:
 def test_the_list_of_layers() -> None:
     specs = gpt(CONFIG)
     assert [spec.typename for spec in specs] == [
-        "VocabParallelEmbedding",
+        "TokenEmbedding",
         "PositionEmbedding",
         "Block",
         "Block",
-        "LayerNorm",
-        "VocabParallelEmbedding",
+        "FinalLayerNorm",
+        "TokenEmbedding",
     ]
     first, head = specs[0], specs[-1]
     assert isinstance(first, TiedLayerSpec) and isinstance(head, TiedLayerSpec)
-    assert first.key == head.key == "embed" and head.forward_fn is VocabParallelEmbedding.attend
+    assert first.key == head.key == "embed" and head.forward_fn is TokenEmbedding.attend
     untied = gpt(GPTConfig(**{**vars(CONFIG), "tie_embeddings": False}))
     assert untied[-1].typename == "VocabParallelHead"
     assert not any(isinstance(spec, TiedLayerSpec) for spec in untied)
@@ -233,21 +271,25 @@ def refused_on_rank(size: int, config: GPTConfig) -> str:
     return "no error"
 
 
-def test_heads_that_the_tensor_axis_does_not_divide(ranks: Any) -> None:
-    config = GPTConfig(width=24, heads=6, layers=1, vocab_size=50, sequence_length=8)
-    message = "6 attention heads do not divide over tensor=4; give tensor=1, 2, 3, 6, or another number of heads"
+def test_more_ranks_than_heads(ranks: Any) -> None:
+    config = GPTConfig(width=24, heads=3, layers=1, vocab_size=50, sequence_length=8)
+    message = "3 attention heads do not reach over tensor=4; give tensor=3 at most, or more heads"
     assert ranks(4, refused_on_rank, 4, config) == [message] * 4
     with pytest.raises(ValueError, match=message):
         config.check_tensor(4)
     with pytest.raises(ValueError, match="a vocabulary of 3 does not reach over tensor=6"):
         GPTConfig(width=24, heads=6, vocab_size=3).check_tensor(6)
-    config.check_tensor(3)
+    GPTConfig(width=24, heads=6).check_tensor(4)
 
 
 def test_a_sequence_longer_than_the_positions() -> None:
     layers = build(CONFIG, Grid())
     with pytest.raises(ValueError, match="a sequence of 17 tokens, and the model has 16 positions"):
         run(layers, CONFIG, torch.zeros(1, 17, dtype=torch.long))
+    packed = torch.tensor([[0] * 8 + [1] * 17])
+    with pytest.raises(ValueError, match="a sequence of 17 tokens, and the model has 16 positions"):
+        run(layers, CONFIG, (torch.zeros(1, 25, dtype=torch.long), packed))
+    run(layers, CONFIG, (torch.zeros(1, 24, dtype=torch.long), packed[:, :24]))  # each document fits
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,29 @@
-"""Law 1: every grid, schedule, ZeRO stage and tie gives the numbers of one process, to 1e-10 in float64."""
+"""Law 1: every grid, schedule, ZeRO stage, model and way to train it gives the numbers of one process, to 1e-10 in
+float64: tied or not, sequence parallel or not, with grouped queries, dropout, packed documents and recomputation."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from reference import Step, train_gpt
+from reference import Batch, Step, llama_logits, train_gpt
+from reference import train as train_plainly
 from torch import Tensor
 
 import triax
 from triax.grid import Grid
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
+from triax.models.llama import LlamaConfig, llama
 from triax.pipe.module import PipelineModule
 from triax.pipe.schedules import RECIPES
 
 # 8 entries, so that a pipe axis of 8 has one a stage; 8 heads for a tensor axis of 8; 37 tokens divide by no axis.
-LAYERS, HEADS, VOCABULARY, LENGTH = 4, 8, 37, 6
+ENTRIES, LAYERS, HEADS, VOCABULARY, LENGTH = 8, 4, 8, 37, 8
 SAMPLES, STEPS, LR, CLIP = 16, 2, 1e-2, 0.5
 
 GRIDS = [
@@ -37,38 +41,97 @@ OTHERS = [
 ]
 
 
-def model(grid: Grid, tied: bool, chunks: int = 1) -> PipelineModule:
-    config = GPTConfig(
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how, beside the grid and the schedule."""
+
+    tied: bool = True
+    family: str = "gpt"
+    heads: int = HEADS
+    kv_heads: int = 0  # of a llama
+    dropout: float = 0.0
+    packed: bool = False
+    sequence_parallel: bool = False
+    recompute: str = "none"
+
+    @property
+    def plain(self) -> Job:
+        """The same numbers in the plainest way."""
+        return replace(self, sequence_parallel=False, recompute="none")
+
+
+# Heads that the tensor axis divides and not; as many kv heads as heads, fewer than ranks, and some that straddle ranks.
+MODELS = [
+    Job(),
+    Job(heads=9, tied=False),
+    Job(family="llama", kv_heads=8),
+    Job(family="llama", kv_heads=2, tied=False),
+    Job(family="llama", heads=12, kv_heads=6),
+]
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": {"granularity": "full"}},
+    "selective": {"activation_checkpointing": {"granularity": "selective"}},
+}
+
+
+def llama_config(job: Job) -> LlamaConfig:
+    """Qwen2's biases with few kv heads, Qwen3's norms with many; a hidden width that no axis divides."""
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         sequence_length=LENGTH,
         width=16,
-        layers=LAYERS,
-        heads=HEADS,
-        tie_embeddings=tied,
+        layers=ENTRIES - 3,
+        heads=job.heads,
+        kv_heads=job.kv_heads,
+        head_dim=2,
+        hidden=21,
+        tie_embeddings=job.tied,
+        dropout=job.dropout,
+        qkv_bias=job.kv_heads == 2,
+        qk_norm=job.heads == 12,
     )
+
+
+def model(grid: Grid, job: Job, chunks: int = 1) -> PipelineModule:
     loss = GPTLoss(grid, vocab_size=VOCABULARY)
-    return PipelineModule(gpt(config), grid=grid, loss_fn=loss, seed=7, dtype=torch.float64, chunks=chunks)
+    if job.family == "llama":
+        layers = llama(llama_config(job), sequence_parallel=job.sequence_parallel)
+        return PipelineModule(layers, grid=grid, loss_fn=loss, seed=7, dtype=torch.float64, chunks=chunks)
+    config = GPTConfig(
+        vocab_size=VOCABULARY,
+        sequence_length=LENGTH,
+        width=2 * job.heads,
+        layers=LAYERS,
+        heads=job.heads,
+        tie_embeddings=job.tied,
+        dropout=job.dropout,
+    )
+    layers = gpt(config, sequence_parallel=job.sequence_parallel)
+    return PipelineModule(layers, grid=grid, loss_fn=loss, seed=7, dtype=torch.float64, chunks=chunks)
 
 
 @cache
-def batches() -> list[tuple[Tensor, Tensor]]:
+def batches(packed: bool = False) -> list[Batch]:
     """Global batches whose samples have unlike numbers of labels that count, one of them none at all."""
     generator = torch.Generator().manual_seed(3)
-    made = []
+    made: list[Batch] = []
     for _ in range(STEPS):
         text = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
         ids, labels = text[:, :-1], text[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
         labels[5] = -100
-        made.append((ids, labels))
+        documents = (torch.rand(ids.shape, generator=generator) < 0.3).long().cumsum(1)
+        made.append(((ids, documents) if packed else ids, labels))
     return made
 
 
-def microbatches(grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
+def microbatches(grid: Grid, size: int = 1, packed: bool = False) -> Iterator[Batch]:
     share = SAMPLES // grid.data.size
-    for ids, labels in batches():
-        for sample in range(grid.data.rank * share, (grid.data.rank + 1) * share):
-            yield ids[sample : sample + 1], labels[sample : sample + 1]
+    for inputs, labels in batches(packed):
+        for first in range(grid.data.rank * share, (grid.data.rank + 1) * share, size):
+            rows = slice(first, first + size)
+            yield tuple(part[rows] for part in inputs) if packed else inputs[rows], labels[rows]
 
 
 def replicas_agree(engine: Any) -> bool:
@@ -85,26 +148,29 @@ def replicas_agree(engine: Any) -> bool:
     return True
 
 
-Cell = tuple[str, int, int, bool]  # schedule, chunks, ZeRO stage, tied
+Cell = tuple[str, int, int, Job]  # schedule, chunks, ZeRO stage, what is trained
 
 
-def train(grid: tuple[int, int, int], cells: list[Cell]) -> list[tuple[dict[str, Tensor], list[Step], bool]]:
+def train(
+    grid: tuple[int, int, int], cells: list[Cell], microbatch: int = 1
+) -> list[tuple[dict[str, Tensor], list[Step], bool]]:
     """On each rank, for each cell: initial weights, steps, and whether replicas agree."""
     here = triax.Grid(*grid, timeout=60)
     results = []
-    for schedule, chunks, stage, tied in cells:
+    for schedule, chunks, stage, job in cells:
         config = {
             "train_batch_size": SAMPLES,
-            "train_micro_batch_size_per_gpu": 1,
+            "train_micro_batch_size_per_gpu": microbatch,
             "gradient_clipping": CLIP,
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
             # Small buckets, so that a stage has several.
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
             "pipeline": {"schedule": schedule},
             "seed": 11,
+            **RECOMPUTE[job.recompute],
         }
-        engine, *_ = triax.initialize(model=model(here, tied, chunks), config=config)
-        data, initial = microbatches(here), engine.gather()
+        engine, *_ = triax.initialize(model=model(here, job, chunks), config=config)
+        data, initial = microbatches(here, microbatch, job.packed), engine.gather()
         steps, agree = [], True
         for _ in range(STEPS):
             loss = engine.train_batch(data).item()
@@ -121,9 +187,18 @@ def train(grid: tuple[int, int, int], cells: list[Cell]) -> list[tuple[dict[str,
 
 
 @cache
-def reference(tied: bool) -> tuple[dict[str, Tensor], list[Step]]:
-    initial = {p.layout.name: p.parameter.detach().clone() for p in model(Grid(), tied).placed()}
-    return initial, train_gpt(initial, batches(), LAYERS, HEADS, LR, CLIP)
+def reference(job: Job) -> tuple[dict[str, Tensor], list[Step]]:
+    """Plain PyTorch, or, with dropout, whose masks are ours, this engine in one process."""
+    initial = {p.layout.name: p.parameter.detach().clone() for p in model(Grid(), job).placed()}
+    if job.dropout:
+        ((_, steps, _),) = train((1, 1, 1), [("gpipe", 1, 0, job)])
+        assert abs(steps[0].loss - reference(replace(job, dropout=0.0))[1][0].loss) > 1e-6  # something was dropped
+        return initial, steps
+    data = batches(job.packed)
+    if job.family == "llama":
+        config = llama_config(job)
+        return initial, train_plainly(initial, data, lambda w, ids, d: llama_logits(w, ids, config, d), LR, CLIP)
+    return initial, train_gpt(initial, data, LAYERS, job.heads, LR, CLIP)
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
@@ -133,10 +208,12 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=message)
 
 
-def check(ranks: Any, grid: tuple[int, int, int], cells: list[Cell], cells_checked: list[Any]) -> None:
-    results = ranks(grid[0] * grid[1] * grid[2], train, grid, cells, timeout=240)
+def check(
+    ranks: Any, grid: tuple[int, int, int], cells: list[Cell], cells_checked: list[Any], microbatch: int = 1
+) -> None:
+    results = ranks(grid[0] * grid[1] * grid[2], train, grid, cells, microbatch, timeout=240)
     for i, cell in enumerate(cells):
-        wanted_initial, wanted = reference(cell[-1])
+        wanted_initial, wanted = reference(cell[-1].plain)
         initial, steps, _ = results[0][i]
         for name, tensor in wanted_initial.items():
             assert torch.equal(initial[name], tensor), f"{cell}: {name} starts otherwise than on one process"
@@ -157,7 +234,7 @@ def name(grid: tuple[int, int, int]) -> str:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
 def test_invariance(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
-    cells = [(schedule, 1, stage, tied) for schedule, stage, tied in itertools.product(SCHEDULES, STAGES, TIED)]
+    cells = [(schedule, 1, stage, Job(tied)) for schedule, stage, tied in itertools.product(SCHEDULES, STAGES, TIED)]
     check(ranks, grid, cells, cells_checked)
 
 
@@ -166,7 +243,8 @@ def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int], ce
     """A part of the next test: each schedule once a grid, with ZeRO and ties in turn."""
     fits = [(schedule, chunks) for schedule, chunks in OTHERS if grid[0] * chunks <= 8]
     turns = itertools.cycle([(1, True), (3, False), (2, True), (0, False), (3, True), (2, False), (0, True)])
-    check(ranks, grid, [(*schedule, *turn) for schedule, turn in zip(fits, turns, strict=False)], cells_checked)
+    cells = [(*schedule, stage, Job(tied)) for schedule, (stage, tied) in zip(fits, turns, strict=False)]
+    check(ranks, grid, cells, cells_checked)
 
 
 @pytest.mark.exhaustive
@@ -175,4 +253,46 @@ def test_invariance_of_every_schedule(ranks: Any, grid: tuple[int, int, int], ce
 def test_invariance_of_everything(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
     names = [*((name, 1) for name in SCHEDULES), *OTHERS]
     for schedule in [(name, chunks) for name, chunks in names if grid[0] * chunks <= 8]:
-        check(ranks, grid, [(*schedule, s, t) for s, t in itertools.product(range(4), TIED)], cells_checked)
+        check(ranks, grid, [(*schedule, s, Job(t)) for s, t in itertools.product(range(4), TIED)], cells_checked)
+
+
+# ------------------------------------------------------------------------------- models, and ways to train them
+
+WAYS = [("1f1b", 1), ("zb-v", 2), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)]
+
+
+def jobs() -> list[Job]:
+    """Every model with sequence parallelism on and off, dropout, packed documents, and recomputation."""
+    options = itertools.product(MODELS, (True, False), (0.1, 0.0), (True, False), RECOMPUTE)
+    return [
+        replace(job, sequence_parallel=sharded, dropout=dropout, packed=packed, recompute=recompute)
+        for job, sharded, dropout, packed, recompute in options
+    ]
+
+
+def in_turn(grid: tuple[int, int, int], chosen: list[Job]) -> list[Cell]:
+    """Each job once, schedules and ZeRO stages in turn."""
+    ways = itertools.cycle((name, chunks) for name, chunks in WAYS if grid[0] * chunks <= ENTRIES)
+    return [(*way, i % 4, job) for i, (way, job) in enumerate(zip(ways, chosen, strict=False))]
+
+
+def check_jobs(ranks: Any, grid: tuple[int, int, int], chosen: list[Job], cells_checked: list[Any]) -> None:
+    """Four microbatches of several samples, where a replica has as many: what is told apart is not their number."""
+    check(ranks, grid, in_turn(grid, chosen), cells_checked, microbatch=max(1, SAMPLES // grid[1] // 4))
+
+
+SOME = [(1, 1, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("grid", SOME, ids=name)
+def test_invariance_of_models_and_options(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
+    """A part of the next test: every model on every grid, with options that differ from one grid to the next."""
+    check_jobs(ranks, grid, jobs()[SOME.index(grid) :: 23], cells_checked)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("grid", GRIDS, ids=name)
+def test_invariance_of_all_models_and_options(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
+    every = jobs()
+    for first in range(0, len(every), 24):
+        check_jobs(ranks, grid, every[first : first + 24], cells_checked)

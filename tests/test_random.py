@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from triax.grid.axis import Axis
 from triax.grid.layout import Layout
 from triax.grid.random import Dropout, DropoutState, Normal, Uniform, derive, initialise, seeded
 
@@ -65,7 +66,8 @@ def test_a_shard_is_bitwise_its_part_of_the_whole(shape: tuple[int, ...], data: 
     shard_dim = data.draw(st.integers(0, len(shape) - 1))
     first = data.draw(st.integers(0, shape[shard_dim]))
     parts = data.draw(st.sampled_from([None, (first, shape[shard_dim] - first)]))
-    layout = Layout(shape, shard_dim=shard_dim, parts=parts)
+    unit = data.draw(st.sampled_from([1, math.gcd(first, shape[shard_dim]) if parts else shape[shard_dim]]))
+    layout = Layout(shape, shard_dim=shard_dim, parts=parts, unit=unit)
     whole = draw(layout, 0, 1, Normal(1.0))
     shards = [draw(layout, rank, size, Normal(1.0)) for rank in range(size)]
     assert torch.equal(layout.assemble(shards), whole)
@@ -119,6 +121,22 @@ def test_dropout_does_not_depend_on_how_the_batch_is_cut() -> None:
         assert torch.equal(torch.cat(cut), whole)
     strided = mask(range(1, 8, 2))  # a replica that takes every other sample
     assert torch.equal(strided, whole[1::2])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_dropout_of_a_sequence_shard_is_its_part_of_the_whole_sequences(size: int) -> None:
+    x, state = torch.ones(3, 8, 5), DropoutState(seed=4)
+    state.samples = range(6, 9)
+
+    def dropped(axis: Axis | None, x: Tensor) -> Tensor:
+        dropout = Dropout(0.5, axis)
+        dropout.bind("l", state)
+        y: Tensor = dropout(x)
+        return y
+
+    axes = [Axis("tensor", range(size), rank, None) for rank in range(size)]
+    shards = [dropped(axis, part) for axis, part in zip(axes, x.chunk(size, dim=1), strict=True)]
+    assert torch.equal(torch.cat(shards, dim=1), dropped(None, x))
 
 
 def test_dropout_changes_with_each_part_of_its_key() -> None:

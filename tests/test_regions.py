@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +26,28 @@ KINDS = {
 SHAPES = [((4, 8, 12), 0), ((4, 8, 12), 1), ((4, 8, 12), -1), ((5, 7), 0), ((5, 7), -1), ((2, 3), 1), ((9,), 0)]
 
 
+# name, shape, dim, unit. Units, as heads have them, are for the two that meet a replicated tensor.
+CASES = [(name, shape, dim, 1) for name in KINDS for shape, dim in SHAPES] + [
+    (name, shape, dim, unit)
+    for name in ("split_gather", "gather_split")
+    for shape, dim, unit in (((2, 15), -1, 3), ((12, 2), 0, 2))
+]
+
+
 def border(
-    name: str, grid: Grid, shape: tuple[int, ...], dim: int
+    name: str, grid: Grid, shape: tuple[int, ...], dim: int, unit: int
 ) -> tuple[Callable[[Tensor], Tensor], tuple[int, ...]]:
     """The function over this grid, and its input's shape on this rank, for a whole tensor of ``shape``."""
     function, axis = getattr(regions, name), grid.tensor
     if name in ("copy_all_reduce", "all_reduce_copy"):
         return lambda x: function(x, axis), shape
+    units = {"unit": unit} if unit > 1 else {}
     if not name.startswith("gather"):
-        return lambda x: function(x, axis, dim), shape
-    start, stop = split(shape[dim], axis.size, axis.rank)
+        return lambda x: function(x, axis, dim, **units), shape
+    start, stop = split(shape[dim], axis.size, axis.rank, unit)
     local = list(shape)
     local[dim] = stop - start
-    return lambda x: function(x, axis, dim, shape[dim]), tuple(local)
+    return lambda x: function(x, axis, dim, shape[dim], **units), tuple(local)
 
 
 def numbers(shape: tuple[int, ...], seed: int, contiguous: bool = True) -> Tensor:
@@ -53,22 +63,16 @@ def adjoint_on_rank() -> dict[Any, Any]:
     """For each border and shape: <Ax, y>, <x, A^T y> and the transpose's value, as this rank has them."""
     grid = Grid(tensor=torch.distributed.get_world_size())
     rank, found = grid.tensor.rank, {}
-    for name, (input_alike, output_alike) in KINDS.items():
-        for shape, dim in SHAPES:
-            for contiguous in (True, False):
-                apply, local = border(name, grid, shape, dim)
-                x = numbers(local, 1 if input_alike else 10 + rank, contiguous).requires_grad_()
-                before = x.detach().clone()
-                out = apply(x)
-                y = numbers(tuple(out.shape), 2 if output_alike else 20 + rank, contiguous)
-                (grad,) = torch.autograd.grad(out, x, y)
-                assert torch.equal(x, before) and grad.shape == x.shape
-                found[name, shape, dim, contiguous] = (
-                    float((out * y).sum()),
-                    float((x * grad).sum()),
-                    out.detach(),
-                    grad,
-                )
+    for case, contiguous in itertools.product(CASES, (True, False)):
+        input_alike, output_alike = KINDS[case[0]]
+        apply, local = border(case[0], grid, *case[1:])
+        x = numbers(local, 1 if input_alike else 10 + rank, contiguous).requires_grad_()
+        before = x.detach().clone()
+        out = apply(x)
+        y = numbers(tuple(out.shape), 2 if output_alike else 20 + rank, contiguous)
+        (grad,) = torch.autograd.grad(out, x, y)
+        assert torch.equal(x, before) and grad.shape == x.shape
+        found[*case, contiguous] = (float((out * y).sum()), float((x * grad).sum()), out.detach(), grad)
     return found
 
 
@@ -91,27 +95,26 @@ def test_each_backward_is_the_transpose_of_its_forward(ranks: Any, size: int) ->
 def forward_on_rank() -> dict[Any, Tensor]:
     grid = Grid(tensor=torch.distributed.get_world_size())
     rank, found = grid.tensor.rank, {}
-    for name, (input_alike, _) in KINDS.items():
-        for shape, dim in SHAPES:
-            apply, local = border(name, grid, shape, dim)
-            if name.startswith("gather"):
-                start, stop = split(shape[dim], grid.tensor.size, rank)
-                x = numbers(shape, 1).narrow(dim, start, stop - start)
-            else:
-                x = numbers(local, 1 if input_alike else 10 + rank)
-            found[name, shape, dim] = apply(x)
+    for name, shape, dim, unit in CASES:
+        apply, local = border(name, grid, shape, dim, unit)
+        if name.startswith("gather"):
+            start, stop = split(shape[dim], grid.tensor.size, rank, unit)
+            x = numbers(shape, 1).narrow(dim, start, stop - start)
+        else:
+            x = numbers(local, 1 if KINDS[name][0] else 10 + rank)
+        found[name, shape, dim, unit] = apply(x)
     return found
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_forward_is_what_its_name_says(ranks: Any, size: int) -> None:
     found = ranks(size, forward_on_rank)
-    for name, shape, dim in found[0]:
+    for name, shape, dim, unit in found[0]:
         whole = numbers(shape, 1)
         total = sum(numbers(shape, 10 + rank) for rank in range(size))
         assert isinstance(total, Tensor)
         for rank in range(size):
-            start, stop = split(shape[dim], size, rank)
+            start, stop = split(shape[dim], size, rank, unit)
             expected = {
                 "copy_all_reduce": whole,
                 "all_reduce_copy": total,
@@ -120,25 +123,25 @@ def test_each_forward_is_what_its_name_says(ranks: Any, size: int) -> None:
                 "gather_reduce_scatter": whole,
                 "reduce_scatter_gather": total.narrow(dim, start, stop - start),
             }[name]
-            torch.testing.assert_close(found[rank][name, shape, dim], expected, rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(found[rank][name, shape, dim, unit], expected, rtol=1e-14, atol=1e-14)
 
 
 def twice_on_rank() -> None:
     """d/dv of the backward is the forward again, and a third time the backward."""
     grid = Grid(tensor=torch.distributed.get_world_size())
     rank = grid.tensor.rank
-    for name, (input_alike, output_alike) in KINDS.items():
-        for shape, dim in SHAPES:
-            apply, local = border(name, grid, shape, dim)
-            x = numbers(local, 1 if input_alike else 10 + rank).requires_grad_()
-            out = apply(x)
-            v = numbers(tuple(out.shape), 2 if output_alike else 20 + rank).requires_grad_()
-            (once,) = torch.autograd.grad(out, x, v, create_graph=True)
-            u = numbers(local, 3 if input_alike else 30 + rank).requires_grad_()
-            (twice,) = torch.autograd.grad(once, v, u, create_graph=True)
-            assert torch.equal(twice, apply(u)), (name, shape, dim)
-            (thrice,) = torch.autograd.grad(twice, u, v)
-            assert torch.equal(thrice, once), (name, shape, dim)
+    for name, shape, dim, unit in CASES:
+        input_alike, output_alike = KINDS[name]
+        apply, local = border(name, grid, shape, dim, unit)
+        x = numbers(local, 1 if input_alike else 10 + rank).requires_grad_()
+        out = apply(x)
+        v = numbers(tuple(out.shape), 2 if output_alike else 20 + rank).requires_grad_()
+        (once,) = torch.autograd.grad(out, x, v, create_graph=True)
+        u = numbers(local, 3 if input_alike else 30 + rank).requires_grad_()
+        (twice,) = torch.autograd.grad(once, v, u, create_graph=True)
+        assert torch.equal(twice, apply(u)), (name, shape, dim)
+        (thrice,) = torch.autograd.grad(twice, u, v)
+        assert torch.equal(thrice, once), (name, shape, dim)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -175,3 +178,27 @@ def low_precision_on_rank(dtype: torch.dtype) -> Tensor:
 def test_the_dtype_stays(ranks: Any, dtype: torch.dtype) -> None:
     for out in ranks(2, low_precision_on_rank, dtype):
         assert torch.equal(out, torch.full((3,), 3.0, dtype=dtype))
+
+
+def reduced_on_rank(elements: int) -> list[tuple[Tensor, float]]:
+    """All-reduces of each kind, waited for at once and later; and the bytes counted."""
+    axis, found = Grid(tensor=2).tensor, []
+    for op in ("sum", "max", "min"):
+        for later in (False, True):
+            x = torch.arange(elements, dtype=torch.float32) * (1 if axis.rank else -2) + 3
+            axis.traffic.clear()
+            pending = [axis.all_reduce(x, op, async_op=later), axis.all_reduce(y := x.clone() * 0, op, async_op=later)]
+            for each in pending:
+                each.wait()
+            assert not y.any()
+            found.append((x[[0, 1, -1]], axis.traffic.report()["tensor"]["all_reduce"].bytes))
+    return found
+
+
+@pytest.mark.parametrize("elements", [100, 1000, 2**22 + 1], ids=["small", "one exchange", "gloo's ring"])
+def test_two_ranks_reduce_alike_whatever_the_size(ranks: Any, elements: int) -> None:
+    last = float(elements - 1)
+    wanted = {"sum": [6.0, 5.0, 6 - last], "max": [3.0, 4.0, 3 + last], "min": [3.0, 1.0, 3 - 2 * last]}
+    for found in ranks(2, reduced_on_rank, elements):
+        for (values, sent), op in zip(found, [op for op in wanted for _ in range(2)], strict=True):
+            assert values.tolist() == wanted[op] and sent == 2 * 4 * elements

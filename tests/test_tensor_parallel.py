@@ -23,6 +23,7 @@ from triax.tensor_parallel import (
     VocabParallelHead,
     gather_logits,
 )
+from triax.tensor_parallel.column import column_linears
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 DIM, OUT, VOCAB = 12, 24, 37  # 37 over 2 or 4 ranks is uneven
@@ -206,7 +207,7 @@ def test_on_one_rank_the_forward_is_bitwise_torchs() -> None:
 
 
 def count_on_rank(kind: str) -> tuple[list[str], list[str], list[str]]:
-    """The collectives of a forward and of its backward, and the linear products seen from outside."""
+    """The collectives of a forward and of its backward, and the products that a mode sees."""
     grid, calls = Grid(tensor=2), []
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         real = getattr(Axis, name)
@@ -224,8 +225,8 @@ def count_on_rank(kind: str) -> tuple[list[str], list[str], list[str]]:
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is F.linear:
-                products.append("linear")
+            if func in (F.linear, column_linears):
+                products.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
     with Watch():
@@ -242,21 +243,22 @@ B = 3 * 5
 @pytest.mark.parametrize(
     ("kind", "forward", "backward", "products"),
     [
-        ("column", [], [f"all_reduce {B * DIM}"], 1),
-        ("column, fused", [], [f"all_reduce {B * DIM}"], 1),
-        ("row", [f"all_reduce {B * DIM}"], [], 1),
-        ("mlp", [f"all_reduce {B * DIM}"], [f"all_reduce {B * DIM}"], 2),  # as the paper counts
-        ("embedding", [f"all_reduce {B * DIM}"], [], 0),
-        ("tied head", [], [f"all_reduce {B * DIM}"], 1),
-        ("head", [], [f"all_reduce {B * DIM}"], 1),
+        ("column", [], [f"all_reduce {B * DIM}"], ["column_linears"]),
+        ("column, fused", [], [f"all_reduce {B * DIM}"], ["column_linears"]),
+        ("row", [f"all_reduce {B * DIM}"], [], ["linear"]),
+        # As the paper counts.
+        ("mlp", [f"all_reduce {B * DIM}"], [f"all_reduce {B * DIM}"], ["column_linears", "linear"]),
+        ("embedding", [f"all_reduce {B * DIM}"], [], []),
+        ("tied head", [], [f"all_reduce {B * DIM}"], ["column_linears"]),
+        ("head", [], [f"all_reduce {B * DIM}"], ["column_linears"]),
     ],
 )
 def test_what_is_sent_is_the_papers_count(
-    ranks: Any, kind: str, forward: list[str], backward: list[str], products: int
+    ranks: Any, kind: str, forward: list[str], backward: list[str], products: list[str]
 ) -> None:
     for found in ranks(2, count_on_rank, kind):
-        # Every product goes through F.linear: the split backward swaps that function.
-        assert found == (forward, backward, ["linear"] * products)
+        # A mode sees every product: the split backward swaps it there.
+        assert found == (forward, backward, products)
 
 
 def penalty_on_rank(size: int) -> tuple[Tensor, dict[str, Tensor]]:

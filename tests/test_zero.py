@@ -51,6 +51,14 @@ def test_a_plan_places_everything_once(data: st.DataObject) -> None:
         assert firsts == sorted(firsts, reverse=True)
 
 
+def test_uneven_shards_are_laid_out_alike_on_every_tensor_rank() -> None:
+    """Partial gradients are summed over the tensor axis, bucket by bucket: the rank must not decide what is in one."""
+    for local in (48, 52):  # of 100 elements over two ranks, never cut within 4
+        items = [Item(i, local, 0, "key", size=52) for i in range(4)]
+        assert [[slot.number for slot in bucket.slots] for bucket in plan(items, 1, 100)] == [[3], [2], [1], [0]]
+        assert [len(bucket.slots) for bucket in plan(items, 1, 104)] == [2, 2]
+
+
 class PartialNorm(nn.Module):
     """A replicated scale, each tensor rank's gradient of it a partial sum: as a norm on sequence shards."""
 

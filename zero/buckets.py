@@ -9,6 +9,7 @@ stage       weights             gradients                           optimizer's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -384,7 +385,9 @@ def make_buckets(
         layout = member.layout
         run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
         layers = member.layers if mode.stage == 3 else ()
-        numel = member.parameter.numel()
-        kind = (member.group, member.parameter.dtype, mode.stage == 3 and 0 < numel <= mode.persistence)
-        items.append(Item(number, numel, run, _Key(member.stages, layers, member.tie, member.counted, *kind)))
+        # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must lay out alike.
+        size = max(math.prod(layout.local_shape(rank, grid.tensor.size)) for rank in range(grid.tensor.size))
+        kind = (member.group, member.parameter.dtype, mode.stage == 3 and 0 < size <= mode.persistence)
+        key = _Key(member.stages, layers, member.tie, member.counted, *kind)
+        items.append(Item(number, member.parameter.numel(), run, key, size))
     return [Bucket(flat, members, grid, mode, memory) for flat in plan(items, grid.data.size, capacity)]

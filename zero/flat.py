@@ -27,6 +27,7 @@ class Item(NamedTuple):
     numel: int
     run: int
     key: Hashable  # parameters of different keys never share a bucket
+    size: int = 0  # what it takes of a capacity, alike on every tensor rank, where shards are uneven; 0: numel
 
 
 class Slot(NamedTuple):
@@ -77,11 +78,12 @@ def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
         filling: list[Item] = []
         total = 0
         for item in reversed(group):
-            if filling and total + item.numel > capacity:
+            size = item.size or item.numel
+            if filling and total + size > capacity:
                 buckets.append(_bucket(key, filling, shards))
                 filling, total = [], 0
             filling.append(item)
-            total += item.numel
+            total += size
         buckets.append(_bucket(key, filling, shards))
     return sorted(buckets, key=lambda bucket: -min(slot.number for slot in bucket.slots))
 

@@ -7,10 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..grid import Grid, Pending
-from ..grid.nest import map_tensors
+from ..grid.mark import mark
 from .buckets import Bucket, Mode
 
 
@@ -58,6 +57,11 @@ class ParameterGatherer:
 
     def run(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
         """``call(x)``, one layer of a stage, with its weights whole: now, and when its backward pass comes."""
+        if torch._C._current_graph_task_id() != -1:
+            # A backward pass has it computed once more. Its own backward comes soon: the weights stay for that.
+            self.fetch(layer)
+            self.arrive(layer)
+            return call(x)
         self._acquire(stage, layer, 1)
         if not torch.is_grad_enabled():
             y = call(x)
@@ -68,6 +72,17 @@ class ParameterGatherer:
         y = mark(y, lambda: self._acquire(stage, layer, -1))
         self._release(stage, layer, 1)
         return y
+
+    def ahead(self, layers: Iterable[int]) -> None:
+        """Start gathering layers that a backward pass is about to compute once more.
+
+        All of them, whatever the limit, and whether or not anything there is to compute: on another replica there may
+        be, and all must gather alike.
+        """
+        for layer in layers:
+            self.fetch(layer)
+            if not self._mode.overlap:
+                self.arrive(layer)
 
     def release(self, stage: int) -> None:
         """RELEASE: keep the shards only of whatever the stage still has whole."""
@@ -179,29 +194,3 @@ def _between(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[tuple[int, in
         for i, layer in enumerate(layers):
             yield (stage * 2 + 1, layer), [*layers[i + 1 :]] * 2
             yield (stage * 2, layer), [*layers[:i]] * 2
-
-
-def mark(value: Any, action: Callable[[], None]) -> Any:
-    """The same nest, whose backward pass calls ``action`` when the gradients of all its tensors are there."""
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, value)
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    if not wanted:
-        return value
-    marked = dict(zip(map(id, wanted), _Mark.apply(action, *wanted), strict=True))
-    return map_tensors(lambda tensor: marked.get(id(tensor), tensor), value)
-
-
-class _Mark(torch.autograd.Function):
-    """The identity; its backward runs an action first."""
-
-    @staticmethod
-    def forward(ctx: Any, action: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.action = action
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.action()
-        return (None, *gradients)

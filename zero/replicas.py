@@ -81,6 +81,11 @@ class Replicas:
         """What to run layers in; None where weights are always whole."""
         return None if self.gatherer is None else self.gatherer.run
 
+    @property
+    def ahead(self) -> Callable[[Sequence[int]], None] | None:
+        """What to tell of layers that a recomputation will run; None where weights are always whole."""
+        return None if self.gatherer is None else self.gatherer.ahead
+
     def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
         """Give a parameter its initial values, of which this rank keeps what it owns; False if it is not held here."""
         bucket = self._bucket_of.get(parameter)

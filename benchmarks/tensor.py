@@ -1,0 +1,174 @@
+"""triax's tensor axis beside DTensor and layers written by hand: step time, bytes sent, activations held.
+
+    python benchmarks/tensor.py                          # a transformer layer, then a GPT, on 2 and then 4 ranks
+    python benchmarks/tensor.py --models gpt --ranks 2 --rounds 15
+
+A step is forward and backward of 4,096 tokens. All contenders live in one set of processes on gloo, one thread each,
+and take turns: every round runs each of them once, and starts one further down the list than the round before. What is
+quoted is the median over rounds of the slowest rank's time, of its speed-up over one process in the same round, and of
+what the loopback device carried for each rank. Before any of it, each must have computed the gradients of plain
+autograd in one process. docs/tensor-parallel.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from pipeline import carried, compare, timed
+from rich.console import Console
+from rich.table import Table
+from sharers import ALONE, Alone, Shape, Triax
+from sharing_peers import sharers
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import triax
+from triax.engine.launch import launch
+
+WARM_UP = 2
+SHAPES = {
+    "layer": Shape(layers=1, width=256, heads=4, sequences=16, length=256),
+    "gpt": Shape(layers=8, width=256, heads=4, sequences=16, length=256, vocabulary=256),
+    "smoke": Shape(layers=2, width=16, heads=4, sequences=2, length=8, vocabulary=32),
+}
+
+
+@dataclass
+class Row:
+    """What one contender took."""
+
+    name: str
+    times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
+    sent: list[float] = field(default_factory=list)  # of each round: bytes per rank that the loopback carried
+    counted: float = 0.0  # bytes per rank and step, by triax's own count
+    activations: list[int] = field(default_factory=list)  # per rank: bytes held for the backward
+
+
+def main() -> None:
+    options = parse()
+    results = {}
+    for name in options.models:
+        for ranks in options.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "rows.json"
+                code = launch(measure, name, options, str(path), ranks=ranks, threads=1)
+                if code:
+                    sys.exit(code)
+                rows = [Row(**row) for row in json.loads(path.read_text())]
+            results[f"{name}, {ranks} ranks"] = [vars(row) for row in rows]
+            if not options.json:
+                show(rows, name, ranks)
+    if options.json:
+        print(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", choices=SHAPES, nargs="+", default=["layer", "gpt"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--only", nargs="+", default=[], help=f"contenders whose names contain one of these; and {ALONE}"
+    )
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds, in all, to repeat disturbed turns")
+    parser.add_argument("--json", action="store_true", help="one object instead of tables")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------- on each rank
+
+
+def measure(name: str, options: argparse.Namespace, path: str) -> None:
+    """Time every contender; rank 0 writes the rows to ``path``."""
+    warnings.simplefilter("ignore")  # torch's own, of what DTensor calls
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")  # by torch, for the peers: triax makes groups of its own beside it
+    shape, grid = SHAPES[name], triax.Grid(tensor=dist.get_world_size())
+    expected = {name: g.clone() for name, g in Alone(shape).gradients().items()}
+    running: list[tuple[Row, Alone]] = []
+    for contender_name, make in sharers(shape, grid):
+        if options.only and contender_name != ALONE and not any(part in contender_name for part in options.only):
+            continue
+        row, contender = Row(contender_name), make()
+        compare(contender_name, contender.gradients(), expected)
+        for _ in range(WARM_UP):
+            contender.step()
+        running.append((row, contender))
+
+    gc.collect()
+    gc.freeze()  # what exists by now is no garbage: let no contender pay for looking through the others
+    deadline = time.monotonic() + options.patience
+    for round_ in range(options.rounds):
+        for i in range(len(running)):
+            row, contender = running[(round_ + i) % len(running)]
+            grid.world.barrier()
+            before = carried()
+            row.times.append(timed(grid, contender.step, 1, deadline)[0])
+            grid.world.barrier()
+            row.sent.append((carried() - before) / grid.size)
+    for row, contender in running:
+        row.activations = grid.world.all_gather_object(held(contender))
+        if isinstance(contender, Triax):
+            grid.traffic.clear()
+            contender.step()
+            row.counted = sum(sent.bytes for sent in grid.traffic.report()["tensor"].values())
+    if grid.rank == 0:
+        Path(path).write_text(json.dumps([vars(row) for row, _ in running]))
+
+
+def held(contender: Alone) -> int:
+    """Bytes of the storages that autograd holds between forward and backward, weights apart."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = _local(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with contender.surroundings(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = contender.forward()
+    for parameter in contender.model.parameters():
+        storages.pop(_local(parameter).untyped_storage().data_ptr(), None)
+    del out
+    return sum(storages.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+# ------------------------------------------------------------------------------------- in this process
+
+
+def show(rows: list[Row], name: str, ranks: int) -> None:
+    """Print a table."""
+    shape = SHAPES[name]
+    tokens = shape.sequences * shape.length
+    title = f"{name}: {shape.layers} layers of width {shape.width}, {tokens:,} tokens, {ranks} tensor ranks"
+    table = Table(title=title, title_justify="left")
+    for head in ("", "step, ms", "min to max", "speed-up", "sent, MB", "activations, MB"):
+        table.add_column(head, justify="right" if head else "left")
+    alone = next(row for row in rows if row.name == ALONE)
+    for row in rows:
+        low, high = (f"{1e3 * f(row.times):.1f}" for f in (min, max))
+        speedup = median([a / b for a, b in zip(alone.times, row.times, strict=True)])
+        sent = f"{median(row.sent) / 1e6:.1f}" + (f" (counted {row.counted / 1e6:.1f})" if row.counted else "")
+        cells = (f"{low} to {high}", f"{speedup:.2f}", sent, f"{max(row.activations) / 1e6:.1f}")
+        table.add_row(row.name, f"{1e3 * median(row.times):.1f}", *cells)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

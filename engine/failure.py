@@ -1,0 +1,49 @@
+"""What a rank does that fails on its own: it says why and leaves, so that the ranks that wait for it stop at once."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..grid import Grid
+from .batch import AgreedError
+
+
+@contextmanager
+def all_or_none(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
+    """Within it, what fails on this rank alone makes it leave the process group, and say why.
+
+    An ``AgreedError`` passes through: every rank raises it, and none need leave. So does ``GeneratorExit``: whoever
+    read a generator has had enough, and nothing failed.
+
+    Args:
+        grid: whose process group is left.
+        abandon: lets go of every message under way.
+    """
+    try:
+        yield
+    except (AgreedError, GeneratorExit):
+        raise
+    except BaseException as error:
+        if grid.size == 1:
+            raise
+        raise _left(error, grid, abandon) from error
+
+
+def _left(error: BaseException, grid: Grid, abandon: Callable[[], object]) -> BaseException:
+    """Leave the process group; returns what to raise."""
+    raised, me, reported = error, grid.describe(), grid.reported_failure()
+    if not str(error).startswith(me):  # else the executor said which op failed
+        message = f"{me} failed: {type(error).__name__}: {error}"
+        if isinstance(error, Exception):  # an interrupt stays one
+            raised = RuntimeError(message if reported is None else f"{me} stopped, because {reported}")
+        grid.report_failure(message)
+    # Works that are under way keep their connections open, so none may be left: not in the frames either.
+    abandon()
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    grid.close()
+    return raised

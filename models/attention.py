@@ -1,0 +1,219 @@
+"""Causal self-attention over the tensor axis, for every model here: grouped queries, rotary positions, documents.
+
+Heads are shared out over the tensor ranks one by one (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly
+where their number is no multiple of the ranks'. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245) several
+query heads look at one head of keys and values. Where the tensor axis divides these heads, they are shared out
+likewise. Where it does not, or there are fewer of them than ranks, their weights are whole on every rank: each rank
+computes only the heads that its queries look at, and the gradients are summed over the tensor axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..grid import Grid
+from ..grid.layout import Layout, split
+from ..grid.random import Normal
+from ..tensor_parallel.column import column_linears
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
+from ..tensor_parallel.norm import RMSNorm
+from .packed import packing
+from .rope import Rope
+
+__all__ = ["SelfAttention", "WholeKV"]
+
+_ZERO = Normal(0.0)
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention, a share of the heads on each tensor rank.
+
+    Args:
+        width: D, of the residual stream.
+        heads: H, of the queries: as many as there are tensor ranks, or more.
+        grid: its tensor axis shards the heads.
+        head_dim: of each head; 0: ``width / heads``.
+        kv_heads: of keys and values; they divide ``heads``. None: as many as heads, and q, k and v are one weight.
+        rope: turns queries and keys by their positions; None: positions were added to x.
+        bias: of q, k and v; they start at 0.
+        out_bias: of the output.
+        qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``; None: no norm.
+        init: distribution of the weights of q, k and v.
+        out_init: of the output's weight.
+        sequence_parallel: x and the result are shards of the sequence.
+
+    Attributes:
+        qkv: (3 H dim, D), the three parts each sharded by heads; or, with ``kv_heads``,
+        q, kv: (H dim, D), sharded by heads, and (2 kv_heads dim, D): keys, then values.
+        out: (D, H dim), sharded by heads.
+        q_norm, k_norm: (dim,), with ``qk_norm``.
+        cache: earlier keys and values, and the positions of the tokens that come, for generation; else None.
+        heads, kv_heads: how many of each this rank computes.
+        recompute: where it is set, called as ``recompute(attend, q, k, v, mask)``, in place of ``attend`` itself.
+
+    Shape:
+        (B, T, D) -> (B, T, D), the same on every tensor rank. With ``sequence_parallel``: (B, T / t, D) to the same.
+
+    Raises:
+        ValueError: fewer heads than tensor ranks; kv_heads that do not divide the heads.
+    """
+
+    cache: Any = None
+    recompute: Any = None
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        grid: Grid,
+        head_dim: int = 0,
+        kv_heads: int | None = None,
+        rope: Rope | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: float | None = None,
+        init: Normal,
+        out_init: Normal,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
+        dim = self.head_dim = head_dim or width // heads
+        self.rope = rope
+        start, stop = split(heads, self.axis.size, self.axis.rank)
+        self.heads = self.kv_heads = stop - start  # this rank's
+        self._looks_at: list[int] | None = None  # for each query head the head of k and v, where that is irregular
+        common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
+        inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
+        if kv_heads is None:
+            self.qkv = ColumnParallelLinear(width, 3 * heads * dim, parts=(heads * dim,) * 3, **common, **inward)
+        else:
+            if kv_heads < 1 or heads % kv_heads:
+                raise ValueError(f"{kv_heads} kv_heads do not divide {heads} heads; give a divisor")
+            self.q = ColumnParallelLinear(width, heads * dim, **common, **inward)
+            self.kv: ColumnParallelLinear | WholeKV
+            if kv_heads % self.axis.size == 0:
+                self.kv_heads = kv_heads // self.axis.size
+                self.kv = ColumnParallelLinear(
+                    width, 2 * kv_heads * dim, parts=(kv_heads * dim,) * 2, **common, **inward
+                )
+            else:
+                group = heads // kv_heads
+                first, last = start // group, (stop - 1) // group + 1
+                self.kv_heads = last - first
+                self.kv = WholeKV(width, kv_heads, dim, slice(first, last), grid=grid, **inward)
+                looks_at = [head // group - first for head in range(start, stop)]
+                share, rest = divmod(self.heads, self.kv_heads)
+                if rest or looks_at != [head // share for head in range(self.heads)]:
+                    self._looks_at = looks_at
+        if qk_norm is not None:
+            # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
+            self.q_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
+            self.k_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
+        self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """See Shape.
+
+        Args:
+            x: the normalised residual stream.
+            documents: integers (B, T), whole on every rank, where rows are packed; see ``packed``.
+        """
+        q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
+        if self.rope is not None:
+            positions = packed.positions if packed is not None else None
+            q, k = self.rope(q, k, positions if self.cache is None else self.cache.positions)
+        mask = packed.mask if packed is not None else None
+        if self.cache is not None:
+            y = self.cache.attend(self, q, k, v)
+        elif self.recompute is not None:
+            y = self.recompute(self.attend, q, k, v, mask)
+        else:
+            y = self.attend(q, k, v, mask)
+        out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Softmax attention of this rank's heads.
+
+        Args:
+            q: (B, heads, T, dim).
+            k, v: (B, kv_heads, S, dim), as they are projected: each head is matched with the queries that look at it.
+            mask: added to the scores, (B or 1, 1, T, S); None: each token sees those up to its own place.
+
+        Returns:
+            (B, heads, T, dim).
+        """
+        if self._looks_at is not None:
+            index = torch.tensor(self._looks_at, device=k.device)
+            k, v = k.index_select(1, index), v.index_select(1, index)
+        elif mask is not None and q.device.type != "cpu":
+            # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
+        )
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if hasattr(self, "qkv"):
+            q, k, v = rearrange(self.qkv(x), "b t (three heads dim) -> three b heads t dim", three=3, dim=self.head_dim)
+            return q, k, v
+        weight, bias = self.kv.used() if isinstance(self.kv, WholeKV) else (self.kv.weight, self.kv.bias)
+        # x is gathered, and its gradient reduced, once for q, k and v together.
+        pairs = [(self.q.weight, self.q.bias), (weight, bias)]
+        queries, pair = column_linears(x, pairs, self.axis, self.sequence_parallel)
+        q = rearrange(queries, "b t (heads dim) -> b heads t dim", dim=self.head_dim)
+        k, v = rearrange(pair, "b t (two heads dim) -> two b heads t dim", two=2, dim=self.head_dim)
+        return q, k, v
+
+
+class WholeKV(nn.Module):
+    """The projection to keys and values where the tensor axis does not divide their heads: whole on every rank.
+
+    Args:
+        width: D.
+        kv_heads: K, of the whole layer.
+        head_dim: of each.
+        heads: those that this rank's queries look at.
+        bias: whether to add one.
+        grid: over its tensor axis the gradients are summed.
+        init, bias_init: distributions of the initial values.
+
+    Attributes:
+        weight: (2 K dim, D): the keys' rows, then the values'.
+        bias: (2 K dim,), or None.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        kv_heads: int,
+        head_dim: int,
+        heads: slice,
+        *,
+        grid: Grid,
+        bias: bool,
+        init: Normal,
+        bias_init: Normal,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        rows, partial = 2 * kv_heads * head_dim, grid.tensor.size > 1
+        self.weight = sharded_parameter(Layout((rows, width), partial=partial), init, rank=0, size=1)
+        self.bias = sharded_parameter(Layout((rows,), partial=partial), bias_init, rank=0, size=1) if bias else None
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of weight and bias that this rank multiplies by: (2 n dim, D) and (2 n dim,), n its heads."""
+        return self._rows(self.weight), None if self.bias is None else self._rows(self.bias)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (2, -1, self.head_dim))[:, self.heads].flatten(0, 2)

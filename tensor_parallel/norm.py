@@ -1,0 +1,55 @@
+"""Norms between tensor-parallel layers: torch's own, with layouts that say whose gradient is partial.
+
+Under sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) a norm acts on its rank's shard
+of the sequence: the parameters are whole on every tensor rank, and each rank's gradient is one term of a sum over the
+tensor axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from ..grid import Grid
+from ..grid.layout import layout_of, set_layout
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` over the last dim, of whole sequences or of shards of them.
+
+    Args:
+        width: D, of the last dim.
+        eps: added to the variance.
+        grid: its tensor axis shards the sequence.
+        sequence_parallel: the input is a shard of the sequence, so the gradients are partial.
+
+    Attributes:
+        weight, bias: (D,), from 1 and 0.
+
+    Shape:
+        (..., D) -> (..., D).
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__(width, eps=eps)
+        _mark(self, grid, sequence_parallel)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467), of sequences or of their shards.
+
+    Args, shape: as ``LayerNorm``; there is no bias.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-6, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__(width, eps=eps)
+        _mark(self, grid, sequence_parallel)
+
+
+def _mark(norm: nn.Module, grid: Grid, sequence_parallel: bool) -> None:
+    for parameter in norm.parameters():
+        partial = sequence_parallel and grid.tensor.size > 1
+        set_layout(parameter, replace(layout_of(parameter), partial=partial))

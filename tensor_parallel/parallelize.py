@@ -1,0 +1,302 @@
+"""``parallelize``: shards a plain ``nn.Module`` over the tensor axis, in place, by a plan of name patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..grid import Grid, layout_of
+from ..grid.axis import Axis
+from ..grid.layout import Layout, set_layout, split
+from .plans import Column, KeyValue, Local, OnHeads, Row, Style, Vocab, find_plan
+from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Together, VocabSharded
+
+__all__ = ["parallelize"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) -> M:
+    """Shard a plain module's linears and embeddings over ``grid.tensor`` (Shoeybi et al. 2019, arXiv:1909.08053).
+
+    Every ``nn.Linear``, ``nn.Embedding`` and Hugging Face ``Conv1D`` that the plan names is replaced, in place, by a
+    sharded layer that holds this rank's part of the same ``Parameter``: names, ties and values stay. What the plan
+    does not name stays whole. All gradients are those of one process: a sharded weight's gradient is its part, a whole
+    one's is whole on every rank, so that any optimizer may step them, and ``triax.zero.ShardedOptimizer``,
+    ``PipelineModule([module])`` and ``load_hf`` find their ``Layout``. Collective over the tensor axis: all its ranks
+    take the values of its first.
+
+    Args:
+        module: on the grid's device, or on the meta device.
+        grid: its tensor axis shards; with tensor=1 nothing is done.
+        plan: shell patterns of module names (``*`` matches dots too) and what to do with the modules they match; the
+            first that matches counts. ``"column"`` (outputs sharded), ``"row"`` (inputs sharded), ``"vocab"`` (an
+            embedding's rows), ``"column_gather"`` (outputs sharded, and gathered behind: an output layer),
+            ``("column", parts)`` (layers fused along the outputs, each sharded on its own: their lengths, or how many
+            equal ones), or one of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``OnHeads``, ``Local``.
+            None: found for Hugging Face's GPT-2, Llama, Qwen2, Qwen3 and BERT.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        ValueError: no plan is known, a pattern matches nothing, sizes that cannot be shared out, or tied weights that
+            the plan shards in different ways; the message names the module and what fits.
+        TypeError: a pattern matches a module that cannot be sharded so.
+    """
+    found = find_plan(module) if plan is None else {key: _style(key, value) for key, value in plan.items()}
+    work = _assign(module, found)  # so that a wrong plan is one on any grid
+    axis = grid.tensor
+    if axis.size == 1:
+        return module
+    for name, style in work:
+        _check(module, name, style, axis)
+    _check_ties(module, dict(work))
+    _broadcast(module, grid)
+    sharder = _Sharder(module, axis)
+    for name, style in work:
+        sharder.apply(name, style)
+    for name, parameter in module.named_parameters():
+        layout = layout_of(parameter)
+        set_layout(parameter, Layout(layout.shape, name, layout.shard_dim, layout.parts, unit=layout.unit))
+    return module
+
+
+def _style(pattern: str, value: Any) -> Style:
+    """What a plan's entry means."""
+    plain: dict[Any, Style] = {
+        "column": Column(),
+        "column_gather": Column(gather_output=True),
+        "row": Row(),
+        "vocab": Vocab(),
+    }
+    if isinstance(value, (Column, Row, Vocab, KeyValue, OnHeads, Local)):
+        return value
+    if isinstance(value, str) and value in plain:
+        return plain[value]
+    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "column":
+        return Column(parts=value[1] if isinstance(value[1], int) else tuple(value[1]))
+    raise ValueError(
+        f"the plan has {pattern!r}: {value!r}; give {', '.join(map(repr, plain))}, ('column', parts), or a Column, "
+        "Row, Vocab, KeyValue, OnHeads or Local"
+    )
+
+
+def _assign(module: nn.Module, plan: Mapping[str, Style]) -> list[tuple[str, Style]]:
+    """Each module that the plan names, once, and what becomes of it."""
+    unused = set(plan)
+    work = []
+    for name, _ in module.named_modules(remove_duplicate=False):
+        matching = [pattern for pattern in plan if fnmatchcase(name, pattern)]
+        unused.difference_update(matching)
+        if matching:
+            work.append((name, plan[matching[0]]))
+    if unused:
+        leaves = [name for name, layer in module.named_modules() if _known(layer)]
+        raise ValueError(
+            f"the plan has {', '.join(map(repr, sorted(unused)))}, which match{'es' * (len(unused) == 1)} no module of "
+            f"this {type(module).__name__}; there are {', '.join(leaves[:12])}{', ...' if len(leaves) > 12 else ''}"
+        )
+    return work
+
+
+@torch.no_grad()
+def _broadcast(module: nn.Module, grid: Grid) -> None:
+    """Every tensor rank takes the first one's values: each process may have drawn its own."""
+    for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
+        if not tensor.is_meta:
+            data = tensor.detach().to(grid.device).contiguous()
+            grid.tensor.broadcast(data)
+            if not torch.equal(data.to(tensor.device), tensor):  # what was alike may be no memory of its own
+                tensor.copy_(data)
+
+
+class _Sharder:
+    """Puts sharded layers into a module. A parameter that hangs in several places is cut once."""
+
+    def __init__(self, module: nn.Module, axis: Axis) -> None:
+        self.module, self.axis = module, axis
+        self.cut: dict[nn.Parameter, tuple[Layout, str]] = {}
+        self.done: dict[nn.Module, Any] = {}  # a module may hang in several places too
+        self.groups: dict[tuple[str, str], Together] = {}
+
+    def apply(self, name: str, style: Style) -> None:
+        """Do with the module of this name what the style says."""
+        parent, _, key = name.rpartition(".")
+        layer = self.module.get_submodule(name)
+        if isinstance(style, Local):
+            if layer not in self.done:
+                self.done[layer] = layer
+                for attribute, unit in style.attributes.items():
+                    start, stop = split(getattr(layer, attribute), self.axis.size, self.axis.rank, unit)
+                    setattr(layer, attribute, stop - start)
+            return
+        if layer not in self.done:
+            self.done[layer] = self._replacement(name, layer, style).train(layer.training)
+            if isinstance(style, (Column, KeyValue)) and style.group:
+                together = self.groups.setdefault((parent, style.group), Together(self.axis))
+                together.members.append(self.done[layer])
+                self.done[layer].together = together
+        setattr(self.module.get_submodule(parent), key, self.done[layer])
+
+    def _replacement(self, name: str, layer: Any, style: Column | Row | Vocab | KeyValue | OnHeads) -> Any:
+        axis = self.axis
+        if isinstance(style, OnHeads):
+            return OnShards(layer, axis)
+        if isinstance(style, Vocab):
+            self._cut(layer.weight, f"{name}.weight", shard_dim=0)
+            return VocabSharded(layer.weight, axis, layer.num_embeddings, layer.padding_idx)
+        transposed = _conv1d(layer)
+        outputs = 1 if transposed else 0
+        bias = getattr(layer, "bias", None)
+        if isinstance(style, KeyValue) and style.kv_heads % axis.size:
+            used, repeat, groups = _queries(style, axis)
+            attention: Any = self.module.get_submodule(name.rpartition(".")[0])
+            if hasattr(attention, "num_key_value_groups"):
+                attention.num_key_value_groups = groups
+            return KeyValueWhole(layer.weight, bias, axis, transposed, used, style.head_dim, repeat)
+        if isinstance(style, Row):
+            self._cut(layer.weight, f"{name}.weight", shard_dim=1 - outputs, unit=style.unit)
+            return RowSharded(layer.weight, bias, axis, transposed)
+        column = style if isinstance(style, Column) else Column(unit=style.head_dim)
+        length = layout_of(layer.weight).shape[outputs]  # whole, though a tied weight is cut already
+        parts = _parts(column, length)
+        self._cut(layer.weight, f"{name}.weight", shard_dim=outputs, parts=parts, unit=column.unit)
+        if bias is not None:
+            self._cut(bias, f"{name}.bias", shard_dim=0, parts=parts, unit=column.unit)
+        gathered = length if column.gather_output else None
+        return ColumnSharded(layer.weight, bias, axis, transposed, gathered, column.unit)
+
+    def _cut(
+        self, parameter: nn.Parameter, name: str, shard_dim: int, parts: tuple[int, ...] | None = None, unit: int = 1
+    ) -> None:
+        """Leave this rank's part in a parameter."""
+        layout = Layout(layout_of(parameter).shape, shard_dim=shard_dim, parts=parts, unit=unit)
+        before, other = self.cut.setdefault(parameter, (layout, name))
+        if other == name:
+            parameter.data = layout.shard(parameter.detach(), self.axis.rank, self.axis.size).clone()
+            parameter.grad = None
+            set_layout(parameter, layout)
+        elif before != layout:
+            raise ValueError(f"{name} is tied to {other}, and the plan shards them in different ways")
+
+
+def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
+    """Refuse before anything is touched."""
+    layer: Any = module.get_submodule(name)
+    what = type(style).__name__
+    if isinstance(style, Local):
+        for attribute, unit in style.attributes.items():
+            value = getattr(layer, attribute, None)
+            if not isinstance(value, int) or value % unit:
+                raise ValueError(f"{name}.{attribute} is {value!r}, not a multiple of {unit}: it cannot be shared out")
+            _enough(f"{name}.{attribute}", value, unit, axis)
+        return
+    parent = module.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+        raise TypeError(
+            f"{name} is part of a {type(parent).__name__}, which reads its weights itself and would not sum over the "
+            "tensor axis: write that layer out of nn.Linear"
+        )
+    if not name:
+        raise TypeError(f"the plan's pattern matches the {type(module).__name__} itself: put it into a container")
+    if isinstance(style, OnHeads):
+        return
+    fits = (
+        isinstance(layer, nn.Embedding) if isinstance(style, Vocab) else isinstance(layer, nn.Linear) or _conv1d(layer)
+    )
+    if not fits:
+        wanted = "an nn.Embedding" if isinstance(style, Vocab) else "an nn.Linear or a Conv1D"
+        raise TypeError(f"{name} is a {type(layer).__name__}, and {what} takes {wanted}: narrow the plan's pattern")
+    if layout_of(layer.weight).sharded:
+        raise ValueError(f"{name} is sharded already: parallelize a module once")
+    if isinstance(style, Vocab):
+        odd = [option for option in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, option)]
+        if odd:
+            raise ValueError(f"{name} has {odd[0]}={getattr(layer, odd[0])}, which a sharded embedding cannot keep")
+        _enough(f"{name}: the vocabulary", layer.num_embeddings, 1, axis)
+        return
+    sizes = tuple(layer.weight.shape)
+    out, into = (sizes[1], sizes[0]) if _conv1d(layer) else sizes
+    if isinstance(style, KeyValue):
+        if out != style.kv_heads * style.head_dim or style.heads % style.kv_heads:
+            raise ValueError(
+                f"{name} has {out} outputs, not {style.kv_heads} heads of {style.head_dim} for {style.heads} of queries"
+            )
+        _enough(f"{name}: the attention heads", style.heads, 1, axis)
+    elif isinstance(style, Row):
+        _enough(f"{name}: the inputs", into, style.unit, axis)
+    elif isinstance(style, Column):
+        parts = _parts(style, out)
+        if style.gather_output and (parts is not None or style.group):
+            raise ValueError(f"{name}: outputs of fused parts or of a group are not gathered: leave out gather_output")
+        if parts is not None and sum(parts) != out:
+            raise ValueError(f"{name}: parts {parts} add up to {sum(parts)}, and it has {out} outputs")
+        for length in parts or (out,):
+            _enough(f"{name}: the outputs", length, style.unit, axis)
+
+
+def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
+    """Refuse a weight that one layer would see sharded and another whole."""
+    sharded: dict[nn.Parameter, str] = {}
+    named = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if _known(layer)]
+    for name, layer in named:
+        if isinstance(work.get(name), (Column, Row, Vocab)):
+            sharded[layer.weight] = name
+    for name, layer in named:
+        if layer.weight in sharded and name not in work:
+            raise ValueError(
+                f"{name} shares its weight with {sharded[layer.weight]}, which the plan shards: name it too, as "
+                "'column_gather' if it is an output layer"
+            )
+
+
+def _enough(what: str, length: int, unit: int, axis: Axis) -> None:
+    """Refuse lengths of which a rank would get nothing."""
+    if length % unit:
+        raise ValueError(f"{what} ({length}) are no multiple of {unit}, what stays together: change the plan's unit")
+    if (units := length // unit) < axis.size:
+        held = f"{length}" if unit == 1 else f"{length}, {units} heads of {unit}"
+        raise ValueError(
+            f"{what} ({held}) do not reach over tensor={axis.size}: give the grid a tensor axis of at most {units}"
+        )
+
+
+def _parts(style: Column, length: int) -> tuple[int, ...] | None:
+    """The lengths of the fused parts."""
+    if isinstance(style.parts, int):
+        return (length // style.parts,) * style.parts
+    return style.parts
+
+
+def _queries(style: KeyValue, axis: Axis) -> tuple[tuple[int, int], list[int] | None, int]:
+    """Which key/value heads this rank's queries use, each query's among those, and how many queries share one."""
+    group = style.heads // style.kv_heads
+
+    def used(rank: int) -> list[int]:
+        first, last = split(style.heads, axis.size, rank)
+        return [head // group for head in range(first, last)]
+
+    def share(heads: list[int]) -> set[int]:
+        return {heads.count(head) for head in heads}
+
+    mine = used(axis.rank)
+    bounds = mine[0], mine[-1] + 1
+    if all(len(share(used(rank))) == 1 for rank in range(axis.size)):
+        return bounds, None, share(mine).pop()
+    return bounds, [head - mine[0] for head in mine], 1  # alike on every rank, so that all run the same operations
+
+
+def _known(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, nn.Embedding)) or _conv1d(layer)
+
+
+def _conv1d(layer: nn.Module) -> bool:
+    """Whether it is Hugging Face's ``Conv1D``: a linear layer of nf outputs that keeps its weight as (nx, nf)."""
+    sizes = getattr(layer, "nx", None), getattr(layer, "nf", None)
+    weight = getattr(layer, "weight", None)
+    return type(layer).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and tuple(weight.shape) == sizes
