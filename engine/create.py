@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from ..grid import Grid
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
-from . import optimizers
-from .config import Config, ConfigError, batch_sizes, read_config
+from . import optimizers, schedulers
+from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_config
 from .engine import Engine, training_schedule
 from .recomputation import set_up
 
@@ -41,7 +42,8 @@ def initialize(
             flat parameters), or a function from parameter groups to one. None: ``config["optimizer"]``.
         model_parameters: the parameters to train, or parameter groups; by default all that require gradients.
         training_data: a dataset of ``(inputs, labels)``; its order depends on the configuration's seed alone.
-        lr_scheduler: a function from the optimizer to a torch scheduler; it is stepped after each batch.
+        lr_scheduler: a function from the optimizer to a torch scheduler; it is stepped after each batch. None:
+            ``config["scheduler"]``.
         collate_fn: of the data loader.
         config: a dict, or the path of a JSON file, in DeepSpeed's dialect.
 
@@ -61,10 +63,11 @@ def initialize(
     if source is None:
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
+    _held_against(model.grid, checked)
     schedule = training_schedule(model, checked.pipeline, batch_sizes(checked, model.grid.data.size).accumulation)
     model.require_untouched()
     model.move(schedule.placement)
-    notes = checked.zero_optimization.notes() + set_up(model, checked.activation_checkpointing, schedule)
+    notes = checked.notes() + set_up(model, checked.recomputation, schedule)
     if model.grid.rank == 0:
         for note in notes:
             logging.getLogger("triax").warning("%s", note)
@@ -81,7 +84,12 @@ def initialize(
             "lr_scheduler is a scheduler over another optimizer than the engine's: pass a function instead, such as "
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
         )
+    if lr_scheduler is None and checked.scheduler is not None:
+        lr_scheduler = _scheduler(checked.scheduler, make)
     engine = Engine(model, checked, schedule, make, groups, training_data, lr_scheduler, collate_fn)
+    note = getattr(engine.lr_scheduler, "note", None)
+    if note is not None and model.grid.rank == 0:
+        logging.getLogger("triax").warning("%s", note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -114,6 +122,28 @@ def _groups(model: PipelineModule, optimizer: Any, model_parameters: Iterable[An
         seen.update(parameters)
         groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
     return groups
+
+
+def _scheduler(config: SchedulerConfig, make: MakeOptimizer | None) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+    if make is None:
+        raise ConfigError("scheduler has no optimizer to set the learning rate of: give optimizer, or leave it out")
+    return schedulers.from_config(config)
+
+
+def _held_against(grid: Grid, config: Config) -> None:
+    """What the configuration says of the grid is so."""
+    parallel = config.tensor_parallel
+    for key, wanted, axis in (
+        ("pipeline.stages", config.pipeline.stages, "pipe"),
+        ("tensor_parallel.autotp_size", parallel.autotp_size, "tensor"),
+        ("tensor_parallel.tp_size", parallel.tp_size, "tensor"),
+    ):
+        size = getattr(grid, axis).size
+        if wanted and wanted != size:
+            raise ConfigError(
+                f"{key} is {wanted}, but the model's grid has {size} on its {axis} axis: make it with "
+                f"Grid({axis}={wanted}), or leave the key out"
+            )
 
 
 def _checked(make: MakeOptimizer) -> MakeOptimizer:

@@ -31,6 +31,7 @@ from .choose import choose_schedule
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
 from .failure import all_or_none
+from .schedulers import advance
 from .weights import Weights
 
 
@@ -160,7 +161,7 @@ class Engine(Weights):
             # What had no gradient anywhere stands still, as under torch's optimizers. Mostly there is no such thing.
             self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                advance(self.lr_scheduler, loss / weight)
         if self._scaler is not None:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale

@@ -8,7 +8,7 @@ import torch
 
 from ..zero.mode import Mode
 from ..zero.offload import Offload, Place
-from .config import Config, Fp16Config, ZeroConfig
+from .config import Config, Fp16Config, OffloadConfig, ZeroConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,7 +40,8 @@ def mode(config: Config) -> Mode:
 
 
 def _offload(zero: ZeroConfig) -> Offload:
-    states, parameters = zero.offload_optimizer, zero.offload_param
+    states = zero.offload_optimizer
+    parameters = zero.offload_param if zero.stage == 3 else OffloadConfig()  # below it, there are no shards of them
     return Offload(
         states=Place(states.device, states.nvme_path, states.pin_memory),
         parameters=Place(parameters.device, parameters.nvme_path, parameters.pin_memory),
@@ -78,6 +79,8 @@ class LossScaler:
         before = self.scale
         if not overflow:
             self._good += 1
+            if self._config.consecutive_hysteresis:
+                self._patience = self._config.hysteresis
             if not self._config.loss_scale and self._good % self._config.loss_scale_window == 0:
                 self.scale *= 2
                 self._patience = self._config.hysteresis

@@ -76,7 +76,7 @@ def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wante
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "4 * accumulation steps 1 * 2 replicas = 8"),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, "4 * accumulation steps 1 * 2 replicas = 8"),
         ({"train_batch_size": 7}, "train_batch_size 7 is not micro batch 3 * accumulation steps 1 * 2 replicas = 6"),
         ({}, "no batch size: give train_batch_size or train_micro_batch_size_per_gpu"),
         ({"train_batchsize": 4}, "there is no 'train_batchsize'; did you mean 'train_batch_size'?"),
@@ -109,7 +109,7 @@ def test_config_from_a_file_and_from_args(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        ({"type": "Adafactor"}, "known are Adadelta"),
+        ({"type": "Adafactor"}, "use Lion, with half of Adam's state"),
         ({"type": "SGD", "params": {"lr": 0.1, "beta": 1}}, "SGD has no beta; it takes lr, momentum"),
     ],
 )
