@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .config_base import Section, idle, refused, setting
+from .config_base import Section, extra_of, idle, refused, setting
 
 # Elements of gradient in one collective, and "auto".
 _BUCKET = 2**22
@@ -181,7 +181,7 @@ class ZeroConfig(Section):
             )
         for key in sorted(self.model_fields_set):
             stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
-            acts = "x-status" not in (type(self).model_fields[key].json_schema_extra or {})
+            acts = "x-status" not in extra_of(type(self).model_fields[key])
             if acts and self.stage not in stages and getattr(self, key) != type(self).model_fields[key].default:
                 notes.append(f"{key} acts in stage {' and '.join(map(str, stages))}, not in stage {self.stage}")
         return notes + super().notes()

@@ -87,9 +87,9 @@ def initialize(
     if lr_scheduler is None and checked.scheduler is not None:
         lr_scheduler = _scheduler(checked.scheduler, make)
     engine = Engine(model, checked, schedule, make, groups, training_data, lr_scheduler, collate_fn)
-    note = getattr(engine.lr_scheduler, "note", None)
-    if note is not None and model.grid.rank == 0:
-        logging.getLogger("triax").warning("%s", note)
+    unmoved = getattr(engine.lr_scheduler, "note", None)
+    if unmoved is not None and model.grid.rank == 0:
+        logging.getLogger("triax").warning("%s", unmoved)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -28,6 +28,7 @@ class Schedule(LRScheduler):
     """
 
     note: str | None = None
+    _groups: list[dict[str, Any]]  # the optimizer's parameter groups, before torch's class knows of it
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         if last_batch_iteration >= 0:
