@@ -77,7 +77,7 @@ class Config(Section):
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
         None, "The dtype in which gradients are summed over replicas; by default that they have."
     )
-    seed: int = setting(0, "Of the data's order and of dropout.", ge=0)
+    seed: int = setting(0, "Of the data's order and of dropout.")
     steps_per_print: int | None = setting(
         None, "Rank 0 prints step, loss, learning rate and samples a second, once in so many steps.", ge=1
     )
@@ -102,7 +102,7 @@ class Config(Section):
         "gradients are summed, and divided by the weight of the batch: write mean", "mean"
     )
     disable_allgather: Any = refused("every rank needs the new weights: leave it out")
-    elasticity: Any = refused("leave it out: torchrun --nnodes MIN:MAX restarts on what there is")
+    elasticity: Any = refused("the number of ranks is the launcher's: leave it out")
     autotuning: Any = refused("leave it out: triax schedule --compare and triax memory weigh layouts on paper")
     sparse_gradients: Any = refused("gradients are dense: leave it out, and build embeddings with sparse=False")
     sparse_attention: Any = refused("attention is the model's: leave it out, and list a layer that has it")
@@ -113,8 +113,10 @@ class Config(Section):
     eigenvalue: Any = refused("nothing is computed with it: leave it out")
     curriculum_learning: Any = refused(_DATA)
     data_efficiency: Any = refused(_DATA)
-    compile: Any = refused("leave it out, and list torch.compile(layer) among the layers")
-    hybrid_engine: Any = refused("leave it out: engine.inference_batch uses the weights that are trained")
+    compile: Any = refused("nothing is compiled here: leave it out")
+    hybrid_engine: Any = refused(
+        "leave it out: triax.init_inference(engine) generates with the weights that are trained"
+    )
     nebula: Any = refused("leave it out: there is no such service here")
     expert_parallel: Any = refused("there is no expert axis: leave it out")
     use_data_before_expert_parallelism: Any = refused("there is no expert axis: leave it out")
@@ -258,7 +260,7 @@ def _explain(error: Any) -> str:
     if isinstance(given, str) and given == "auto" and place:
         return f'{where} is "auto", which a trainer fills in from its own arguments: write a value'
     text = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"][0].lower() + error["msg"][1:]
-    if error["type"] == "model_type":
+    if error["type"] in ("model_type", "dict_type"):
         text = "a section {...} belongs here"
     if isinstance(given, Mapping):
         return text if not place else f"{where}: {text}"

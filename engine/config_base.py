@@ -22,9 +22,21 @@ class ConfigError(ValueError):
 _NOTHING: Any = object()
 
 
-def setting(default: Any, description: str, *, auto: bool = False, auto_is: Any = _NOTHING, **limits: Any) -> Any:
-    """A key that acts. With ``auto``, "auto", as Hugging Face's files have it, is the default; or it is ``auto_is``."""
-    extra = {"x-auto": default if auto_is is _NOTHING else auto_is} if auto or auto_is is not _NOTHING else None
+def setting(
+    default: Any,
+    description: str,
+    *,
+    auto: bool = False,
+    auto_is: Any = _NOTHING,
+    status: str | None = None,
+    **limits: Any,
+) -> Any:
+    """A key that acts. With ``auto``, "auto", as Hugging Face's files have it, is the default; or it is ``auto_is``.
+
+    Its status may be ``inert``: it changes nothing, whichever of its values it has; or ``older``: a name of before.
+    """
+    extra: Any = {"x-auto": default if auto_is is _NOTHING else auto_is} if auto or auto_is is not _NOTHING else {}
+    extra |= {"x-status": status} if status else {}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 

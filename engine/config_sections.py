@@ -54,8 +54,8 @@ class PipelineConfig(Section):
     micro_batch_size: Any = idle("microbatches have train_micro_batch_size_per_gpu samples")
     partition: Any = idle("PipelineModule(..., partition=...) says how layers are cut into stages")
     seed_layers: Any = idle("weights are drawn by the seed and their names, alike on every grid")
-    pipe_partitioned: Any = idle("what tensor ranks hold alike is sent once for each, between stages")
-    grad_partitioned: Any = idle("what tensor ranks hold alike is sent once for each, between stages")
+    pipe_partitioned: Any = idle("each tensor rank sends what it holds to its own peer")
+    grad_partitioned: Any = idle("each tensor rank sends what it holds to its own peer")
     use_reentrant: Any = idle("recomputation has one form")
 
 

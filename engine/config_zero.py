@@ -83,8 +83,12 @@ class ZeroConfig(Section):
     overlap_comm: bool = setting(
         True, "Collectives run while something is computed; false: each is waited for at once.", auto=True
     )
-    contiguous_gradients: bool = setting(True, "Gradients lie in flat buckets, true or false.", auto=True)
-    round_robin_gradients: bool = setting(False, "Buckets are shared out over all replicas, true or false.")
+    contiguous_gradients: bool = setting(
+        True, "Gradients lie in flat buckets, true or false.", auto=True, status="inert"
+    )
+    round_robin_gradients: bool = setting(
+        False, "Buckets are shared out over all replicas, true or false.", status="inert"
+    )
     ignore_unused_parameters: bool = setting(
         True, "False: a step in which a parameter got no gradient is an error that names it."
     )
@@ -106,7 +110,7 @@ class ZeroConfig(Section):
         auto=True,
     )
     stage3_gather_16bit_weights_on_model_save: bool = setting(
-        False, "engine.gather() returns whole weights in any stage, true or false.", auto=True
+        False, "engine.gather() returns whole weights in any stage, true or false.", auto=True, status="inert"
     )
     offload_optimizer: OffloadOptimizerConfig = setting(
         OffloadOptimizerConfig(), "Where the optimizer's state, masters and accumulated gradients are kept."
@@ -115,9 +119,9 @@ class ZeroConfig(Section):
     sub_group_size: Annotated[_Elements, Field(ge=1)] | None = setting(
         None, "Elements that the optimizer updates together; by default 16777216 with offload, else all.", auto=True
     )
-    cpu_offload: bool = setting(False, 'An older name of offload_optimizer: {"device": "cpu"}.')
-    cpu_offload_params: bool = setting(False, 'An older name of offload_param: {"device": "cpu"}.')
-    cpu_offload_use_pin_memory: bool = setting(False, "An older name of pin_memory of both.")
+    cpu_offload: bool = setting(False, 'An older name of offload_optimizer: {"device": "cpu"}.', status="older")
+    cpu_offload_params: bool = setting(False, 'An older name of offload_param: {"device": "cpu"}.', status="older")
+    cpu_offload_use_pin_memory: bool = setting(False, "An older name of pin_memory of both.", status="older")
 
     stage3_max_act_size: Any = idle("DeepSpeed has no such key; activation_checkpointing says what is kept")
     stage3_gather_fp16_weights_on_model_save: Any = idle("engine.gather() returns whole weights in any stage")
@@ -127,7 +131,9 @@ class ZeroConfig(Section):
     stage3_use_all_reduce_for_fetch_params: Any = idle("weights are all-gathered")
     use_multi_rank_bucket_allreduce: Any = idle("a bucket is reduced over all replicas at once")
     load_from_fp32_weights: Any = idle("masters start from the fp32 weights, before these are rounded")
-    memory_efficient_linear: Any = idle("torch's linear saves views of the weights already")
+    memory_efficient_linear: Any = idle(
+        "autograd saves views of gathered weights, which hold nothing once these are released"
+    )
     override_module_apply: Any = idle('modules are built as they are; device="meta" builds them shard by shard')
     parameter_alignment: Any = idle("ranges of buckets are padded as the collectives need it")
     pipeline_loading_checkpoint: Any = idle("nothing is loaded by this key")
@@ -164,11 +170,14 @@ class ZeroConfig(Section):
             return values
         given = dict(values)
         pin = given.get("cpu_offload_use_pin_memory") is True
+        if pin:
+            del given["cpu_offload_use_pin_memory"]
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
             if given.get(old) is True:
                 if given.get(new):
                     raise ValueError(f"{old} is an older name of {new}: give the second alone")
                 given[new] = {"device": "cpu", "pin_memory": pin}
+                del given[old]
         return given
 
     def notes(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
 from . import optimizers, schedulers
 from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_config
+from .config_cli import resolved
 from .engine import Engine, training_schedule
 from .recomputation import set_up
 
@@ -64,7 +66,10 @@ def initialize(
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
     checked = read_config(source)
     _held_against(model.grid, checked)
-    schedule = training_schedule(model, checked.pipeline, batch_sizes(checked, model.grid.data.size).accumulation)
+    batch = batch_sizes(checked, model.grid.data.size)
+    if checked.dump_state and model.grid.rank == 0:
+        print(json.dumps(resolved(checked, batch), indent=2), flush=True)
+    schedule = training_schedule(model, checked.pipeline, batch.accumulation)
     model.require_untouched()
     model.move(schedule.placement)
     notes = checked.notes() + set_up(model, checked.recomputation, schedule)

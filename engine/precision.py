@@ -13,8 +13,8 @@ from .config import Config, Fp16Config, OffloadConfig, ZeroConfig
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def mode(config: Config) -> Mode:
-    """What the configuration asks of the data axis.
+def mode(config: Config, replicas: int) -> Mode:
+    """What the configuration asks of the data axis, of so many replicas.
 
     With bf16 or fp16, weights are of that dtype, and fp32 holds the master weights, the optimizer's state and the
     gradients that are accumulated; they are reduced in fp32 too, unless ``communication_data_type`` says otherwise.
@@ -25,6 +25,7 @@ def mode(config: Config) -> Mode:
         weights=half,
         accumulate=torch.float32 if half is not None else None,
         communicate=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
+        prescale=_prescale(config, replicas),
         each=zero.reduce_each_microbatch,
         scatter=zero.reduce_scatter,
         gather=zero.allgather_partitions,
@@ -37,6 +38,12 @@ def mode(config: Config) -> Mode:
         reuse=zero.stage3_max_reuse_distance or 0,
         offload=_offload(zero),
     )
+
+
+def _prescale(config: Config, replicas: int) -> float:
+    """What gradients are multiplied by before they are summed; a single replica sums nothing."""
+    factor = config.gradient_predivide_factor * (replicas if config.prescale_gradients else 1)
+    return 1.0 / factor if replicas > 1 else 1.0
 
 
 def _offload(zero: ZeroConfig) -> Offload:
