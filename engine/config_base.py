@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -100,6 +100,8 @@ def asks_nothing(value: Any, nothing: Iterable[Any] = ()) -> bool:
 def kinds_of(annotation: Any) -> set[type] | None:
     """The plain types that an annotation names; None where that is not all that it allows."""
     origin = get_origin(annotation)
+    if origin is Annotated:
+        return kinds_of(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
         found: set[type] = set()
         for part in get_args(annotation):
