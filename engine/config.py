@@ -21,6 +21,7 @@ from .config_sections import (
     PipelineConfig,
     SchedulerConfig,
     TensorParallelConfig,
+    WandbConfig,
 )
 from .config_text import parse
 from .config_zero import OffloadConfig, OffloadOptimizerConfig, ZeroConfig
@@ -85,6 +86,8 @@ class Config(Section):
     tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
     csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each number, as DeepSpeed names them.")
 
+    wandb: WandbConfig = setting(WandbConfig(), "Runs of Weights & Biases, if it is installed.")
+
     wall_clock_breakdown: Any = refused(
         "leave it out, set engine.record_timeline = True, and engine.timeline has every op of the last batch"
     )
@@ -93,7 +96,6 @@ class Config(Section):
     )
     comms_logger: Any = refused("leave it out, and print engine.traffic_report(): every collective is counted")
     flops_profiler: Any = refused("leave it out, and run a batch within torch.utils.flop_counter.FlopCounterMode()")
-    wandb: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers; or log train_batch's loss")
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
     checkpoint: Any = refused("nothing here is set by it: leave it out; engine.gather() returns whole weights to save")
     amp: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
@@ -139,7 +141,7 @@ class Config(Section):
     def _other_names(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        given = dict(values)
+        given = {key: value for key, value in values.items() if key != "$schema"}  # that one is for editors
         if "bfloat16" in given:
             if "bf16" in given:
                 raise ValueError("bfloat16 is an older name of bf16: give the second alone")

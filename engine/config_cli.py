@@ -63,6 +63,7 @@ def json_schema() -> dict[str, Any]:
     """A JSON schema of the configuration: what an editor completes, explains and underlines."""
     made = Config.model_json_schema()
     made["title"] = "triax configuration"
+    made["properties"]["$schema"] = {"type": "string", "description": "Where this schema is."}
     for section in (made, *made.get("$defs", {}).values()):
         for key, entry in section.get("properties", {}).items():
             entry.pop("title", None)

@@ -168,3 +168,12 @@ class MonitorConfig(Section):
     enabled: bool = setting(False, "Write.")
     output_path: str = setting("", "A folder; by default the current one.")
     job_name: str = setting("triax", "The folder in it.")
+
+
+class WandbConfig(Section):
+    """``wandb``: a run of Weights & Biases, which rank 0 logs to."""
+
+    enabled: bool = setting(False, "Log.")
+    group: str | None = setting(None, "The group of the run.")
+    team: str | None = setting(None, "The team whose project it is; by default yours.")
+    project: str = setting("triax", "The project.")

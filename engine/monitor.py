@@ -1,4 +1,4 @@
-"""What rank 0 writes of each step: a line now and then, CSV files, TensorBoard's event files."""
+"""What rank 0 writes of each step: a line now and then, CSV files, TensorBoard's event files, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..grid import Grid
 from .config import Config, ConfigError
-from .config_sections import MonitorConfig
+from .config_sections import MonitorConfig, WandbConfig
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -41,6 +41,8 @@ class Monitor:
             self._writers.append(csv_writer(_folder(config.csv_monitor)))
         if config.tensorboard.enabled:
             self._writers.append(tensorboard_writer(_folder(config.tensorboard)))
+        if config.wandb.enabled:
+            self._writers.append(wandb_writer(config.wandb))
 
     def __call__(self, engine: Engine, loss: Tensor) -> None:
         """The engine has taken a step, with this loss."""
@@ -80,9 +82,9 @@ def make_monitor(config: Config, grid: Grid, batch: int) -> Monitor | None:
     """The monitor, on rank 0; None elsewhere, and where nothing is to be written. Collective where something is.
 
     Raises:
-        ConfigError: on every rank: there is no TensorBoard, or a folder cannot be made.
+        ConfigError: on every rank: a package is not installed, or a folder cannot be made.
     """
-    wanted = config.csv_monitor.enabled or config.tensorboard.enabled
+    wanted = config.csv_monitor.enabled or config.tensorboard.enabled or config.wandb.enabled
     monitor, problem = None, None
     if grid.rank == 0 and (wanted or config.steps_per_print):
         try:
@@ -117,11 +119,7 @@ def tensorboard_writer(folder: Path) -> Write:
     Raises:
         ConfigError: it is not installed.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "tensorboard.enabled: the package tensorboard is not installed: pip install 'triax[tensorboard]', or use "
-            "csv_monitor"
-        )
+    _require("tensorboard", "triax[tensorboard]")
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(log_dir=str(folder))  # type: ignore[no-untyped-call]
@@ -132,6 +130,34 @@ def tensorboard_writer(folder: Path) -> Write:
         writer.flush()  # type: ignore[no-untyped-call]
 
     return write
+
+
+def wandb_writer(section: WandbConfig) -> Write:
+    """A run of Weights & Biases.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    _require("wandb", "wandb")
+    import wandb
+
+    run = wandb.init(project=section.project, group=section.group, entity=section.team)
+
+    def write(events: list[Event]) -> None:
+        run.log({name: value for name, value, _ in events}, step=events[0][2])
+
+    return write
+
+
+def _require(package: str, install: str) -> None:
+    if not _installed(package):
+        raise ConfigError(
+            f"{package}.enabled: the package {package} is not installed: pip install '{install}', or use csv_monitor"
+        )
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _folder(section: MonitorConfig) -> Path:

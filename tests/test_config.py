@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -216,6 +217,28 @@ def test_older_names() -> None:
     made = read_config({"zero_optimization": zero}).zero_optimization
     assert made.offload_optimizer.pin_memory and made.offload_param.device == "cpu"
     assert read_config({"pipeline": {"activation_checkpoint_interval": 2}}).recomputation.interval == 2
+    assert read_config({"$schema": "triax.schema.json", "seed": 3}).seed == 3
+
+
+def tutorial(path: str) -> tuple[list[bool], list[float], str, int]:
+    grid = Grid(timeout=60)
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    model = PipelineModule(layers, grid=grid, loss_fn=loss_fn)
+    made, optimizer, _, _ = triax.initialize(
+        args=type("Args", (), {"deepspeed_config": path})(), model=model, model_parameters=model.parameters()
+    )
+    batches = ((x.float(), y.float()) for x, y in data(grid, 16 // grid.data.size))
+    finite = [bool(torch.isfinite(made.train_batch(batches))) for _ in range(4)]
+    return finite, made.get_lr(), type(optimizer).__name__, made.skipped_steps
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_tutorials_file_trains(ranks: Any, replicas: int, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(TUTORIAL)
+    for finite, rates, name, skipped in ranks(replicas, tutorial, str(path)):
+        assert all(finite) and name == "AdamW" and skipped == 0
+        assert rates == [pytest.approx(0.001 * math.log(4) / math.log(1000))]  # the fifth step's
 
 
 # --------------------------------------------------------------------------------------------- 200 random corruptions
@@ -463,10 +486,10 @@ def test_the_schema_knows_every_key() -> None:
     result = CliRunner().invoke(app, ["config", "--schema"])
     schema = json.loads(result.stdout)
     assert schema == json.loads(json.dumps(json_schema())) and not result.stdout.count("x-")
-    assert set(schema["properties"]) == set(Config.model_fields) and schema["additionalProperties"] is False
+    assert set(schema["properties"]) == {*Config.model_fields, "$schema"} and schema["additionalProperties"] is False
     assert valid(VALID, schema, schema) and valid({}, schema, schema)
-    assert valid({"train_batch_size": "auto", "wandb": {"enabled": False}}, schema, schema)
-    for bad in ({"sed": 1}, {"wandb": {"enabled": True}}, {"fp16": {"hysteresis": 0}}, {"bf16": {"enabled": 1}}):
+    assert valid({"train_batch_size": "auto", "comet": {"enabled": False}}, schema, schema)
+    for bad in ({"sed": 1}, {"comet": {"enabled": True}}, {"fp16": {"hysteresis": 0}}, {"bf16": {"enabled": 1}}):
         assert not valid(bad, schema, schema), bad
 
 
@@ -616,10 +639,33 @@ def test_tensorboard_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatch, tmp_
     stand_in = ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
-    monkeypatch.setattr("triax.engine.monitor.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("triax.engine.monitor._installed", lambda package: True)
     made = engine(tensorboard={"enabled": True, "output_path": str(tmp_path)})
     loss = made.train_batch(data()).item()
     assert written[:2] == [("Train/Samples/train_loss", loss, 2), ("Train/Samples/lr", 0.1, 2)]
+
+
+def test_weights_and_biases_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[dict[str, float], int]] = []
+    asked: dict[str, Any] = {}
+
+    class Run:
+        def log(self, figures: dict[str, float], step: int) -> None:
+            logged.append((figures, step))
+
+    def init(**options: Any) -> Run:
+        asked.update(options)
+        return Run()
+
+    stand_in = ModuleType("wandb")
+    stand_in.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.setattr("triax.engine.monitor._installed", lambda package: True)
+    made = engine(wandb={"enabled": True, "team": "us", "group": "g", "project": "p"})
+    loss, norm = made.train_batch(data()).item(), made.get_global_grad_norm()
+    names = ("train_loss", "lr", "grad_norm")
+    assert logged == [({f"Train/Samples/{n}": v for n, v in zip(names, (loss, 0.1, norm), strict=True)}, 2)]
+    assert asked == {"project": "p", "group": "g", "entity": "us"}
 
 
 def unwritable(folder: str) -> str:
@@ -636,9 +682,11 @@ def test_what_cannot_be_written_is_said_on_every_rank(
     (tmp_path / "file").write_text("")
     said = ranks(2, unwritable, str(tmp_path / "file"))
     assert said[0] == said[1] and "Not a directory" in said[0]
-    monkeypatch.setattr("triax.engine.monitor.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("triax.engine.monitor._installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"pip install 'triax\[tensorboard\]', or use csv_monitor"):
         engine(tensorboard={"enabled": True})
+    with pytest.raises(ConfigError, match=r"^wandb.enabled: the package wandb is not installed: pip install 'wandb'"):
+        engine(wandb={"enabled": True})
 
 
 # ------------------------------------------------------------------------------------- DeepSpeed's small methods
