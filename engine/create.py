@@ -80,10 +80,12 @@ def initialize(
     make: MakeOptimizer | None = None
     if isinstance(optimizer, torch.optim.Optimizer):
         make = optimizers.from_instance(optimizer)
+        optimizers.require_whole_tensors(type(optimizer).__name__, checked, model.grid)
     elif optimizer is not None:
         make = _checked(optimizer)
     elif checked.optimizer is not None:
         make = optimizers.from_config(checked.optimizer)
+        optimizers.require_whole_tensors(optimizers.resolve(checked.optimizer)[0].__name__, checked, model.grid)
     if lr_scheduler is not None and not callable(lr_scheduler):
         raise TypeError(
             "lr_scheduler is a scheduler over another optimizer than the engine's: pass a function instead, such as "

@@ -122,12 +122,12 @@ def tensorboard_writer(folder: Path) -> Write:
     _require("tensorboard", "triax[tensorboard]")
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(log_dir=str(folder))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(log_dir=str(folder))
 
     def write(events: list[Event]) -> None:
         for name, value, samples in events:
-            writer.add_scalar(name, value, samples)  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, value, samples)
+        writer.flush()
 
     return write
 

@@ -8,25 +8,23 @@ from typing import Any
 
 import torch
 
+from ..grid import Grid
 from ..zero.optimizer import ELEMENTWISE, needs_whole_tensors
+from ..zero.whole import WholeTensors
 from .arguments import check_arguments
+from .config import Config
 from .config_base import ConfigError, nearest
 from .config_sections import OptimizerConfig
 from .elementwise import Lion, UncorrectedAdam
 
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 _OTHER_NAMES = {"DeepSpeedCPUAdagrad": "Adagrad", "DeepSpeedCPULion": "Lion", "FusedLion": "Lion"}
-KNOWN = (*ELEMENTWISE, "Lion", "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
+KNOWN = (*ELEMENTWISE, "Lion", "Adafactor", "Muon", "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
 
 # What cannot be stepped on flat ranges, or is not here, and what comes nearest.
 _REFUSED = {
     "Lamb": ("its trust ratio is of a whole tensor", "AdamW"),
     "FusedLamb": ("its trust ratio is of a whole tensor", "AdamW"),
-    "Adafactor": (
-        "its second moments are sums over rows and columns of a whole tensor",
-        "Lion, with half of Adam's state",
-    ),
-    "Muon": ("it makes a whole matrix orthogonal", "AdamW"),
     "LBFGS": ("it evaluates the loss several times a step", "AdamW"),
     "SparseAdam": ("it steps sparse gradients, and gradients are dense here", "Adam"),
     "OneBitAdam": ("it compresses what it sends", 'Adam, with communication_data_type "bf16"'),
@@ -35,6 +33,11 @@ _REFUSED = {
     "MuAdam": ("its rates depend on the width of each layer", "Adam, with parameter groups of their own rates"),
     "MuAdamW": ("its rates depend on the width of each layer", "AdamW, with parameter groups of their own rates"),
     "MuSGD": ("its rates depend on the width of each layer", "SGD, with parameter groups of their own rates"),
+}
+# What needs whole tensors, and is stepped where every rank has them.
+WHOLE = {
+    "Adafactor": ("its second moments are sums over rows and columns of a tensor", "Lion, with half of Adam's state"),
+    "Muon": ("it makes a whole matrix orthogonal", "AdamW"),
 }
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -50,7 +53,7 @@ def from_config(config: OptimizerConfig) -> MakeOptimizer:
         ConfigError: an optimizer or an argument that does not exist, or one that is not for flat ranges.
     """
     cls, params = resolve(config)
-    return lambda groups: cls(_fused(cls, groups, params), **params)
+    return _maker(cls, lambda groups: cls(_fused(cls, groups, params), **params))
 
 
 def resolve(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -125,10 +128,11 @@ def from_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
     """A function that makes another of the same class, with the same options, from other parameter groups.
 
     Raises:
-        ConfigError: it does not treat every element alone.
+        ConfigError: it cannot be stepped here, or has stepped already.
     """
     cls = type(optimizer)
-    require_elementwise(optimizer)
+    if cls.__name__ not in WHOLE:
+        require_elementwise(optimizer)
     if optimizer.state:
         raise ConfigError(
             f"this {cls.__name__} has state already, which cannot follow its parameters into flat shards: pass one "
@@ -136,7 +140,31 @@ def from_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
         )
     known = inspect.signature(cls).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
-    return lambda groups: cls(groups, **defaults)
+    return _maker(cls, lambda groups: cls(groups, **defaults))
+
+
+def require_whole_tensors(name: str, config: Config, grid: Grid | None = None) -> None:
+    """Refuse an optimizer for whole tensors where no rank has them.
+
+    Args:
+        name: of its class.
+        config: stage 0 of ZeRO, and no offload, leave them whole.
+        grid: and so does a tensor axis of 1; None: not known yet.
+    """
+    if name not in WHOLE:
+        return
+    reason, instead = WHOLE[name]
+    zero = config.zero_optimization
+    why = f"optimizer.type = {name!r}: {reason}, and "
+    if zero.stage > 0:
+        raise ConfigError(f"{why}zero_optimization.stage {zero.stage} steps flat ranges: set stage 0, or use {instead}")
+    if zero.offload_optimizer.device != "none" or zero.sub_group_size is not None:
+        raise ConfigError(
+            f"{why}zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out, or use "
+            f"{instead}"
+        )
+    if grid is not None and grid.tensor.size > 1:
+        raise ConfigError(f"{why}the grid's tensor axis of {grid.tensor.size} shards tensors: use {instead}")
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -146,6 +174,10 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} needs whole tensors, but optimizer state lives on flat ranges here; use one "
             f"of {', '.join((*ELEMENTWISE, 'Lion'))}"
         )
+
+
+def _maker(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
+    return WholeTensors(make) if cls.__name__ in WHOLE else make
 
 
 def _fused(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], params: dict[str, Any]) -> Any:

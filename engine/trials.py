@@ -25,7 +25,8 @@ def try_out(config: Config) -> None:
     """
     if config.optimizer is not None:
         kind = config.optimizer.type
-        optimizers.from_config(config.optimizer)  # whatever is wrong with a name or a type
+        cls, _ = optimizers.resolve(config.optimizer)  # whatever is wrong with a name or a type
+        optimizers.require_whole_tensors(cls.__name__, config)
         trial("optimizer.params", config.optimizer.params, lambda given: _optimizer(kind, given))
     if config.scheduler is not None:
         chosen = config.scheduler
@@ -34,11 +35,12 @@ def try_out(config: Config) -> None:
 
 
 def _optimizer(kind: str, params: Mapping[str, Any], groups: int = 1) -> torch.optim.Optimizer:
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(groups)]
+    shape = (2, 2) if kind.lower() in map(str.lower, optimizers.WHOLE) else (1,)
+    parameters = [nn.Parameter(torch.ones(shape)) for _ in range(groups)]
     made = optimizers.from_config(OptimizerConfig(type=kind, params=dict(params)))
     optimizer = made([{"params": [parameter]} for parameter in parameters])
     for parameter in parameters:
-        parameter.grad = torch.ones(1)
+        parameter.grad = torch.ones(shape)
     for _ in range(_STEPS):
         optimizer.step()
     return optimizer

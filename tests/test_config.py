@@ -62,7 +62,7 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def engine(grid: Grid | None = None, **config: Any) -> triax.Engine:
-    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
     dtype = torch.float32 if "fp16" in config else torch.float64
     model = PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=dtype)
     base = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -136,7 +136,7 @@ def test_auto_is_what_follows_from_the_rest_or_an_error() -> None:
 
 
 def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    idle = {
+    idle: dict[str, Any] = {
         "zero_optimization": {"stage": 1, "stage3_max_act_size": 1e9, "offload_param": {"device": "cpu"}},
         "activation_checkpointing": {"enabled": True},
         "pipeline": {"micro_batch_size": 4, "stages": "auto"},
@@ -222,7 +222,7 @@ def test_older_names() -> None:
 
 def tutorial(path: str) -> tuple[list[bool], list[float], str, int]:
     grid = Grid(timeout=60)
-    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
     model = PipelineModule(layers, grid=grid, loss_fn=loss_fn)
     made, optimizer, _, _ = triax.initialize(
         args=type("Args", (), {"deepspeed_config": path})(), model=model, model_parameters=model.parameters()
@@ -554,7 +554,7 @@ def scaled(replicas: int, config: dict[str, Any]) -> tuple[Any, float | None, fl
             summed.append(float(bucket._prescale))
             return pending
 
-        bucket.reduce = spy  # type: ignore[method-assign]
+        bucket.reduce = spy  # type: ignore[method-assign,assignment]
     loss = made.train_batch(batches)
     return made.gather("gradients"), made.get_global_grad_norm(), loss.item(), summed
 
@@ -732,7 +732,7 @@ def resized(shape: tuple[int, int, int], schedule: str) -> Any:
 
 @pytest.mark.parametrize(("shape", "schedule"), [((1, 1, 1), "1f1b"), ((2, 1, 1), "zb-h1"), ((1, 2, 1), "gpipe")])
 def test_a_batch_of_another_size(ranks: Any, shape: tuple[int, int, int], schedule: str) -> None:
-    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
     model = PipelineModule(layers, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

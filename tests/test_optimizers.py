@@ -47,9 +47,13 @@ def trained(optimizer: dict[str, Any], grid: Grid | None = None, **config: Any) 
 Update = Callable[[Tensor, Tensor, dict[str, Any], int], None]
 
 
-def reference(update: Update | None = None, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> Any:
+def reference(
+    update: Update | None = None, make: Callable[[Any], torch.optim.Optimizer] | None = None, frozen: int = 0
+) -> Any:
     """The same steps on whole tensors: by an optimizer of torch's, or by ``update(p, g, state, step)`` on each."""
     model = PipelineModule(layers(), loss_fn=loss_fn, dtype=torch.float64)
+    for p in model.parameters():
+        p.requires_grad_(p.dim() != frozen)
     optimizer = None if make is None else make(model.parameters())
     states: dict[Tensor, dict[str, Any]] = {p: {} for p in model.parameters()}
     batches = data()
@@ -135,9 +139,70 @@ def test_torchs_own_on_whole_tensors(optimizer: dict[str, Any], name: str, more:
     torch.testing.assert_close(trained(optimizer), wanted, rtol=1e-10, atol=1e-13)
 
 
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("Adafactor", {"lr": LR, "weight_decay": 0.1}),
+    ("Muon", {"lr": LR, "ns_steps": 3}),
+]
+
+
+def on_whole_tensors(shape: tuple[int, int, int], name: str, params: dict[str, Any], given: str) -> Any:
+    """Matrices by an optimizer that needs them whole; where that takes matrices alone, biases stand still."""
+    grid = Grid(*shape, timeout=60)
+    model = PipelineModule(layers(), grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
+    parameters = [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4 // shape[1], "gradient_clipping": 0.5}
+    config["zero_optimization"] = {"reduce_bucket_size": 5}
+    more: dict[str, Any] = {"model_parameters": parameters}
+    if given == "instance":
+        more = {"optimizer": getattr(torch.optim, name)(parameters, **params)}
+    else:
+        config["optimizer"] = {"type": name, "params": params}
+    engine, optimizer, *_ = triax.initialize(model=model, config=config, **more)
+    batches = data(grid.data.rank, grid.data.size)
+    for _ in range(STEPS):
+        engine.train_batch(batches)
+    assert type(optimizer) is getattr(torch.optim, name)
+    return engine.gather()
+
+
+@pytest.mark.parametrize(("name", "params"), WHOLE, ids=[name for name, _ in WHOLE])
+def test_whole_tensors_in_stage_0(ranks: Any, name: str, params: dict[str, Any]) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)([p for p in parameters if p.dim() == 2 or name != "Muon"], **params)
+
+    wanted = reference(make=make, frozen=1 if name == "Muon" else 0)
+    for shape, given in (((1, 1, 1), "instance"), ((1, 2, 1), "config"), ((2, 1, 1), "config")):
+        for found in ranks(shape[0] * shape[1], on_whole_tensors, shape, name, params, given):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def sharded_whole() -> list[str]:
+    said = []
+    for grid, zero in ((Grid(tensor=2, timeout=60), {}), (Grid(data=2, timeout=60), {"stage": 1})):
+        try:
+            trained(case("Adafactor"), grid, zero_optimization=zero)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_whole_tensors_are_asked_for_where_there_are_none(ranks: Any) -> None:
+    for said in ranks(2, sharded_whole):
+        assert "the grid's tensor axis of 2 shards tensors: use Lion" in said[0]
+        assert "zero_optimization.stage 1 steps flat ranges: set stage 0, or use Lion" in said[1]
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match="leave them out, or use AdamW"):
+        read_config({"train_batch_size": 4, "optimizer": case("muon"), "zero_optimization": zero})
+
+
 def test_every_name_has_a_case() -> None:
-    tried = {optimizer["type"].lower() for optimizer, *_ in (*BY_FORMULA, *BY_TORCH)}
-    assert {name.lower() for name in KNOWN} <= tried | {"deepspeedcpulion"}  # Lion by a third name
+    cases = [case for case, _ in BY_FORMULA] + [case for case, *_ in BY_TORCH]
+    tried = {case["type"].lower() for case in cases}
+    assert {name.lower() for name in KNOWN} <= tried | {
+        "adafactor",
+        "muon",
+        "deepspeedcpulion",
+    }  # above; and Lion by a third name
     assert resolve(OptimizerConfig(type="DeepSpeedCPULion"))[0] is resolve(OptimizerConfig(type="Lion"))[0]
 
 
@@ -161,8 +226,6 @@ def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> Non
     ("optimizer", "words"),
     [
         (case("Lamb"), "optimizer.type = 'Lamb': its trust ratio is of a whole tensor"),
-        (case("Adafactor"), "use Lion, with half of Adam's state"),
-        (case("muon"), "it makes a whole matrix orthogonal"),
         (case("LBFGS"), "it evaluates the loss several times a step"),
         (case("OneBitAdam", freeze_step=2), 'use Adam, with communication_data_type "bf16"'),
         (case("Adamm"), "there is no such optimizer; did you mean 'Adam'?"),
