@@ -13,7 +13,7 @@ class OptimizerConfig(Section):
     """``optimizer``: which, and its arguments."""
 
     type: str = Field(
-        description="DeepSpeed's or torch.optim's name; one that needs whole tensors (Adafactor, Muon) in stage 0 alone."
+        description="DeepSpeed's or torch.optim's name; those that need whole tensors (Adafactor, Muon) in stage 0."
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Its arguments: lr, betas, weight_decay, ...")
     legacy_fusion: Any = idle("torch's fused kernels are used where there are any")

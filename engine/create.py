@@ -34,6 +34,7 @@ def initialize(
     lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
+    config_params: Config | Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Make an engine. Every rank calls this, with the same arguments.
 
@@ -47,7 +48,8 @@ def initialize(
         lr_scheduler: a function from the optimizer to a torch scheduler; it is stepped after each batch. None:
             ``config["scheduler"]``.
         collate_fn: of the data loader.
-        config: a dict, or the path of a JSON file, in DeepSpeed's dialect.
+        config: a dict, or the path of a JSON file, in DeepSpeed's dialect: docs/config.md.
+        config_params: an older name of ``config``.
 
     Returns:
         engine, optimizer, dataloader, lr_scheduler: the latter three None where there is none.
@@ -61,6 +63,9 @@ def initialize(
             f"model is a {type(model).__name__}, not a PipelineModule: wrap it, PipelineModule([model], "
             "loss_fn=...), or list its layers"
         )
+    if config is not None and config_params is not None:
+        raise ConfigError("config_params is an older name of config: give the second alone")
+    config = config if config is not None else config_params
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")

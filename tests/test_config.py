@@ -220,6 +220,13 @@ def test_older_names() -> None:
     assert read_config({"$schema": "triax.schema.json", "seed": 3}).seed == 3
 
 
+def test_config_params_is_config() -> None:
+    model = PipelineModule([LayerSpec(nn.Linear, 1, 1)], loss_fn=loss_fn)
+    with pytest.raises(ConfigError, match="config_params is an older name of config"):
+        triax.initialize(model=model, config={}, config_params={})
+    assert triax.initialize(model=model, config_params={"train_batch_size": 3})[0].train_batch_size() == 3
+
+
 def tutorial(path: str) -> tuple[list[bool], list[float], str, int]:
     grid = Grid(timeout=60)
     layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
