@@ -68,8 +68,7 @@ class Compat:
         """
         if self.training_dataloader is not None:
             raise ConfigError(
-                "training_data is in the order of batches of one size: set_train_batch_size needs an iterator of "
-                "yours, train_batch(iterator)"
+                "training_data is in the order of batches of one size: set_train_batch_size needs a loader of your own"
             )
         sizes = {
             "train_batch_size": train_batch_size,

@@ -34,7 +34,7 @@ from .data import BatchOrder, make_loader, repeat
 from .failure import all_or_none
 from .monitor import make_monitor
 from .schedulers import advance
-from .weights import Weights
+from .weights import Weights, assembled
 
 
 class Engine(Compat, Weights):
@@ -240,18 +240,7 @@ class Engine(Compat, Weights):
                 mine[member.layout.name] = member.layout, gradient
         else:
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
-        # One replica is enough, and values must not drag along the flat buffers they are views of.
-        local = {name: (layout, tensor.clone().cpu()) for name, (layout, tensor) in mine.items()}
-        everyone = self.grid.world.all_gather_object(local if self.grid.data.is_first else {})
-        whole_tensors: dict[str, Tensor] = {}
-        topology, size = self.grid.topology, self.grid.tensor.size
-        for rank, held in enumerate(everyone):
-            place = topology.coordinate(rank)
-            for name, (layout, _) in held.items():
-                if name not in whole_tensors:
-                    ranks = [topology.rank(**{**place._asdict(), "tensor": t}) for t in range(size)]
-                    whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
-        return whole_tensors
+        return assembled(self.grid, mine)
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Within it all weights are whole, in stage 3 of ZeRO too. Collective over the data axis."""

@@ -41,6 +41,7 @@ class Passes:
         trained: the parameters that are stepped.
         last: whether the next pass is the step's last one, where nothing is ``expected``.
         count: backward passes of this step so far.
+        seen: how many of them the owner has seen; back to 0 with them.
         reduced: every gradient of the step is.
         stepped: so are the weights: ``zero`` begins the next step.
 
@@ -99,7 +100,7 @@ class Passes:
         if self.replicas.gatherer is not None:
             self._units = Units(cut, self.replicas.gatherer, keep, expected or 1, self._over)
         self._running: AbstractContextManager[None] | None = None  # what the backward pass that runs is in
-        self.count = 0
+        self.count = self.seen = 0
         self.last = self.reduced = self.stepped = False
         self._closed = False  # the last pass began
         self._task = -1
@@ -109,7 +110,7 @@ class Passes:
     def begin(self) -> None:
         """A new step: gradients are zero."""
         self.replicas.begin()
-        self.count = 0
+        self.count = self.seen = 0
         self.reduced = self.stepped = self._closed = False
         if self._units is not None:
             self._units.forget()
