@@ -67,7 +67,7 @@ def trial(where: str, given: Mapping[str, Any], make: Callable[[Mapping[str, Any
 def _fails(make: Callable[[Mapping[str, Any]], Any], params: Mapping[str, Any]) -> Exception | None:
     try:
         make(params)
-    except (ValueError, TypeError, ArithmeticError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever a class of torch's says of its arguments
         return error
     return None
 
@@ -88,10 +88,12 @@ def _mismatch(value: Any, default: Any, annotation: Any) -> str | None:
         return None if isinstance(value, str) else "a text in quotes"
     if isinstance(value, list) and words & {"list", "sequence", "iterable", "rates"}:
         return None if all(_number(v) for v in value) else "a list of numbers"
+    if words & {"sequence", "iterable"}:
+        return "a list of numbers"
     if "float" in words or "rates" in words or isinstance(default, float):
         return None if _number(value) else "a number"
     if "int" in words or isinstance(default, int):
-        return None if _number(value) and float(value).is_integer() else "a whole number"
+        return None if _number(value) and (isinstance(value, int) or value.is_integer()) else "a whole number"
     return None
 
 

@@ -203,11 +203,14 @@ def read_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
     if isinstance(config, (str, Path)):
         source = str(config)
         try:
-            config = parse(Path(config).read_text(encoding="utf-8"), source)
+            text = Path(config).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"the configuration {source} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"the configuration {source} is no text in UTF-8: byte {error.start}") from error
+        except ValueError as error:  # no path at all
+            raise ConfigError(f"the configuration {source!r} cannot be read: {error}") from error
+        config = parse(text, source)
     if not isinstance(config, Mapping):
         raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
     try:

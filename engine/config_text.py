@@ -48,7 +48,9 @@ def parse(text: str, source: str) -> Any:
     plain = _LAST_COMMA.sub(lambda match: match[0] if match[0].startswith('"') else " ", plain)
     try:
         return json.loads(plain, object_pairs_hook=section, parse_constant=constant)
-    except json.JSONDecodeError as error:
+    except ConfigError:
+        raise
+    except ValueError as error:  # of which json's own error is one
         raise ConfigError(f"the configuration {source} is not JSON: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"the configuration {source} is nested too deeply to be one") from error

@@ -104,6 +104,7 @@ def test_the_tutorials_file_with_its_comments(tmp_path: Path) -> None:
         ("[1]", "the configuration is a list"),
         ("[" * 100_000, "nested too deeply"),
         ("", "is not JSON"),
+        ('{"seed": ' + "9" * 5000 + "}", "config.json is not JSON: Exceeds the limit"),
         (b"\xff\xfe", "is no text in UTF-8: byte 0"),
     ],
 )
