@@ -28,14 +28,40 @@ Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
 
 @overload
-def initialize(
-    args: Any = None, *, model: PipelineModule, **others: Any
+def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.Module too
+    args: Any = ...,
+    *,
+    model: PipelineModule,
+    optimizer: Any = ...,
+    model_parameters: Iterable[Any] | None = ...,
+    training_data: Any = ...,
+    lr_scheduler: Any = ...,
+    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    config: Any = ...,
+    config_params: Any = ...,
+    grid: Grid | None = ...,
+    mpu: Any = ...,
+    distributed_port: int | None = ...,
+    dist_init_required: bool | None = ...,
 ) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]: ...
 
 
 @overload
 def initialize(
-    args: Any = None, model: nn.Module | None = None, *others: Any, **more: Any
+    args: Any = ...,
+    model: nn.Module | None = ...,
+    optimizer: Any = ...,
+    model_parameters: Iterable[Any] | None = ...,
+    training_data: Any = ...,
+    lr_scheduler: Any = ...,
+    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    config: Any = ...,
+    config_params: Any = ...,
+    *,
+    grid: Grid | None = ...,
+    mpu: Any = ...,
+    distributed_port: int | None = ...,
+    dist_init_required: bool | None = ...,
 ) -> tuple[ModuleEngine, torch.optim.Optimizer | None, Loader | None, LRScheduler | None]: ...
 
 

@@ -65,7 +65,7 @@ class ModuleEngine(Compat, Weights):
     """
 
     global_steps = 0
-    micro_steps = 0  # type: ignore[assignment]
+    micro_steps = 0
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ModuleEngine(Compat, Weights):
                 number_samples(self._dropout, (args, kwargs), first, self.global_steps)
             y = self.module(*args, **kwargs)
             if trains and len(_SCALING):
-                y, seen = rescaled(y, self._scale)
+                y, seen = rescaled(y, self._missing)
                 self._opaque |= not seen
             return y
 
@@ -336,7 +336,7 @@ class ModuleEngine(Compat, Weights):
         return self.grid.device.index or 0
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """The whole module's ``state_dict()``, on every rank: what a plain module of one process loads. Collective."""
+        """``state_dict()`` with whole weights, for a module of one process; buffers are this rank's. Collective."""
         whole = self.gather()
         names = {p: layout_of(p).name or name for name, p in self.module.named_parameters()}
         return {
@@ -374,6 +374,9 @@ class ModuleEngine(Compat, Weights):
 
     def _scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.scale
+
+    def _missing(self) -> float:  # if the loss was not scaled
+        return 1.0 if self._by_hand else self._scale()
 
     def _begin(self) -> None:
         """After a step, the first forward or backward pass begins the next one."""

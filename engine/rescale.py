@@ -36,7 +36,7 @@ def rescaled(value: Any, scale: Callable[[], float]) -> tuple[Any, bool]:
     """
     if isinstance(value, Tensor):
         wanted = value.requires_grad and value.is_floating_point()
-        return (_Rescale.apply(scale, value) if wanted else value), True  # type: ignore[no-untyped-call]
+        return (_Rescale.apply(scale, value) if wanted else value), True
     if isinstance(value, Mapping):
         made: Any = copy.copy(value)  # a model's output has a class of its own
         parts = {key: rescaled(item, scale) for key, item in value.items()}

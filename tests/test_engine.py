@@ -126,8 +126,9 @@ def test_adam_decouples_its_weight_decay_as_deepspeed_does() -> None:
 
 
 def test_what_initialize_refuses() -> None:
-    with pytest.raises(TypeError, match=r"wrap it, PipelineModule\(\[model\], loss_fn="):
-        triax.initialize(model=nn.Linear(2, 2), config=BASE)  # type: ignore[arg-type]
+    wrong: Any = mean_loss
+    with pytest.raises(TypeError, match=r"model is a function, not an nn\.Module"):
+        triax.initialize(model=wrong, config=BASE)
     model = PipelineModule(layers(), loss_fn=mean_loss)
     with pytest.raises(ConfigError, match="pass config="):
         triax.initialize(model=model)
