@@ -71,7 +71,7 @@ def initialize(
     optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
     config_params: Config | Mapping[str, Any] | str | Path | None = None,
@@ -92,8 +92,8 @@ def initialize(
             flat parameters), or a function from parameter groups to one. None: ``config["optimizer"]``.
         model_parameters: the parameters to train, or parameter groups; by default all that require gradients.
         training_data: a dataset of ``(inputs, labels)``; its order depends on the configuration's seed alone.
-        lr_scheduler: a function from the optimizer to a torch scheduler; it is stepped after each batch. None:
-            ``config["scheduler"]``.
+        lr_scheduler: a function from the optimizer to a torch scheduler, or a scheduler over ``optimizer``; it is
+            stepped after each step. None: ``config["scheduler"]``.
         collate_fn: of the data loader.
         config: a dict, or the path of a JSON file, in DeepSpeed's dialect: docs/config.md.
         config_params: an older name of ``config``.
@@ -146,10 +146,7 @@ def initialize(
         make = optimizers.from_config(checked.optimizer)
         optimizers.require_whole_tensors(optimizers.resolve(checked.optimizer)[0].__name__, checked, grid)
     if lr_scheduler is not None and not callable(lr_scheduler):
-        raise TypeError(
-            "lr_scheduler is a scheduler over another optimizer than the engine's: pass a function instead, such as "
-            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
-        )
+        lr_scheduler = schedulers.over_another(lr_scheduler, optimizer)
     if lr_scheduler is None and checked.scheduler is not None:
         lr_scheduler = _scheduler(checked.scheduler, make)
     engine: Engine | ModuleEngine

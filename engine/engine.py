@@ -164,7 +164,7 @@ class Engine(Compat, Weights):
             # What had no gradient anywhere stands still, as under torch's optimizers. Mostly there is no such thing.
             self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
-                advance(self.lr_scheduler, loss / weight)
+                advance(self.lr_scheduler, loss / weight, self.optimizer)
         if self._scaler is not None:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale

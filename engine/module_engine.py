@@ -33,7 +33,7 @@ from .failure import all_or_none
 from .module_start import ModuleOptimizer, bind_dropout, describe, number_samples, share
 from .monitor import make_monitor
 from .rescale import rescaled, scaled_by
-from .schedulers import advance
+from .schedulers import advance, follow
 from .weights import Weights, assembled
 
 # Engines with a loss scale: where there are any, every engine's outputs see to it that only its own counts.
@@ -234,7 +234,7 @@ class ModuleEngine(Compat, Weights):
             # What had no gradient anywhere stands still, as under torch's optimizers.
             optimizer.next = scale, self._replicas.without_gradient() if unused > 0 else ()
             optimizer.step()
-            self._schedule(loss, lr_kwargs)
+            self._schedule(optimizer, loss, lr_kwargs)
         else:
             self._passes.stepped = True
         if self._scaler is not None:
@@ -244,18 +244,19 @@ class ModuleEngine(Compat, Weights):
         if self._monitor is not None:
             self._monitor(self, loss)  # type: ignore[arg-type]
 
-    def _schedule(self, loss: Tensor, lr_kwargs: Mapping[str, Any] | None) -> None:
+    def _schedule(self, optimizer: ModuleOptimizer, loss: Tensor, lr_kwargs: Mapping[str, Any] | None) -> None:
         if self.lr_scheduler is None:
             return
         if lr_kwargs:
             self.lr_scheduler.step(**lr_kwargs)
+            follow(self.lr_scheduler, optimizer)
         elif isinstance(self.lr_scheduler, ReduceLROnPlateau) and not self._losses:
             raise AgreedError(
                 "ReduceLROnPlateau goes by the loss, which only engine.backward(loss) tells: call that, or "
                 'engine.step(lr_kwargs={"metrics": loss})'
             )
         else:
-            advance(self.lr_scheduler, loss)
+            advance(self.lr_scheduler, loss, optimizer)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this microbatch is the last one of a step."""
@@ -354,8 +355,7 @@ class ModuleEngine(Compat, Weights):
         if what == "weights":
             with self._replicas.whole():
                 for name, parameter in self.module.named_parameters():
-                    layout = layout_of(parameter)
-                    mine[layout.name or name] = layout, parameter.detach().clone()
+                    mine[layout_of(parameter).name or name] = layout_of(parameter), parameter.detach().clone()
         elif what == "gradients":
             mine = {member.layout.name: (member.layout, gradient) for member, gradient in self._replicas.gradients()}
         else:

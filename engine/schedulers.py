@@ -86,9 +86,37 @@ def _resolves(where: str, cls: type[LRScheduler], key: str) -> bool:
     return parameter is not None
 
 
-def advance(scheduler: LRScheduler, loss: Tensor) -> None:
+def advance(scheduler: LRScheduler, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """After an optimizer step: the next learning rates. ``loss`` is the step's, which ReduceLROnPlateau goes by."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step(float(loss))
     else:
         scheduler.step()
+    follow(scheduler, optimizer)
+
+
+def follow(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+    """Where the schedule is over the optimizer that the engine's was made from: what it wrote there counts here."""
+    source = scheduler.optimizer
+    if source is not optimizer:
+        for mine, its in zip(optimizer.param_groups, source.param_groups, strict=True):
+            mine.update({key: value for key, value in its.items() if key not in ("params", "param_names")})
+
+
+def over_another(scheduler: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+    """A function that returns a schedule which is there already, over the optimizer that was passed with it.
+
+    Raises:
+        TypeError: it is over another one, or is no schedule.
+    """
+    if not isinstance(scheduler, LRScheduler) or scheduler.optimizer is not optimizer:
+        raise TypeError(
+            "lr_scheduler is neither a scheduler over the optimizer that is passed with it nor a function: pass one, "
+            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # the engine's steps: else torch warns
+
+    def made(_: torch.optim.Optimizer) -> LRScheduler:
+        return scheduler
+
+    return made

@@ -57,7 +57,7 @@ def _schedule(optimizer: OptimizerConfig | None, kind: str, params: Mapping[str,
             try:
                 scheduler = schedulers.from_config(SchedulerConfig(type=kind, params=dict(params)))(over)
                 for _ in range(_STEPS):
-                    schedulers.advance(scheduler, torch.ones(()))
+                    schedulers.advance(scheduler, torch.ones(()), over)
                 return
             except ValueError:
                 if groups == [1, *lists][-1]:

@@ -630,6 +630,19 @@ def test_schedules_and_modes() -> None:
     engine.backward(loss_of(engine))
     engine.step()
     assert engine.get_lr() == [0.05, 0.0015] and engine.get_mom() == [0.9, 0.9]
+    given = torch.optim.SGD(groups(other := net()), lr=0.1)
+    over = torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
+    followed = one({"train_batch_size": MICRO}, model=other, optimizer=given, lr_scheduler=over)
+    for rates in ([0.05, 0.0015], [0.025, 0.00075]):
+        followed.backward(loss_of(followed))
+        before = followed.module.enter.weight.detach().clone()
+        rate = followed.get_lr()[0]
+        followed.step()
+        moved = followed.module.enter.weight - before + rate * 0.2 * before  # with the weight decay
+        torch.testing.assert_close(moved, -rate * followed.gather("gradients")["enter.weight"])
+        assert followed.get_lr() == rates and followed.lr_scheduler is over
+    with pytest.raises(TypeError, match="neither a scheduler over the optimizer that is passed with it nor a function"):
+        one(lr_scheduler=over)
     assert engine.eval() is engine and not engine.module.training and engine.train().module.training
     assert engine.shift is engine.module.shift and [*engine.parameters()] == [*engine.module.parameters()]
     plainly = copy.deepcopy(net())
