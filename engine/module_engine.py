@@ -228,9 +228,9 @@ class ModuleEngine(Compat, Weights):
         self._norm = square.sqrt() / divisor
         overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
         if not overflow:
-            scale = torch.full_like(self._norm, 1.0 / divisor)
+            scale = None if divisor == 1.0 else torch.full_like(self._norm, 1.0 / divisor)
             if self.config.gradient_clipping:
-                scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
+                scale = clip_coefficient(self._norm, self.config.gradient_clipping) / divisor
             # What had no gradient anywhere stands still, as under torch's optimizers.
             optimizer.next = scale, self._replicas.without_gradient() if unused > 0 else ()
             optimizer.step()
