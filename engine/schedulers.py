@@ -114,7 +114,7 @@ def over_another(scheduler: Any, optimizer: Any) -> Callable[[torch.optim.Optimi
             "lr_scheduler is neither a scheduler over the optimizer that is passed with it nor a function: pass one, "
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
         )
-    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # the engine's steps: else torch warns
+    scheduler.optimizer._opt_called = True  # the engine's steps: else torch warns
 
     def made(_: torch.optim.Optimizer) -> LRScheduler:
         return scheduler
