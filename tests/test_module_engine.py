@@ -210,6 +210,34 @@ def test_no_sync(ranks: Any, stage: int) -> None:
                 torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
 
 
+def without_gradient(stage: int) -> dict[str, Tensor]:
+    """In one microbatch, the second replica's loss has nothing to do with the module."""
+    engine, *_ = initialize(model=net(), config=config("SGD", 2, stage), grid=Grid(timeout=30))
+    rank = engine.grid.data.rank
+    for index in range(2):
+        x, y = microbatch(0, index, rank)
+        loss = (engine(x) - y).square().mean()
+        if (index, rank) in ((0, 1), (1, 0)):
+            loss = torch.ones(1, requires_grad=True).sum()
+        engine.backward(loss)
+        engine.step()
+    return engine.gather("gradients")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_replica_without_a_gradient(ranks: Any, stage: int) -> None:
+    model = net()
+    for index, replica in ((0, 0), (1, 1)):
+        x, y = microbatch(0, index, replica)
+        ((model(x) - y).square().mean() / 4).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    for gradients in ranks(2, without_gradient, stage, timeout=40):
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                expected = torch.zeros_like(p) if p.grad is None else p.grad
+                torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
+
+
 def two_engines(stages: tuple[int, int], accumulation: int) -> list[dict[str, Tensor]]:
     grid = Grid(timeout=60)
     engines = [
@@ -545,6 +573,8 @@ def test_the_wrong_call_says_which_is_right() -> None:
     engine.backward(loss_of(engine))
     with pytest.raises(RuntimeError, match="add the losses and call backward"):
         engine.backward(loss_of(engine))
+    with pytest.raises(RuntimeError, match=r"add 0\.0 \* output\.sum\(\) to it"):
+        one(config(stage=3)).backward(torch.ones((), requires_grad=True))
     engine.zero_grad()
     with pytest.raises(RuntimeError, match=re.escape("call engine.step(), not optimizer.step()")):
         engine.optimizer.step()

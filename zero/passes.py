@@ -144,10 +144,17 @@ class Passes:
         self.reduced = True
 
     def absent(self) -> None:
-        """A pass that gave this replica no gradient, and others maybe some. Collective, where it is reduced."""
+        """A pass that gave this replica no gradient, and others maybe some. Collective, where it is reduced.
+
+        Raises:
+            RuntimeError: in stage 3, where the other replicas gather weights in it.
+        """
         self._require_whole()
         if self._units is not None:
-            self._units.catch_up(1)
+            raise RuntimeError(
+                "the loss depends on no trained parameter, and in stage 3 every replica's backward pass gathers them: "
+                "add 0.0 * output.sum() to it, or use stage 2"
+            )
         self._empty(self.last)
 
     def require_known(self, parameters: Iterable[Tensor]) -> None:
