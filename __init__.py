@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .engine.engine import Engine as Engine
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
+    from .engine.module_engine import ModuleEngine as ModuleEngine
+    from .engine.script import add_config_arguments as add_config_arguments
+    from .engine.script import init_distributed as init_distributed
     from .grid.grid import Grid as Grid
     from .grid.layout import Layout as Layout
     from .grid.topology import Topology as Topology
@@ -66,6 +69,9 @@ _HOMES = {
     "Engine": "engine.engine",
     "InferenceEngine": "engine.inference",
     "init_inference": "engine.inference",
+    "ModuleEngine": "engine.module_engine",
+    "add_config_arguments": "engine.script",
+    "init_distributed": "engine.script",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .config import ConfigError, batch_sizes, read_config
+from .config import ConfigError
+from .config_cli import config
 from .formulas import BYTES, STATES, ModelStates, model_states
 from .generate_cli import generate
 from .schedule_cli import schedule
@@ -27,22 +26,6 @@ app = typer.Typer(
 @app.callback()
 def main_options() -> None:
     """Training in three dimensions: pipe, tensor and data."""
-
-
-@app.command()
-def config(
-    file: Annotated[Path, typer.Argument(help="A configuration in DeepSpeed's JSON dialect.")],
-    replicas: Annotated[int, typer.Option(min=1, help="The size of the data axis.")] = 1,
-) -> None:
-    """Check a configuration and print it resolved: defaults filled in, all three batch sizes."""
-    checked = read_config(file)
-    batch = batch_sizes(checked, replicas)
-    resolved = checked.model_dump() | {
-        "train_batch_size": batch.train,
-        "train_micro_batch_size_per_gpu": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
-    }
-    typer.echo(json.dumps(resolved, indent=2))
 
 
 @app.command()
@@ -70,6 +53,7 @@ def memory(
     Console().print(table)
 
 
+app.command()(config)
 app.command()(schedule)
 app.command()(generate)
 

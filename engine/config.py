@@ -1,295 +1,189 @@
-"""The configuration: DeepSpeed's JSON dialect, checked. An unknown key is an error, never ignored."""
+"""The configuration: DeepSpeed's JSON dialect, checked. What it asks for is done, or refused with the reason."""
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from ..pipe.schedules import NAMES
 from .choose import FILES
+from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
+from .config_sections import (
+    ActivationCheckpointingConfig,
+    Bf16Config,
+    DataTypesConfig,
+    Fp16Config,
+    MonitorConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    SchedulerConfig,
+    TensorParallelConfig,
+    WandbConfig,
+)
+from .config_text import parse
+from .config_zero import OffloadConfig, OffloadOptimizerConfig, ZeroConfig
+
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "Batch",
+    "Config",
+    "ConfigError",
+    "Fp16Config",
+    "OffloadConfig",
+    "OffloadOptimizerConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "batch_sizes",
+    "read_config",
+]
+
+_DATA = "the data is yours: leave it out, and hand train_batch what it should see"
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used; the message says which key, why, and what to write."""
+class Config(Section):
+    """What ``triax.initialize`` takes as ``config``."""
 
-
-# Elements; "auto", as Hugging Face's configurations have it, is the default.
-_Elements = Annotated[int, Field(ge=0)]
-_AutoElements = Annotated[_Elements | None, BeforeValidator(lambda value: None if value == "auto" else value)]
-_BUCKET = 2**22
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class OptimizerConfig(_Section):
-    """``optimizer``: which, and its arguments."""
-
-    type: str = Field(description="The optimizer: a name of torch.optim that works element by element.")
-    params: dict[str, Any] = Field(default_factory=dict, description="Its arguments: lr, betas, weight_decay, ...")
-
-
-class OffloadConfig(_Section):
-    """``zero_optimization.offload_param``: where shards of the weights are kept."""
-
-    device: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="none: with the model; cpu: the host's memory; nvme: a file."
+    train_batch_size: int | None = setting(None, "Samples a step, over all replicas.", auto=True, ge=1)
+    train_micro_batch_size_per_gpu: int | None = setting(
+        None, "Samples of one microbatch of one replica.", auto=True, ge=1
     )
-    nvme_path: str | None = Field(default=None, description="The folder of the file; it has no name there.")
-    pin_memory: bool = Field(default=False, description="Pin the host's memory, where the model is on a GPU.")
+    gradient_accumulation_steps: int | None = setting(
+        None, "Microbatches a step and replica: those that fill the pipeline.", auto=True, ge=1
+    )
+    optimizer: OptimizerConfig | None = setting(None, "Which, and its arguments; None: initialize(optimizer=...).")
+    scheduler: SchedulerConfig | None = setting(None, "Of the learning rates; None: they stay, or lr_scheduler=....")
+    gradient_clipping: float = setting(
+        0.0, "The longest global gradient; 0: no limit. auto: 1.", auto_is=1.0, ge=0.0, allow_inf_nan=False
+    )
+    prescale_gradients: bool = setting(
+        False,
+        "Divide gradients by the number of replicas before they are summed, so that the sum does not overflow in a "
+        "narrow communication_data_type. What is stepped is the same: the one division undoes it.",
+    )
+    gradient_predivide_factor: float = setting(1.0, "The same, with this number.", gt=0.0, allow_inf_nan=False)
+    zero_optimization: ZeroConfig = setting(ZeroConfig(), "What the data axis shards.")
+    pipeline: PipelineConfig = setting(PipelineConfig(), "How stages take turns.")
+    tensor_parallel: TensorParallelConfig = setting(TensorParallelConfig(), "Held against the grid.")
+    activation_checkpointing: ActivationCheckpointingConfig = setting(
+        ActivationCheckpointingConfig(), "What the backward pass computes again."
+    )
+    bf16: Bf16Config = setting(Bf16Config(), "Weights in bfloat16, masters in fp32.")
+    fp16: Fp16Config = setting(Fp16Config(), "Weights in float16, masters in fp32, and a loss scale.")
+    data_types: DataTypesConfig = setting(DataTypesConfig(), "Dtypes that follow from bf16 and fp16.")
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
+        None, "The dtype in which gradients are summed over replicas; by default that they have."
+    )
+    seed: int = setting(0, "Of the data's order and of dropout.")
+    steps_per_print: int | None = setting(
+        None, "Rank 0 prints step, loss, learning rate and samples a second, once in so many steps.", ge=1
+    )
+    dump_state: bool = setting(False, "Rank 0 prints the resolved configuration at the start.")
+    tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
+    csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each number, as DeepSpeed names them.")
+
+    wandb: WandbConfig = setting(WandbConfig(), "Runs of Weights & Biases, if it is installed.")
+
+    wall_clock_breakdown: Any = refused(
+        "leave it out, set engine.record_timeline = True, and engine.timeline has every op of the last batch"
+    )
+    memory_breakdown: Any = refused(
+        "leave it out, set engine.record_memory = True, and print engine.memory_report() after a batch"
+    )
+    comms_logger: Any = refused("leave it out, and print engine.traffic_report(): every collective is counted")
+    flops_profiler: Any = refused("leave it out, and run a batch within torch.utils.flop_counter.FlopCounterMode()")
+    comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
+    checkpoint: Any = refused("nothing here is set by it: leave it out; engine.gather() returns whole weights to save")
+    amp: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
+    torch_autocast: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
+    gradient_allreduce_op: Any = refused(
+        "gradients are summed, and divided by the weight of the batch: write mean", "mean"
+    )
+    disable_allgather: Any = refused("every rank needs the new weights: leave it out")
+    elasticity: Any = refused("the number of ranks is the launcher's: leave it out")
+    autotuning: Any = refused("leave it out: triax schedule --compare and triax memory weigh layouts on paper")
+    sparse_gradients: Any = refused("gradients are dense: leave it out, and build embeddings with sparse=False")
+    sparse_attention: Any = refused("attention is the model's: leave it out, and list a layer that has it")
+    compression_training: Any = refused("layers are trained as they are listed: leave it out")
+    quantize_training: Any = refused("layers are trained as they are listed: leave it out")
+    weight_quantization: Any = refused("layers are trained as they are listed: leave it out")
+    progressive_layer_drop: Any = refused("all layers run: leave it out")
+    eigenvalue: Any = refused("nothing is computed with it: leave it out")
+    curriculum_learning: Any = refused(_DATA)
+    data_efficiency: Any = refused(_DATA)
+    compile: Any = refused("nothing is compiled here: leave it out")
+    hybrid_engine: Any = refused(
+        "leave it out: triax.init_inference(engine) generates with the weights that are trained"
+    )
+    nebula: Any = refused("leave it out: there is no such service here")
+    expert_parallel: Any = refused("there is no expert axis: leave it out")
+    use_data_before_expert_parallelism: Any = refused("there is no expert axis: leave it out")
+    sequence_parallel_size: Any = refused(
+        "leave it out: the models' sequence_parallel=True shards the sequence over the tensor axis", 1
+    )
+    disable_python_gc: Any = refused("leave it out, and call gc.disable() yourself")
+    managed_gradient_accumulation: Any = refused("leave it out: train_batch runs all microbatches of a step", True)
+    zero_allow_untested_optimizer: Any = idle("every optimizer that works element by element is stepped in every stage")
+    zero_force_ds_cpu_optimizer: Any = idle("an offloaded update runs on the CPU with the optimizer that is named")
+    aio: Any = idle("files are mapped into memory: there are no reads to queue")
+    timers: Any = idle("engine.record_timeline measures")
+    log_level: Any = idle('logging.getLogger("triax").setLevel(...) says what is logged')
+    dataloader_drop_last: Any = idle("an incomplete last batch of training_data is always left out")
+    seq_parallel_communication_data_type: Any = idle("the sequence's shards travel in the dtype of the model")
+    vocabulary_size: Any = idle("the model has a vocabulary of any size")
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, values: Any) -> Any:
-        """DeepSpeed's other keys, and what asks for nothing."""
-        if values is None:
-            return {}
-        given = values if isinstance(values, dict) else {}
-        if given.get("ratio") == 1:
-            given = {key: value for key, value in given.items() if key != "ratio"}
-        for key, reason in _NO_BUFFERS.items():
-            if key in given:
-                raise ValueError(f"{key} is not for triax ({reason}): leave it out")
-        if given.get("device") == "nvme":
-            if not given.get("nvme_path"):
-                raise ValueError("device nvme needs nvme_path, a folder on the disk")
-            if given.get("pin_memory"):
-                raise ValueError("pin_memory is for device cpu: a file's pages come and go")
+    def _other_names(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        given = {key: value for key, value in values.items() if key != "$schema"}  # that one is for editors
+        if "bfloat16" in given:
+            if "bf16" in given:
+                raise ValueError("bfloat16 is an older name of bf16: give the second alone")
+            given["bf16"] = given.pop("bfloat16")
+        if isinstance(given.get("steps_per_print"), float) and given["steps_per_print"] == float("inf"):
+            given["steps_per_print"] = None  # never, as some trainers write it
         return given
 
-
-class OffloadOptimizerConfig(OffloadConfig):
-    """``zero_optimization.offload_optimizer``: where its state, masters and accumulated gradients are kept."""
-
-    pipeline_read: bool = Field(default=True, description="On disk: read the next sub-group while one is updated.")
-    pipeline_write: bool = Field(
-        default=True, description="On disk: a sub-group is written while the next is updated; false waits for it."
-    )
-
-
-_NO_BUFFERS = {
-    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), "files are mapped, there are no buffers to size"),
-    "fast_init": "state is made in the first step, on the disk",
-    "pipeline": "pipeline_read and pipeline_write are its two halves",
-    "ratio": "all of the optimizer's state is kept in one place",
-}
-
-
-class ZeroConfig(_Section):
-    """``zero_optimization``: what the data axis shards."""
-
-    stage: int = Field(
-        default=0, ge=0, le=3, description="0: nothing; 1: the optimizer's state; 2: gradients too; 3: weights too."
-    )
-    reduce_bucket_size: Annotated[int, BeforeValidator(lambda value: _BUCKET if value == "auto" else value)] = Field(
-        default=_BUCKET, ge=1, description="Elements of gradient that are reduced in one collective."
-    )
-    reduce_scatter: bool = Field(
-        default=True, description="Reduce-scatter gradients; false: all-reduce them, twice the bytes."
-    )
-    reduce_each_microbatch: bool = Field(
-        default=True,
-        description="Stages 2 and 3: reduce gradients after every backward pass; false: after a step's last one, "
-        "holding them whole until then.",
-    )
-    allgather_partitions: bool = Field(
-        default=True, description="All-gather new weights after a step; false: every rank broadcasts its range."
-    )
-    allgather_bucket_size: _AutoElements = Field(
-        default=None, description="Elements of new weights on their way at once, after a step; auto: all of them."
-    )
-    overlap_comm: bool = Field(
-        default=True, description="Collectives run while something is computed; false: each is waited for at once."
-    )
-    contiguous_gradients: bool = True
-    round_robin_gradients: bool = False
-    ignore_unused_parameters: bool = Field(
-        default=True, description="False: a step in which a parameter got no gradient is an error that names it."
-    )
-    stage3_keep_gathered: bool = Field(
-        default=False,
-        description="Stage 3: gather a layer once a step and keep it whole, instead of for each pass through it.",
-    )
-    stage3_prefetch_bucket_size: _AutoElements = Field(
-        default=None, description="Stage 3: elements of the layers to run next that are gathered ahead; auto: a layer."
-    )
-    stage3_param_persistence_threshold: _AutoElements = Field(
-        default=None, description="Stage 3: parameters of at most so many elements stay whole; auto: 0."
-    )
-    stage3_max_live_parameters: _AutoElements = Field(
-        default=None,
-        description="Stage 3: beyond so many whole elements, nothing is kept or gathered ahead; auto: no limit.",
-    )
-    stage3_max_reuse_distance: _AutoElements = Field(
-        default=None,
-        description="Stage 3: a layer that runs again before so many elements of others have run stays whole; auto: 0.",
-    )
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    offload_param: OffloadConfig = OffloadConfig()
-    sub_group_size: Annotated[_Elements, Field(ge=1)] | None = Field(
-        default=None,
-        description="Elements that the optimizer updates together; by default 16777216 with offload, else all.",
-    )
-
     @model_validator(mode="after")
-    def _shards(self) -> ZeroConfig:
-        if self.offload_param.device != "none" and self.stage < 3:
+    def _agrees(self) -> Config:
+        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        steps = self.gradient_accumulation_steps
+        parts = [(name, value) for name, value in (("micro batch", micro), ("accumulation steps", steps)) if value]
+        product = (micro or 1) * (steps or 1)
+        if train and train % product:
+            said = " * ".join(f"{name} {value}" for name, value in parts)
             raise ValueError(
-                f"offload_param keeps shards of the weights, and in stage {self.stage} they are whole: set stage 3, "
-                "or leave it out"
+                f"train_batch_size {train} is no multiple of {said}{f' = {product}' if len(parts) > 1 else ''}, "
+                "whatever the number of replicas: change one of them (train_batch_size = "
+                "train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas)"
+            )
+        if self.bf16.enabled and self.fp16.enabled:
+            raise ValueError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
+        schedule = self.pipeline.schedule
+        if schedule not in NAMES and not schedule.endswith(FILES):
+            raise ValueError(no_such("pipeline.schedule", schedule, NAMES))
+        other = self.pipeline.activation_checkpoint_interval
+        if other and self.activation_checkpointing.interval not in (None, other):
+            raise ValueError(
+                f"pipeline.activation_checkpoint_interval {other} is another name of activation_checkpointing.interval "
+                f"{self.activation_checkpointing.interval}: give one of them"
             )
         return self
 
-    def notes(self) -> list[str]:
-        """What the user asked for that changes nothing here, and why."""
-        notes = [reason for key, (value, reason) in _NOTHING.items() if getattr(self, key) == value]
-        for key in sorted(self.model_fields_set):
-            stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
-            if self.stage not in stages and getattr(self, key) != type(self).model_fields[key].default:
-                notes.append(f"{key} acts in stage {' and '.join(map(str, stages))}, not in stage {self.stage}")
-        return [f"zero_optimization: {note}" for note in notes]
+    @property
+    def recomputation(self) -> ActivationCheckpointingConfig:
+        """``activation_checkpointing``, with the interval that ``pipeline`` may have for it."""
+        section, other = self.activation_checkpointing, self.pipeline.activation_checkpoint_interval
+        return section.model_copy(update={"interval": other}) if other and section.interval is None else section
 
 
-_NOTHING = {
-    "contiguous_gradients": (False, "contiguous_gradients false: gradients lie in flat buckets all the same"),
-    "round_robin_gradients": (
-        True,
-        "round_robin_gradients true: every bucket is shared out over all replicas, so none copies more than another",
-    ),
-    "stage3_gather_16bit_weights_on_model_save": (
-        True,
-        "stage3_gather_16bit_weights_on_model_save true: engine.gather() returns whole weights in any stage",
-    ),
-}
-_STAGES = {
-    "reduce_scatter": (1, 2, 3),
-    "reduce_each_microbatch": (2, 3),
-    "allgather_partitions": (1, 2),
-    "allgather_bucket_size": (1, 2),
-}
-
-
-class PipelineConfig(_Section):
-    """``pipeline``: how stages take turns."""
-
-    schedule: str = Field(
-        default="1f1b", description="A schedule's name, auto (searched for), or the path of a .csv or .json file."
-    )
-    costs: tuple[float, ...] = Field(
-        default=(1.0, 1.0, 1.0),
-        min_length=3,
-        max_length=4,
-        description="For auto: measured costs of F, I, W and a message, in any unit.",
-    )
-    memory: float | None = Field(
-        default=None,
-        gt=0,
-        description="For auto: activations a rank may hold, in microbatches through 1/pipe of the model.",
-    )
-
-
-class Bf16Config(_Section):
-    """``bf16``: weights in bfloat16, masters in fp32."""
-
-    enabled: bool = False
-
-
-class Fp16Config(_Section):
-    """``fp16``: weights in float16, masters in fp32, and a loss scale."""
-
-    enabled: bool = False
-    loss_scale: float = Field(default=0.0, ge=0.0, description="A fixed scale; 0: one that adapts.")
-    initial_scale_power: int = Field(default=16, ge=0, description="The scale starts at 2 to this power.")
-    loss_scale_window: int = Field(default=1000, ge=1, description="Steps without overflow before it doubles.")
-    hysteresis: int = Field(default=2, ge=1, description="Overflows before it halves.")
-    min_loss_scale: float = Field(default=1.0, gt=0.0, description="It does not fall below this.")
-
-
-class ActivationCheckpointingConfig(_Section):
-    """``activation_checkpointing``: what the backward pass computes again, and what it keeps for that."""
-
-    interval: int | None = Field(
-        default=None,
-        ge=0,
-        description="Recompute groups of so many layers of a stage; 0: none. null: the model's.",
-    )
-    granularity: Literal["full", "selective", "matmul"] | None = Field(
-        default=None,
-        description="full: keep the groups' inputs; matmul: and what matrix products return; selective: attention's "
-        "core alone is recomputed. Given without an interval, every layer is a group.",
-    )
-    checkpointable_layers: tuple[str, ...] | None = Field(
-        default=None, description="The classes of layers to recompute. By default the model's, or all."
-    )
-    number_checkpoints: int | None = Field(
-        default=None, ge=1, description="Instead of an interval: how many groups the layers of a rank are cut into."
-    )
-    partition_activations: bool = Field(
-        default=False, description="Keep 1/tensor of each input, where all tensor ranks hold the same."
-    )
-    cpu_checkpointing: bool = Field(default=False, description="Keep inputs in the host's memory.")
-    contiguous_memory_optimization: bool = Field(
-        default=False, description="Copy inputs into one buffer; needs partition_activations and number_checkpoints."
-    )
-    synchronize_checkpoint_boundary: bool = Field(
-        default=False, description="Wait for the device where a group begins and ends."
-    )
-    profile: bool = Field(default=False, description="Log the time of recomputation after each step.")
-    preserve_rng_state: bool = Field(
-        default=True, description="Recompute with torch's generators as they were. triax's Dropout does not need it."
-    )
-
-    @model_validator(mode="after")
-    def _agrees(self) -> ActivationCheckpointingConfig:
-        if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
-            raise ValueError(
-                "contiguous_memory_optimization makes one buffer for the slices of so many inputs: set "
-                "partition_activations to true, and number_checkpoints"
-            )
-        if self.interval and self.number_checkpoints:
-            raise ValueError(
-                f"interval {self.interval} and number_checkpoints {self.number_checkpoints} both say how layers are "
-                "grouped: give one of them"
-            )
-        if self.granularity == "selective" and (self.interval or self.number_checkpoints):
-            raise ValueError(
-                "granularity selective recomputes a part of each layer, and groups none: leave out interval and "
-                "number_checkpoints"
-            )
-        return self
-
-
-class Config(_Section):
-    """What ``triax.initialize`` takes as ``config``."""
-
-    train_batch_size: int | None = Field(default=None, ge=1, description="Samples a step, over all replicas.")
-    train_micro_batch_size_per_gpu: int | None = Field(
-        default=None, ge=1, description="Samples of one microbatch of one replica."
-    )
-    gradient_accumulation_steps: int | None = Field(
-        default=None, ge=1, description="Microbatches a step and replica: those that fill the pipeline."
-    )
-    optimizer: OptimizerConfig | None = None
-    gradient_clipping: float = Field(default=0.0, ge=0.0, description="The longest global gradient; 0: no limit.")
-    zero_optimization: ZeroConfig = ZeroConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
-    bf16: Bf16Config = Bf16Config()
-    fp16: Fp16Config = Fp16Config()
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
-        default=None, description="The dtype in which gradients are summed over replicas; by default that they have."
-    )
-    seed: int = Field(default=0, description="Of the data's order and of dropout.")
-
-
-class Batch(_Section):
+class Batch(Section):
     """The three sizes of a batch, all known: train = micro * accumulation * replicas."""
 
     train: int
@@ -298,31 +192,35 @@ class Batch(_Section):
 
 
 def read_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
-    """A checked configuration from a dict, or from the path of a JSON file.
+    """A checked configuration from a dict, or from the path of a JSON file (with comments, if it has any).
 
     Raises:
-        ConfigError: a key that does not exist (the nearest that does is named), or a value that cannot be.
+        ConfigError: a key that does not exist (the nearest that does is named), a value that cannot be, or what
+            triax does not do; the message says what to write instead.
     """
     if isinstance(config, Config):
         return config
     if isinstance(config, (str, Path)):
+        source = str(config)
         try:
-            config = json.loads(Path(config).read_text())
+            text = Path(config).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"the configuration {config} cannot be read: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the configuration {config} is not JSON: {error}") from error
+            raise ConfigError(f"the configuration {source} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the configuration {source} is no text in UTF-8: byte {error.start}") from error
+        except ValueError as error:  # no path at all
+            raise ConfigError(f"the configuration {source!r} cannot be read: {error}") from error
+        config = parse(text, source)
     if not isinstance(config, Mapping):
         raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
     try:
         checked = Config.model_validate(dict(config))
     except ValidationError as error:
-        raise ConfigError("; ".join(map(_explain, error.errors()))) from error
-    if checked.bf16.enabled and checked.fp16.enabled:
-        raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
-    name = checked.pipeline.schedule
-    if name not in NAMES and not name.endswith(FILES):
-        raise ConfigError(_no_such("pipeline.schedule", name, list(NAMES)))
+        raise ConfigError("; ".join(dict.fromkeys(map(_explain, error.errors())))) from error
+    if checked.optimizer is not None or checked.scheduler is not None:
+        from .trials import try_out  # torch is not needed before
+
+        try_out(checked)
     return checked
 
 
@@ -355,17 +253,32 @@ def batch_sizes(config: Config, replicas: int) -> Batch:
 
 
 def _explain(error: Any) -> str:
-    place = [str(part) for part in error["loc"]]
+    """What pydantic found, in a line that starts with the key."""
+    place = [str(part) for part in error["loc"] if part not in ("constrained-int", "nullable")]
+    where = ".".join(place) or "the configuration"
     if error["type"] == "extra_forbidden":
-        section: Any = Config
-        for part in place[:-1]:
-            section = section.model_fields[part].annotation
-            section = next((a for a in getattr(section, "__args__", ()) if a is not type(None)), section)
-        return _no_such(".".join(place[:-1]) or "the configuration", place[-1], list(section.model_fields))
-    return f"{'.'.join(place)} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+        section = _section(place[:-1])
+        return no_such(".".join(place[:-1]) or "the configuration", place[-1], section.model_fields)
+    if error["type"] == "missing":
+        return f"{where} is missing: write it"
+    given = error["input"]
+    if isinstance(given, str) and given == "auto" and place:
+        return f'{where} is "auto", which a trainer fills in from its own arguments: write a value'
+    text = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] in ("model_type", "dict_type"):
+        text = "a section {...} belongs here"
+    if isinstance(given, Mapping):
+        return text if not place else f"{where}: {text}"
+    return f"{where} = {describe(given)}: {text}"
 
 
-def _no_such(where: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-    return f"{where}: there is no {name!r}; {hint}"
+def _section(place: list[str]) -> type[Section]:
+    found: type[Section] = Config
+    for part in place:
+        annotation = found.model_fields[part].annotation
+        found = next(each for each in (annotation, *get_args(annotation)) if _is_section(each))
+    return found
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)

@@ -25,13 +25,19 @@ class BatchOrder(Sampler[list[int]]):
         self._samples, self._train, self._micro = samples, train, micro
         self._replica, self._replicas, self._seed = replica, replicas, seed
         self.epoch = 0
+        self._skip = 0  # global batches at the start of the next epoch that were trained on already
+
+    def seek(self, step: int) -> None:
+        """Whoever reads next begins with the global batch of this step, counted from 0, on whatever grid."""
+        self.epoch, self._skip = divmod(step, self._samples // self._train)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = self.epoch
+        epoch, skip = self.epoch, self._skip
+        self._skip = 0
         generator = torch.Generator().manual_seed(derive(self._seed, "data", epoch))
         order = torch.randperm(self._samples, generator=generator).tolist()
         share = self._train // self._replicas
-        for start in range(0, self._samples - self._train + 1, self._train):
+        for start in range(skip * self._train, self._samples - self._train + 1, self._train):
             mine = order[start + self._replica * share : start + (self._replica + 1) * share]
             for at in range(0, share, self._micro):
                 yield mine[at : at + self._micro]
@@ -41,11 +47,28 @@ class BatchOrder(Sampler[list[int]]):
         return self._samples // self._train * (self._train // self._replicas // self._micro)
 
 
+class Loader(DataLoader[Any]):
+    """A loader whose items are microbatches. ``len`` is those of a whole epoch."""
+
+    def seek(self, step: int) -> None:
+        """The next iterator begins with the microbatches of this step, counted from 0: to go on where a run ended.
+
+        What it gives depends on the step and the seed alone, so that the grid may be another one.
+        """
+        order = self.batch_sampler
+        assert isinstance(order, BatchOrder)
+        order.seek(step)
+
+
 def make_loader(
-    dataset: Dataset[Any], order: BatchOrder, collate: Callable[[list[Any]], Any] | None
-) -> DataLoader[Any]:
-    """A loader whose items are microbatches."""
-    return DataLoader(dataset, batch_sampler=order, collate_fn=collate)
+    dataset: Dataset[Any],
+    order: BatchOrder,
+    collate: Callable[[list[Any]], Any] | None,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> Loader:
+    """A loader whose items are microbatches, read by so many processes (0: by this one)."""
+    return Loader(dataset, batch_sampler=order, collate_fn=collate, num_workers=workers, pin_memory=pin_memory)
 
 
 def repeat(loader: DataLoader[Any]) -> Iterator[Any]:

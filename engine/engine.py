@@ -28,13 +28,16 @@ from ..zero.replicas import Replicas
 from . import accounts, precision
 from .batch import AgreedError, Feed
 from .choose import choose_schedule
+from .compat import Compat
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import BatchOrder, make_loader, repeat
 from .failure import all_or_none
-from .weights import Weights
+from .monitor import make_monitor
+from .schedulers import advance
+from .weights import Weights, assembled
 
 
-class Engine(Weights):
+class Engine(Compat, Weights):
     """Trains a ``PipelineModule``; made by ``triax.initialize``.
 
     Attributes:
@@ -75,7 +78,7 @@ class Engine(Weights):
         # Where each parameter hangs: a step looks whether it still does, and walks no modules for that.
         modules = list(module.modules())
         self._homes = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
-        self._precision = precision.mode(config)
+        self._precision = precision.mode(config, self.grid.data.size)
         self._scaler = precision.LossScaler(config.fp16) if config.fp16.enabled else None
         self._replicas = Replicas(
             _managed(module, groups),
@@ -105,6 +108,7 @@ class Engine(Weights):
             self._own_data = repeat(self.training_dataloader)
         # A schedule that cannot run is refused here, before the first step.
         self._training = self._lower(schedule)
+        self._monitor = make_monitor(config, self.grid, self.batch.train)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.
@@ -150,7 +154,7 @@ class Engine(Weights):
         loss, weight, square, unused = sums
         if not weight > 0:
             raise AgreedError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
-        divisor = weight if self._scaler is None else weight * self._scaler.scale
+        divisor = weight * self._precision.prescale * (1.0 if self._scaler is None else self._scaler.scale)
         self._norm = square.sqrt() / divisor
         overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
         if not overflow:
@@ -160,12 +164,14 @@ class Engine(Weights):
             # What had no gradient anywhere stands still, as under torch's optimizers. Mostly there is no such thing.
             self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                advance(self.lr_scheduler, loss / weight, self.optimizer)
         if self._scaler is not None:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
+        if self._monitor is not None:
+            self._monitor(self, loss / weight)
         return loss / weight
 
     def eval_batch(
@@ -234,18 +240,7 @@ class Engine(Weights):
                 mine[member.layout.name] = member.layout, gradient
         else:
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
-        # One replica is enough, and values must not drag along the flat buffers they are views of.
-        local = {name: (layout, tensor.clone().cpu()) for name, (layout, tensor) in mine.items()}
-        everyone = self.grid.world.all_gather_object(local if self.grid.data.is_first else {})
-        whole_tensors: dict[str, Tensor] = {}
-        topology, size = self.grid.topology, self.grid.tensor.size
-        for rank, held in enumerate(everyone):
-            place = topology.coordinate(rank)
-            for name, (layout, _) in held.items():
-                if name not in whole_tensors:
-                    ranks = [topology.rank(**{**place._asdict(), "tensor": t}) for t in range(size)]
-                    whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
-        return whole_tensors
+        return assembled(self.grid, mine)
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Within it all weights are whole, in stage 3 of ZeRO too. Collective over the data axis."""
@@ -272,31 +267,25 @@ class Engine(Weights):
         """
         return self._accounts.report()
 
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's whole gradient, before clipping; None before the first step."""
-        return None if self._norm is None else float(self._norm)
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def train_batch_size(self) -> int:
-        """Samples a step, over all replicas."""
-        return self.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one microbatch."""
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Microbatches a step and replica."""
-        return self.batch.accumulation
-
     def _evaluation(self, microbatches: int) -> Program:
         """The verified program of a forward pass; made once for each number of microbatches."""
         if microbatches not in self._evaluations:
             self._evaluations[microbatches] = self._lower(forward_only(self.module.placement, microbatches))
         return self._evaluations[microbatches]
+
+    def _reschedule(self, microbatches: int) -> None:
+        schedule = training_schedule(self.module, self.config.pipeline, microbatches)
+        if tuple(schedule.placement) != tuple(self.module.placement):
+            raise ConfigError(f"the schedule of {microbatches} microbatches has its stages on other ranks")
+        if self.config.activation_checkpointing.contiguous_memory_optimization:
+            raise ConfigError(
+                "contiguous_memory_optimization has one buffer, for the microbatches of the first schedule"
+            )
+        self._training = self._lower(schedule)
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's weights under its own names, on every rank: ``gather()``. Collective."""
+        return self.gather()
 
     def _lower(self, schedule: Schedule) -> Program:
         zero = self.config.zero_optimization

@@ -20,11 +20,13 @@ STATES = {
     "adamax": 2,
     "adamw": 2,
     "asgd": 1,
+    "lion": 1,
     "nadam": 2,
     "radam": 2,
     "rmsprop": 1,
     "rprop": 2,
     "sgd": 0,
+    "uncorrectedadam": 2,
 }
 
 

@@ -8,13 +8,13 @@ import torch
 
 from ..zero.mode import Mode
 from ..zero.offload import Offload, Place
-from .config import Config, Fp16Config, ZeroConfig
+from .config import Config, Fp16Config, OffloadConfig, ZeroConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def mode(config: Config) -> Mode:
-    """What the configuration asks of the data axis.
+def mode(config: Config, replicas: int) -> Mode:
+    """What the configuration asks of the data axis, of so many replicas.
 
     With bf16 or fp16, weights are of that dtype, and fp32 holds the master weights, the optimizer's state and the
     gradients that are accumulated; they are reduced in fp32 too, unless ``communication_data_type`` says otherwise.
@@ -25,6 +25,7 @@ def mode(config: Config) -> Mode:
         weights=half,
         accumulate=torch.float32 if half is not None else None,
         communicate=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
+        prescale=_prescale(config, replicas),
         each=zero.reduce_each_microbatch,
         scatter=zero.reduce_scatter,
         gather=zero.allgather_partitions,
@@ -39,8 +40,15 @@ def mode(config: Config) -> Mode:
     )
 
 
+def _prescale(config: Config, replicas: int) -> float:
+    """What gradients are multiplied by before they are summed; a single replica sums nothing."""
+    factor = config.gradient_predivide_factor * (replicas if config.prescale_gradients else 1)
+    return 1.0 / factor if replicas > 1 else 1.0
+
+
 def _offload(zero: ZeroConfig) -> Offload:
-    states, parameters = zero.offload_optimizer, zero.offload_param
+    states = zero.offload_optimizer
+    parameters = zero.offload_param if zero.stage == 3 else OffloadConfig()  # below it, there are no shards of them
     return Offload(
         states=Place(states.device, states.nvme_path, states.pin_memory),
         parameters=Place(parameters.device, parameters.nvme_path, parameters.pin_memory),
@@ -78,6 +86,8 @@ class LossScaler:
         before = self.scale
         if not overflow:
             self._good += 1
+            if self._config.consecutive_hysteresis:
+                self._patience = self._config.hysteresis
             if not self._config.loss_scale and self._good % self._config.loss_scale_window == 0:
                 self.scale *= 2
                 self._patience = self._config.hysteresis

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
+from ..grid import Grid, Layout
 from ..zero.lend import gathered
 from ..zero.replicas import Replicas
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "assembled"]
 
 
 class Weights:
@@ -41,3 +42,18 @@ class Weights:
             raise ValueError(f"values {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
         if not self._replicas.fill(parameter, value.to(self._replicas.device)):
             parameter.data.copy_(value)  # frozen, and whole on every replica
+
+
+def assembled(grid: Grid, mine: Mapping[str, tuple[Layout, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors under their names, on every rank, from each rank's parts. Collective over the grid."""
+    # One replica is enough, and values must not drag along the flat buffers they are views of.
+    local = {name: (layout, tensor.clone().cpu()) for name, (layout, tensor) in mine.items()}
+    everyone = grid.world.all_gather_object(local if grid.data.is_first else {})
+    whole_tensors: dict[str, Tensor] = {}
+    for rank, held in enumerate(everyone):
+        place = grid.topology.coordinate(rank)
+        for name, (layout, _) in held.items():
+            if name not in whole_tensors:
+                ranks = [grid.topology.rank(**{**place._asdict(), "tensor": t}) for t in range(grid.tensor.size)]
+                whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
+    return whole_tensors

@@ -43,7 +43,7 @@ NO_TORCH = ("__init__.py", "models/__init__.py", "models/config.py", "zero/flat.
 DRAWS = ("pipe/draw.py",)  # may use rich and matplotlib, in the functions that draw
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
-EXTRAS = {"matplotlib", "tensorboard", "transformers", "deepspeed"}  # imported where they are used, not before
+EXTRAS = {"matplotlib", "tensorboard", "transformers", "deepspeed", "wandb"}  # imported where they are used, not before
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", "engine/launch.py")
 MOST_LINES = 400

@@ -352,6 +352,8 @@ def test_keys() -> None:
     assert zero(stage=3, sub_group_size=1e9).sub_group_size == 10**9
     assert zero(offload_optimizer={"device": "cpu", "ratio": 1.0, "pipeline_read": False}).offload_optimizer
     assert zero(offload_optimizer=None).offload_optimizer.device == "none"
+    [note] = zero(offload_param={"device": "cpu"}, stage=2).notes()
+    assert "in stage 2 they are whole: it does nothing; set stage 3" in note
     cases: list[tuple[dict[str, Any], str]] = [
         ({"offload_optimizer": {"device": "nvme"}}, "device nvme needs nvme_path"),
         ({"offload_optimizer": {**disk, "pin_memory": True}}, "pin_memory is for device cpu"),
@@ -360,7 +362,6 @@ def test_keys() -> None:
         ({"offload_param": {**disk, "max_in_cpu": 1}, "stage": 3}, "files are mapped"),
         ({"offload_optimizer": {"device": "disk"}}, "offload_optimizer.device = 'disk'"),
         ({"offload_optimizer": {"devise": "cpu"}}, "did you mean 'device'"),
-        ({"offload_param": {"device": "cpu"}, "stage": 2}, "in stage 2 they are whole: set stage 3"),
         ({"sub_group_size": 0}, "sub_group_size"),
     ]
     for keys, message in cases:

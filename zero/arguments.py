@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def listed(
     return list(where)
 
 
-def names(groups: Iterable[dict[str, Any]], module: nn.Module | None) -> dict[Tensor, str]:
+def names(groups: Iterable[Mapping[str, Any]], module: nn.Module | None) -> dict[Tensor, str]:
     """What to call each parameter."""
     found: dict[Tensor, str] = {}
     for g, group in enumerate(groups):

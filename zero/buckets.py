@@ -68,6 +68,7 @@ class Bucket:
         self.each = self.transient and mode.each
         # Reduced once a step, the sum itself is the gradient: nothing is held for it before. (Sub-groups have views.)
         self._adopts = self.transient and not mode.each and not memory.offload.portions
+        self._prescale = mode.prescale
         self._scatter, self._gather = mode.scatter, mode.gather
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
         self.communicate = mode.communicate or accumulate
@@ -231,6 +232,8 @@ class Bucket:
         partial = gradients[slice(*self.flat.runs[PARTIAL])]
         if partial.numel():
             tensor_axis.all_reduce(partial)
+        if self._prescale != 1.0:
+            gradients.mul_(self._prescale)
         if self.transient:
             self.gradients = None
             self._targets = {}

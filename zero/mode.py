@@ -34,6 +34,7 @@ class Mode:
         accumulate: dtype of gradients summed over microbatches, of masters and of the optimizer's state; None
             is the parameters' own.
         communicate: dtype in which gradients are summed over the data axis; None is that of accumulation.
+        prescale: what gradients are multiplied by before they are summed over the data axis; nothing undoes it here.
         each: in stages 2 and 3, reduce after every backward; else gradients stay whole until a step's last one.
         scatter: reduce-scatter gradients; else all-reduce them and keep the owned range.
         gather: all-gather new weights; else every rank broadcasts its range.
@@ -52,6 +53,7 @@ class Mode:
     weights: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     communicate: torch.dtype | None = None
+    prescale: float = 1.0
     each: bool = True
     scatter: bool = True
     gather: bool = True

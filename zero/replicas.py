@@ -21,6 +21,7 @@ from .norm import squares
 from .offload import Memories, agreed
 from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
+from .whole import WholeStepper, WholeTensors
 
 
 class Replicas:
@@ -63,7 +64,8 @@ class Replicas:
             self.buckets = make_buckets(members, grid, mode, capacity, self._memory)
             if make is not None:
                 together = mode.together if mode.overlap else 0
-                self._stepper = RangeStepper(make, self.buckets, groups, together)
+                stepper = WholeStepper if isinstance(make, WholeTensors) else RangeStepper
+                self._stepper = stepper(make, self.buckets, groups, together)
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._reducer = GradientReducer(self.buckets, grid, tie_axes, mode)
         over = self._reducer.over  # tells it which gradients will not come

@@ -1,0 +1,126 @@
+"""The small methods of DeepSpeed's engine, under its names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Grid
+from .config import Batch, Config, ConfigError, batch_sizes
+from .precision import LossScaler
+
+
+class Compat:
+    """What ``Engine`` says of itself, and the size of its batch."""
+
+    config: Config
+    grid: Grid
+    batch: Batch
+    global_steps: int
+    optimizer: torch.optim.Optimizer | None
+    training_dataloader: Any
+    _norm: Tensor | None
+    _scaler: LossScaler | None
+    _samples = 0  # before the batch had its present size
+    _since = 0  # the step from which it has
+
+    @property
+    def global_samples(self) -> int:
+        """Samples in the steps so far, over all replicas."""
+        return self._samples + (self.global_steps - self._since) * self.batch.train
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that fp16's overflows have cost."""
+        return 0 if self._scaler is None else self._scaler.skipped
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches of this replica so far, if the batch always had its present size."""
+        return self.global_steps * self.batch.accumulation
+
+    def train_batch_size(self) -> int:
+        """Samples a step, over all replicas."""
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one microbatch."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches a step and replica."""
+        return self.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples a step, samples of a microbatch, microbatches a step and replica."""
+        return self.batch.train, self.batch.micro, self.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, so many samples a step: more microbatches or fewer, of the size they have.
+
+        Every rank calls it, between two steps.
+
+        Raises:
+            ConfigError: no whole number of microbatches; the schedule is not for so many; or the batches come from
+                ``training_data``, whose order is made for batches of one size.
+        """
+        if self.training_dataloader is not None:
+            raise ConfigError(
+                "training_data is in the order of batches of one size: set_train_batch_size needs a loader of your own"
+            )
+        sizes = {
+            "train_batch_size": train_batch_size,
+            "train_micro_batch_size_per_gpu": self.batch.micro,
+            "gradient_accumulation_steps": None,
+        }
+        config = self.config.model_copy(update=sizes)
+        batch = batch_sizes(config, self.grid.data.size)
+        self._reschedule(batch.accumulation)
+        self._samples, self._since = self.global_samples, self.global_steps
+        self.config, self.batch = config, batch
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        """The betas, or the momentum, of each parameter group; 0 where there is none."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's whole gradient, before clipping; None before the first step."""
+        return None if self._norm is None else float(self._norm)
+
+    def loss_scale(self) -> float | None:
+        """fp16's loss scale; None without fp16."""
+        return None if self._scaler is None else self._scaler.scale
+
+    def gradient_clipping(self) -> float:
+        """The longest global gradient; 0: no limit."""
+        return self.config.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded over the data axis."""
+        return self.config.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """ZeRO's stage, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether weights are float16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights are bfloat16."""
+        return self.config.bf16.enabled
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True: ``train_batch`` runs all microbatches of a step, and returns after it."""
+        return True
+
+    def _reschedule(self, microbatches: int) -> None:
+        raise NotImplementedError
