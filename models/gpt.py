@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.random import Normal
-from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..tensor_parallel.embedding import VocabParallelHead
+from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
 from ..tensor_parallel.norm import LayerNorm
 from .attention import SelfAttention
 from .config import GPTConfig
-from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, TokenEmbedding, dropout
+from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last
 from .packed import attach, detach, positions_within
 
 __all__ = ["MLP", "Block", "GPTConfig", "GPTLoss", "PositionEmbedding", "gpt"]
@@ -49,16 +48,9 @@ def gpt(config: GPTConfig, sequence_parallel: bool = False) -> list[LayerSpec]:
     Returns:
         The specs. With ``tie_embeddings`` the first and the last are ties of the key ``"embed"``.
     """
-    embedding = (TokenEmbedding, config.vocab_size, config.width)
-    common: dict[str, Any] = {"init": Normal(config.init_std), "sequence_parallel": sequence_parallel}
-    first: LayerSpec
-    head: LayerSpec
-    if config.tie_embeddings:
-        first = TiedLayerSpec("embed", *embedding, **common)
-        head = TiedLayerSpec("embed", *embedding, **common, forward_fn=TokenEmbedding.attend)
-    else:
-        first = LayerSpec(*embedding, **common)
-        head = LayerSpec(VocabParallelHead, config.width, config.vocab_size, **common)
+    first, head = first_and_last(
+        config.vocab_size, config.width, config.init_std, config.tie_embeddings, sequence_parallel
+    )
     return [
         first,
         LayerSpec(PositionEmbedding, config, sequence_parallel=sequence_parallel),

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.random import Dropout
+from ..grid.random import Dropout, Normal
+from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from ..tensor_parallel.embedding import VocabParallelEmbedding
+from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, RMSNorm
 from .attention import SelfAttention
 from .packed import attach, check_documents, detach
@@ -34,6 +35,18 @@ class TokenEmbedding(VocabParallelEmbedding):
         ids, documents = detach(ids)
         check_documents(ids, documents)
         return attach(super().forward(ids), documents)
+
+
+def first_and_last(
+    vocab_size: int, width: int, std: float, tied: bool, sequence_parallel: bool
+) -> tuple[LayerSpec, LayerSpec]:
+    """The token embedding and the head of a model's list: two layers, or ties of the key ``"embed"``."""
+    common: dict[str, Any] = {"init": Normal(std), "sequence_parallel": sequence_parallel}
+    sizes = (TokenEmbedding, vocab_size, width)
+    if not tied:
+        return LayerSpec(*sizes, **common), LayerSpec(VocabParallelHead, width, vocab_size, **common)
+    head = TiedLayerSpec("embed", *sizes, **common, forward_fn=TokenEmbedding.attend)
+    return TiedLayerSpec("embed", *sizes, **common), head
 
 
 class ResidualBlock(nn.Module):

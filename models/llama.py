@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.random import Normal
-from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..tensor_parallel.embedding import VocabParallelHead
+from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
 from .attention import SelfAttention
 from .config import LlamaConfig, RopeScaling
-from .layers import FinalRMSNorm, NextTokenLoss, ResidualBlock, TokenEmbedding, dropout
+from .layers import FinalRMSNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last
 from .rope import Rope
 
 __all__ = ["Block", "GatedMLP", "LlamaConfig", "LlamaLoss", "RopeScaling", "llama"]
@@ -44,16 +43,9 @@ def llama(config: LlamaConfig, sequence_parallel: bool = False) -> list[LayerSpe
     Returns:
         The specs. With ``tie_embeddings`` the first and the last are ties of the key ``"embed"``.
     """
-    embedding = (TokenEmbedding, config.vocab_size, config.width)
-    common: dict[str, Any] = {"init": Normal(config.init_std), "sequence_parallel": sequence_parallel}
-    first: LayerSpec
-    head: LayerSpec
-    if config.tie_embeddings:
-        first = TiedLayerSpec("embed", *embedding, **common)
-        head = TiedLayerSpec("embed", *embedding, **common, forward_fn=TokenEmbedding.attend)
-    else:
-        first = LayerSpec(*embedding, **common)
-        head = LayerSpec(VocabParallelHead, config.width, config.vocab_size, **common)
+    first, head = first_and_last(
+        config.vocab_size, config.width, config.init_std, config.tie_embeddings, sequence_parallel
+    )
     return [
         first,
         *(LayerSpec(Block, config, sequence_parallel=sequence_parallel) for _ in range(config.layers)),
