@@ -93,7 +93,7 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
         ("--tensor 3 --sequence-parallel", "--sequence 128 is not shared evenly by --tensor 3: give 126"),
         ("--pipe 0", "axis pipe has size 0"),
         ("--data nowhere", "--data nowhere: there is no such file or folder"),
-        ("--batch 30 --microbatch 4", "train_batch_size 30 is not micro batch 4"),
+        ("--batch 30 --microbatch 4", "train_batch_size 30 is no multiple of micro batch 4"),
         ("--heads 5", "5 heads do not divide a width of 128"),
         ("--sequence 9999 --data text", "too few for a sequence of 9999"),
         ("--steps 0", "--steps is 0"),
