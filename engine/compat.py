@@ -123,4 +123,5 @@ class Compat:
         return True
 
     def _reschedule(self, microbatches: int) -> None:
+        """Each engine's own: have a step run that many microbatches from now on."""
         raise NotImplementedError

@@ -25,6 +25,7 @@ class _Elementwise(torch.optim.Optimizer):
         return loss
 
     def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Each optimizer's own: step one parameter by its gradient."""
         raise NotImplementedError
 
 
