@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..grid import Layout, layout_of
+from ..grid import layout_of
 from ..grid.traffic import Sent
 from ..pipe.executor import Executor
 from ..pipe.inference import forward_only
@@ -34,7 +34,7 @@ from .data import BatchOrder, make_loader, repeat
 from .failure import all_or_none
 from .monitor import make_monitor
 from .schedulers import advance
-from .weights import Weights, assembled
+from .weights import Part, Weights, assembled
 
 
 class Engine(Compat, Weights):
@@ -230,7 +230,11 @@ class Engine(Compat, Weights):
             what: ``"weights"``, or ``"gradients"``: those of the last ``train_batch``, divided and clipped, of
                 the parameters that are trained.
         """
-        mine: dict[str, tuple[Layout, Tensor]] = {}
+        return assembled(self.grid, self.parts(what))
+
+    def parts(self, what: str = "weights") -> dict[str, Part]:
+        """What this rank holds of ``gather``'s tensors: name -> (layout, its part). Collective over the data axis."""
+        mine: dict[str, Part] = {}
         if what == "weights":
             with self._replicas.whole():
                 for placed in self.module.placed():
@@ -240,7 +244,7 @@ class Engine(Compat, Weights):
                 mine[member.layout.name] = member.layout, gradient
         else:
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
-        return assembled(self.grid, mine)
+        return mine
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Within it all weights are whole, in stage 3 of ZeRO too. Collective over the data axis."""

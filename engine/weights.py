@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from ..grid import Grid, Layout
+from ..grid import Grid, Layout, Topology
 from ..zero.lend import gathered
 from ..zero.replicas import Replicas
 
-__all__ = ["Weights", "assembled"]
+__all__ = ["Part", "Weights", "assembled", "joined"]
+
+Part = tuple[Layout, Tensor]  # of a parameter: where its elements live, and those of this rank
 
 
 class Weights:
@@ -44,16 +46,20 @@ class Weights:
             parameter.data.copy_(value)  # frozen, and whole on every replica
 
 
-def assembled(grid: Grid, mine: Mapping[str, tuple[Layout, Tensor]]) -> dict[str, Tensor]:
+def assembled(grid: Grid, mine: Mapping[str, Part]) -> dict[str, Tensor]:
     """Whole tensors under their names, on every rank, from each rank's parts. Collective over the grid."""
     # One replica is enough, and values must not drag along the flat buffers they are views of.
     local = {name: (layout, tensor.clone().cpu()) for name, (layout, tensor) in mine.items()}
-    everyone = grid.world.all_gather_object(local if grid.data.is_first else {})
+    return joined(grid.topology, grid.world.all_gather_object(local if grid.data.is_first else {}))
+
+
+def joined(topology: Topology, everyone: Sequence[Mapping[str, Part]]) -> dict[str, Tensor]:
+    """Whole tensors under their names, from the parts that each rank of a grid holds."""
     whole_tensors: dict[str, Tensor] = {}
     for rank, held in enumerate(everyone):
-        place = grid.topology.coordinate(rank)
+        place = topology.coordinate(rank)
         for name, (layout, _) in held.items():
             if name not in whole_tensors:
-                ranks = [grid.topology.rank(**{**place._asdict(), "tensor": t}) for t in range(grid.tensor.size)]
+                ranks = [topology.rank(**{**place._asdict(), "tensor": t}) for t in range(topology.size("tensor"))]
                 whole_tensors[name] = layout.assemble([everyone[r][name][1] for r in ranks])
     return whole_tensors
