@@ -12,14 +12,10 @@ Before any of it, each must have computed the gradients of plain autograd. docs/
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -28,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import ALONE, Contender, OneProcess, Triax, contenders
+from measuring import DISTURBED, compare, growth, in_turn, timed
 from rich.console import Console
 from rich.table import Table
 from stacks import GPT, SMOKE, TINY
@@ -37,7 +34,6 @@ from triax.engine.launch import launch
 
 WARM_UP = 2
 MORE = 4  # times the microbatches: by how much longer that takes, an op's overhead is told from a step's
-DISTURBED = 0.04  # the share of the machine that other programs may take during a turn
 STACKS = {"gpt": GPT, "tiny": TINY, "smoke": SMOKE}
 
 
@@ -130,18 +126,14 @@ def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str
                 longer.step()
         running.append((row, contender, longer))
 
-    gc.collect()
-    gc.freeze()  # what exists by now is no garbage: let no contender pay for looking through the others
     turns = 1 if stack.heads else 20  # of the tiny stack, a round's turn is so many steps
     deadline = time.monotonic() + options.patience
-    for round_ in range(options.rounds):
-        for i in range(len(running)):
-            row, contender, longer = running[(round_ + i) % len(running)]
-            elapsed, others = timed(grid, contender.step, turns, deadline)
-            row.times.append(elapsed)
-            row.others.append(others)
-            if longer is not None:
-                row.more_times.append(timed(grid, longer.step, turns, deadline)[0])
+    for row, contender, longer in in_turn(running, options.rounds):
+        elapsed, others = timed(grid, contender.step, turns, deadline)
+        row.times.append(elapsed)
+        row.others.append(others)
+        if longer is not None:
+            row.more_times.append(timed(grid, longer.step, turns, deadline)[0])
     for row, contender, _ in running:
         row.memory = [float(grown) for grown in grid.world.all_gather_object(growth(grid, contender.step))]
         if isinstance(contender, Triax):
@@ -151,92 +143,6 @@ def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str
                     raise AssertionError(f"{row.name}: rank {rank} held {held} activations, simulated {simulated}")
     if grid.rank == 0:
         Path(path).write_text(json.dumps([vars(row) for row in rows]))
-
-
-def compare(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """A benchmark of other numbers is worth nothing.
-
-    Raises:
-        AssertionError: a gradient is missing, or not plain autograd's.
-    """
-    if not found:
-        raise AssertionError(f"{name} left no gradients")
-    for parameter, gradient in found.items():
-        message = f"{name}, the gradient of {parameter}: {{}}".format
-        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=message)
-
-
-def timed(grid: triax.Grid, step: Callable[[], None], turns: int, deadline: float) -> tuple[float, float]:
-    """A step's time on the slowest rank, the mean of ``turns`` in a row; and the share of the machine others took.
-
-    Until the deadline (of ``time.monotonic`` on rank 0), it waits for others to be idle, and a turn that they
-    disturbed is done again.
-    """
-    while True:
-        while grid.rank == 0 and time.monotonic() < deadline and _share_taken(0.15) > DISTURBED:
-            pass
-        grid.world.barrier()
-        machine, mine, begin = _busy(), time.process_time(), time.perf_counter()
-        for _ in range(turns):
-            step()
-        elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        grid.world.all_reduce(elapsed, op="max")
-        ours = torch.tensor(time.process_time() - mine, dtype=torch.float64)
-        grid.world.all_reduce(ours)
-        others = max(0.0, (_busy() - machine - float(ours)) / (float(elapsed) * (os.cpu_count() or 1)))
-        again = torch.tensor(others > DISTURBED and time.monotonic() < deadline, dtype=torch.int64)
-        grid.world.broadcast(again)
-        if not again:
-            return float(elapsed) / turns, others
-
-
-def _share_taken(seconds: float) -> float:
-    """The share of the machine that is taken while this process sleeps."""
-    busy = _busy()
-    time.sleep(seconds)
-    return (_busy() - busy) / seconds / (os.cpu_count() or 1)
-
-
-def _busy() -> float:
-    """Seconds that the machine's cores have worked since it started; 0 where the system does not tell."""
-    try:
-        user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
-        return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return 0.0
-
-
-def carried() -> float:
-    """Bytes that the loopback device has carried so far; NaN where the system does not tell."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-        return float(next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()[8])
-    except (OSError, StopIteration):
-        return float("nan")
-
-
-def growth(grid: triax.Grid, step: Callable[[], None]) -> float:
-    """By how much the process grows in a step, in MiB, at its largest; NaN where the system does not tell.
-
-    glibc is told to give memory back as soon as it is free. What it keeps all the same makes this a rough figure.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks are mapped one by one
-        libc.malloc_trim(0)
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is the present one
-        before = _status("VmHWM")
-    except (OSError, AttributeError):
-        return float("nan")
-    grid.world.barrier()
-    step()
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 # ------------------------------------------------------------------------------------- in this process

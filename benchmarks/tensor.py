@@ -13,7 +13,6 @@ autograd in one process. docs/tensor-parallel.md says more.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from pipeline import carried, compare, timed
+from measuring import compare, in_turn, timed_and_carried
 from rich.console import Console
 from rich.table import Table
 from sharers import ALONE, Alone, Shape, Triax
@@ -106,17 +105,11 @@ def measure(name: str, options: argparse.Namespace, path: str) -> None:
             contender.step()
         running.append((row, contender))
 
-    gc.collect()
-    gc.freeze()  # what exists by now is no garbage: let no contender pay for looking through the others
     deadline = time.monotonic() + options.patience
-    for round_ in range(options.rounds):
-        for i in range(len(running)):
-            row, contender = running[(round_ + i) % len(running)]
-            grid.world.barrier()
-            before = carried()
-            row.times.append(timed(grid, contender.step, 1, deadline)[0])
-            grid.world.barrier()
-            row.sent.append((carried() - before) / grid.size)
+    for row, contender in in_turn(running, options.rounds):
+        elapsed, sent = timed_and_carried(grid, contender.step, deadline)
+        row.times.append(elapsed)
+        row.sent.append(sent)
     for row, contender in running:
         row.activations = grid.world.all_gather_object(held(contender))
         if isinstance(contender, Triax):

@@ -13,7 +13,6 @@ says more.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from pipeline import carried, compare, timed
+from measuring import compare, in_turn, timed_and_carried
 from replicas import DDP, Replica, contenders, plain
 from rich.console import Console
 from rich.table import Table
@@ -137,17 +136,11 @@ def measure(options: argparse.Namespace, path: str) -> None:
             contender.step()
         running.append((row, contender))
 
-    gc.collect()
-    gc.freeze()  # what exists by now is no garbage: let no contender pay for looking through the others
     deadline = time.monotonic() + options.patience
-    for round_ in range(options.rounds):
-        for i in range(len(running)):
-            row, contender = running[(round_ + i) % len(running)]
-            grid.world.barrier()
-            before = carried()
-            row.times.append(timed(grid, contender.step, 1, deadline)[0])
-            grid.world.barrier()
-            row.sent.append((carried() - before) / grid.size)
+    for row, contender in in_turn(running, options.rounds):
+        elapsed, sent = timed_and_carried(grid, contender.step, deadline)
+        row.times.append(elapsed)
+        row.sent.append(sent)
     if grid.rank == 0:
         Path(path).write_text(json.dumps([vars(row) for row in rows]))
 
