@@ -4,7 +4,7 @@ float64: tied or not, sequence parallel or not, with grouped queries, dropout, p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -199,13 +199,13 @@ def held(engine: Any, what: str) -> dict[str, Part]:
     return {k: (layout, part.clone()) for k, (layout, part) in parts.items()} if engine.grid.data.is_first else {}
 
 
-def whole(grid: tuple[int, int, int], everyone: list[Found]) -> tuple[dict[str, Tensor], list[Step]]:
+def whole(grid: tuple[int, int, int], everyone: Sequence[Found]) -> tuple[dict[str, Tensor], list[Step]]:
     """Whole tensors, from what each rank found in one cell."""
     topology = Topology(**dict(zip(("pipe", "data", "tensor"), grid)))
-    steps = [
-        Step(loss, norm, *(joined(topology, [found.steps[i][what] for found in everyone]) for what in (2, 3)))
-        for i, (loss, norm, *_) in enumerate(everyone[0].steps)
-    ]
+    steps = []
+    for i, (loss, norm, _, _) in enumerate(everyone[0].steps):
+        gradients = joined(topology, [found.steps[i][2] for found in everyone])
+        steps.append(Step(loss, norm, gradients, joined(topology, [found.steps[i][3] for found in everyone])))
     return joined(topology, [found.initial for found in everyone]), steps
 
 
