@@ -52,7 +52,9 @@ class Observed:
         return dict(self._monitor.report) if isinstance(self._monitor, Observer) else {}
 
     def record_trace(self, file: str | Path) -> None:
-        """Write a trace of the next step, of all ranks, into ``file``, for ui.perfetto.dev. Every rank calls this.
+        """Write a trace of the next step, of all ranks, into ``file``, for ui.perfetto.dev.
+
+        Every rank calls this, between two steps.
 
         Raises:
             ConfigError: on every rank: its folder cannot be made.
@@ -206,6 +208,7 @@ class Observer:
         assert clock is not None
         end = clock.mark()
         stop_recording(self._grid)
+        self._watch.stop()
         engine._clock = None
         ops = engine._executor.marks if self._pipelined else []
         flights = self._grid.traffic.flights or []

@@ -79,6 +79,7 @@ _COLLECTIVES = {
 }
 _AXES = {"pipe": ("pipe", "tied weights"), "data": ("data", "reduce"), "tensor": ("tensor", "collectives")}
 WORLD = ("world", "agree")  # and the groups that join several axes
+_ROUNDING = 1e-9  # seconds, that a file's microseconds may be off
 
 
 def step_record(
@@ -128,7 +129,7 @@ def own_times(slices: Sequence[Slice]) -> list[float]:
     own = [s.end - s.start for s in slices]
     open_: list[int] = []
     for i, (_, _, start, end, _) in enumerate(slices):
-        while open_ and slices[open_[-1]].end <= start and len(open_) > 1:
+        while len(open_) > 1 and slices[open_[-1]].end <= start + _ROUNDING:
             open_.pop()
         if open_:
             # (Two clocks meet on a GPU: what sticks out of a slice by a microsecond is cut.)

@@ -79,6 +79,10 @@ class Stopwatch:
         """Forget what was, and go by this clock."""
         self.clock, self.phases = clock, []
 
+    def stop(self) -> None:
+        """Go by no clock until the next ``start``."""
+        self.clock = None
+
     def _timed(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.clock is None:
             return call(*args, **kwargs)

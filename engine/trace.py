@@ -90,9 +90,9 @@ def _arrows(
             if s.kind not in ("SEND_F", "SEND_B"):
                 continue
             _, stage, microbatch = Op.parse(s.name)
-            read = [f"{stage + 1}F{microbatch}"] if s.kind == "SEND_F" else [f"{stage - 1}{k}{microbatch}" for k in "BI"]
-            found = [readers[key] for each in read if (key := (place["data"], place["tensor"], each)) in readers]
-            for reader, at in found:
+            to, kinds = (stage + 1, "F") if s.kind == "SEND_F" else (stage - 1, "BI")
+            read = [(place["data"], place["tensor"], f"{to}{kind}{microbatch}") for kind in kinds]
+            for reader, at in (readers[key] for key in read if key in readers):
                 both = {"name": s.name, "cat": "message", "id": len(arrows), "tid": 0}
                 sent = 1e6 * (s.start - offsets[rank].ahead - begin)
                 arrows.append({"ph": "s", "ts": sent, "pid": rank, **both})

@@ -1,4 +1,4 @@
-"""When things happen: the host's clock on a CPU; on a GPU events in its stream, so that nothing waits to be measured."""
+"""When things happen: the host's clock on a CPU, events in the stream on a GPU, so that measuring waits for nothing."""
 
 from __future__ import annotations
 
