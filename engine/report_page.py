@@ -167,12 +167,11 @@ def _timelines(traced: Traced, run: Run) -> str:
         out.append(_table(("", "makespan", "bubble"), table))
     rows = [Row(name, _whole(slices)) for name, slices in zip(traced.names, traced.slices, strict=True)][:_MOST_RANKS]
     names = {**_KINDS, "optimizer": "optimizer", "data": "reductions", "tied": "tied weights", "host": "batch"}
+    drawn = {bar.kind for row in rows for bar in row.bars}
     longest = max(slices[0].end for slices in traced.slices) * 1.01
     out.append(
         f"<details><summary>All {len(traced.names)} ranks, the whole step</summary>"
-        + _legend(
-            [(kind, name, "") for kind, name in names.items() if any(b.kind == kind for r in rows for b in r.bars)]
-        )
+        + _legend([(kind, name, "") for kind, name in names.items() if kind in drawn])
         + _picture(rows, longest, 200)
         + f'<p class="soft">{TIMELINE} opens in ui.perfetto.dev, with messages as arrows.</p></details>'
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__
 from ..grid import layout_of
 from .config_cli import resolved
 from .report_read import RUN
@@ -40,7 +40,7 @@ def write_run(engine: Any, folder: Path, flops: float | None = None, peak: float
     # A tensor rank holds its shards, a replica what the others hold too: the model is one of each.
     whole = [rank["parameters"] for rank in ranks if rank["data"] == rank["tensor"] == 0]
     record = {
-        "triax": __version__,
+        "triax": _version(),
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "after_steps": steps,
@@ -70,3 +70,10 @@ def _parameters(engine: Any) -> int:
     else:
         shapes = [layout_of(p).shape for p in module.parameters()]
     return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _version() -> str | None:
+    try:
+        return version("triax")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return None
