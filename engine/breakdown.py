@@ -53,13 +53,15 @@ def table(means: Sequence[Mapping[str, Any]], stages: Sequence[int], step: int) 
         stages: the position of each rank on the pipe axis.
         step: the last one of them.
     """
+    from rich.console import Group
     from rich.table import Table
 
     count = max(stages) + 1
     columns = range(count) if 1 < count <= _STAGES else range(0)
     title = f"step {step}: wall clock of {means[0]['steps']} steps, ms a step"
     bubble = means[0]["bubble"]
-    made = Table(title=title + (f", bubble {bubble:.1%}" if bubble is not None else ""), title_justify="left")
+    title += f", bubble {bubble:.1%}" if bubble is not None else ""
+    made = Table()
     for head in ("axis", ""):
         made.add_column(head)
     for head in (*(f"pipe {c}" for c in columns), "mean", "most", "rank"):
@@ -83,7 +85,7 @@ def table(means: Sequence[Mapping[str, Any]], stages: Sequence[int], step: int) 
     most = max(range(len(wholes)), key=wholes.__getitem__)
     cells += [_mean(wholes), wholes[most]]
     made.add_row("step", "", *(f"{1e3 * c:.2f}" for c in cells), str(most))
-    return made
+    return Group(title, made)
 
 
 def _mean(values: Sequence[float]) -> float:

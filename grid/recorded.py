@@ -92,5 +92,5 @@ def start_recording(grid: Grid) -> Clock:
 def stop_recording(grid: Grid) -> None:
     """No more; ``grid.traffic.flights`` keeps what was recorded."""
     for axis in grid.axes():
-        if type(axis) is RecordedAxis:
-            axis.__class__ = Axis
+        if isinstance(axis, RecordedAxis):
+            axis.__class__ = Axis  # type: ignore[assignment]

@@ -64,7 +64,8 @@ def trace(schedule: str = "1f1b", pipe: int = 2, replicas: int = 2) -> dict[str,
     made = make_schedule(schedule, pipe, 4)
     times = simulate(made, Costs(F=[2e-3] * pipe, I=[3e-3] * pipe, W=0.0, COMM=5e-4)).timeline
     end = max(s.end for row in times.rows for s in row) + 1e-3
-    records, places = [], []
+    records: list[StepRecord] = []
+    places: list[dict[str, int]] = []
     for row in times.rows:
         for replica in range(replicas):
             ops = [Slice(str(s.op), s.op.kind, 7 + s.start, 7 + s.end, {}) for s in row]
