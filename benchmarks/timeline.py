@@ -17,9 +17,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import triax
 from triax.engine.launch import launch
 from triax.pipe.draw import picture
-from triax.pipe.ops import Op
-from triax.pipe.simulate import Costs, Timeline, simulate
+from triax.pipe.measured import costs_of
+from triax.pipe.simulate import Timeline, simulate
 
 STACK = Stack(entries=8, width=32, microbatch=1, heads=2, length=16, vocabulary=32)
 PRODUCTS = {
@@ -67,7 +65,7 @@ def main() -> None:
                 sys.exit(code)
             steps = [Timeline.from_json(line) for line in path.read_text().splitlines()]
         made = triax.make_schedule(schedule, options.stages, options.microbatches, chunks(schedule))
-        costs = measured(steps, made.placement)
+        costs = costs_of(steps, made.placement)
         expected = simulate(made, costs).timeline
         step = sorted(steps, key=lambda timeline: timeline.makespan)[len(steps) // 2]
         print(f"{schedule}, median of {len(steps)} steps: measured {described(step)}, ", end="")
@@ -121,40 +119,6 @@ def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float,
 def chunks(schedule: str) -> int:
     """The fewest that the schedule accepts."""
     return next(n for n in (1, 2) if triax.pipe.schedules.RECIPES[schedule].accepts(n))
-
-
-def measured(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
-    """The medians of each stage's ops and of each boundary's messages.
-
-    A message's time is seen where the rank that reads it had nothing else to do: from the end of the op that made
-    it to the start of the one that reads it.
-    """
-    stages = len(placement)
-    took: dict[tuple[str, int], list[float]] = {}
-    messages: list[list[float]] = [[] for _ in range(stages - 1)]
-    for timeline in steps:
-        spans = {span.op: span for row in timeline.rows for span in row}
-        for op, span in spans.items():
-            took.setdefault((op.kind, op.stage), []).append(span.end - span.start)
-        for row in timeline.rows:
-            for before, span in itertools.pairwise(row):
-                kind, stage, microbatch = span.op
-                if kind == "W":
-                    continue
-                source = stage - 1 if kind == "F" else stage + 1
-                if not 0 <= source < stages or placement[source] == placement[stage]:
-                    continue
-                made = spans[Op(kind, source, microbatch)]
-                if before.end < made.end:
-                    messages[min(stage, source)].append(span.start - made.end)
-
-    def each(kind: str) -> list[float]:
-        return [median(took[kind, stage]) if (kind, stage) in took else 0.0 for stage in range(stages)]
-
-    whole = each("B")
-    input_gradients = [b or i for b, i in zip(whole, each("I"), strict=True)]
-    comm = [max(0.0, median(times)) if times else 0.0 for times in messages]
-    return Costs(F=each("F"), I=input_gradients, W=each("W"), COMM=comm)
 
 
 def described(timeline: Timeline) -> str:

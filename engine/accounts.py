@@ -11,8 +11,9 @@ import torch
 from ..grid import Grid
 from ..pipe.executor import Executor
 from ..pipe.module import PipelineModule
+from ..pipe.ops import COMPUTE
 from ..pipe.passes import Program
-from ..pipe.simulate import Flight, Timeline
+from ..pipe.simulate import Flight, Span, Timeline
 from ..zero.buckets import Bucket
 from ..zero.replicas import Replicas
 from .formulas import STATES, ModelStates, model_states
@@ -55,12 +56,19 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
 def measured(grid: Grid, executor: Executor) -> Timeline:
     """When the ops of the step that just ended ran, on every pipe rank of this replica, and its collectives with them.
 
-    Collective over the pipe axis; from here on nothing is recorded.
+    Collective over the pipe axis.
     """
-    flights = grid.traffic.flights or []
-    grid.traffic.flights = None
-    mine = [Flight(f.collective, *(at - executor.origin for at in f[2:])) for f in flights if f.axis == "data"]
-    both = grid.pipe.all_gather_object((tuple(executor.spans), tuple(mine)))
+    clock = executor.clock
+    assert clock is not None
+    clock.settle()
+    origin = clock.at(executor.origin)
+    spans = [Span(op, clock.at(began) - origin, clock.at(end) - origin) for op, _, began, end in executor.marks]
+    mine = [
+        Flight(f.collective, *(clock.at(at) - origin for at in (f.start, f.waited, f.end)))
+        for f in grid.traffic.flights or []
+        if f.axis == "data"
+    ]
+    both = grid.pipe.all_gather_object((tuple(s for s in spans if s.op.kind in COMPUTE), tuple(mine)))
     return Timeline(tuple(spans for spans, _ in both), tuple(flights for _, flights in both))
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..grid import Grid
 from .config import Batch, Config, ConfigError, batch_sizes
+from .observe import Observed
 from .precision import LossScaler
 
 
-class Compat:
+class Compat(Observed):
     """What ``Engine`` says of itself, and the size of its batch."""
 
     config: Config

@@ -21,6 +21,7 @@ from .config_sections import (
     PipelineConfig,
     SchedulerConfig,
     TensorParallelConfig,
+    TimelineConfig,
     WandbConfig,
 )
 from .config_text import parse
@@ -86,11 +87,23 @@ class Config(Section):
     tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
     csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each number, as DeepSpeed names them.")
 
-    wandb: WandbConfig = setting(WandbConfig(), "Runs of Weights & Biases, if it is installed.")
-
-    wall_clock_breakdown: Any = refused(
-        "leave it out, set engine.record_timeline = True, and engine.timeline has every op of the last batch"
+    json_monitor: MonitorConfig = setting(
+        MonitorConfig(), "metrics.jsonl, a line a step, and run.json beside it: triax report makes a page of them."
     )
+    wandb: WandbConfig = setting(WandbConfig(), "Runs of Weights & Biases, if it is installed.")
+    wall_clock_breakdown: bool = setting(
+        False,
+        "Record every step; print where the ranks' time went once in steps_per_print steps, or in 10: docs/seeing.md.",
+    )
+    timeline: TimelineConfig = setting(TimelineConfig(), "A trace of one step of all ranks, for Perfetto or Chrome.")
+    peak_tflops: float | None = setting(
+        None,
+        "TFLOP/s of one device in the model's dtype, against which monitors write MFU. null: as its maker says; none "
+        "on a CPU.",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
+
     memory_breakdown: Any = refused(
         "leave it out, set engine.record_memory = True, and print engine.memory_report() after a batch"
     )
@@ -130,7 +143,7 @@ class Config(Section):
     zero_allow_untested_optimizer: Any = idle("every optimizer that works element by element is stepped in every stage")
     zero_force_ds_cpu_optimizer: Any = idle("an offloaded update runs on the CPU with the optimizer that is named")
     aio: Any = idle("files are mapped into memory: there are no reads to queue")
-    timers: Any = idle("engine.record_timeline measures")
+    timers: Any = idle("wall_clock_breakdown measures")
     log_level: Any = idle('logging.getLogger("triax").setLevel(...) says what is logged')
     dataloader_drop_last: Any = idle("an incomplete last batch of training_data is always left out")
     seq_parallel_communication_data_type: Any = idle("the sequence's shards travel in the dtype of the model")
@@ -175,6 +188,11 @@ class Config(Section):
                 f"{self.activation_checkpointing.interval}: give one of them"
             )
         return self
+
+    @property
+    def monitored(self) -> bool:
+        """Whether anything is written of each step."""
+        return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.json_monitor, self.wandb))
 
     @property
     def recomputation(self) -> ActivationCheckpointingConfig:

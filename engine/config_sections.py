@@ -170,6 +170,13 @@ class MonitorConfig(Section):
     job_name: str = setting("triax", "The folder in it.")
 
 
+class TimelineConfig(Section):
+    """``timeline``: a trace of one step, across all ranks, in one file."""
+
+    step: int | None = setting(None, "Which: 1 is the first one of the process; null: none.", ge=1)
+    file: str | None = setting(None, "Where; by default timeline.json, in json_monitor's folder if that is enabled.")
+
+
 class WandbConfig(Section):
     """``wandb``: a run of Weights & Biases, which rank 0 logs to."""
 

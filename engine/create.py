@@ -22,6 +22,7 @@ from .config_cli import resolved
 from .data import Loader
 from .engine import Engine, training_schedule
 from .module_engine import ModuleEngine
+from .observe import observe
 from .recomputation import set_up
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
@@ -158,6 +159,7 @@ def initialize(
     unmoved = getattr(engine.lr_scheduler, "note", None)
     if unmoved is not None and grid.rank == 0:
         logging.getLogger("triax").warning("%s", unmoved)
+    observe(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

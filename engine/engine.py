@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ..grid import layout_of
+from ..grid.recorded import start_recording, stop_recording
 from ..grid.traffic import Sent
 from ..pipe.executor import Executor
 from ..pipe.inference import forward_only
@@ -138,8 +139,9 @@ class Engine(Compat, Weights):
         if not self.module.training:
             self.module.train()
         self.module.dropout_state.step = self.global_steps
-        self._executor.record = self.record_timeline
-        self.grid.traffic.flights = [] if self.record_timeline else None
+        if self._clock is None and self.record_timeline:
+            self._clock = start_recording(self.grid)
+        self._executor.clock = self._clock
         self._replicas.begin()
         result = self._executor.run(self._training, microbatches)
         self._replicas.finish()
@@ -170,6 +172,9 @@ class Engine(Compat, Weights):
             self._executor.loss_scale = self._scaler.scale
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
+        if self._clock is not None:
+            stop_recording(self.grid)
+            self._clock = None
         if self._monitor is not None:
             self._monitor(self, loss / weight)
         return loss / weight
@@ -209,7 +214,7 @@ class Engine(Compat, Weights):
             self._executor.forget_schemas()
         training = self.module.training
         self.module.eval()
-        self._executor.record = False
+        self._executor.clock = None
         try:
             result = self._executor.run(self._evaluation(count), microbatches, outputs=return_logits, loss=compute_loss)
         finally:

@@ -242,7 +242,7 @@ class ModuleEngine(Compat, Weights):
         self.global_steps += 1
         self._loss, self._losses = torch.zeros_like(self._loss), 0
         if self._monitor is not None:
-            self._monitor(self, loss)  # type: ignore[arg-type]
+            self._monitor(self, loss)
 
     def _schedule(self, optimizer: ModuleOptimizer, loss: Tensor, lr_kwargs: Mapping[str, Any] | None) -> None:
         if self.lr_scheduler is None:

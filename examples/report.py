@@ -1,8 +1,7 @@
-"""What a training run shows and leaves behind: a progress line, metrics.jsonl, loss.png and schedule.png."""
+"""What a training run shows and leaves behind: a progress line, loss.png, schedule.png and report.html."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from triax.engine.report_cli import write_report
 from triax.pipe.schedules import Schedule
 from triax.pipe.simulate import Costs, Timeline, timeline
 
@@ -29,9 +29,6 @@ class Reporter:
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        if speaks:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "metrics.jsonl").open("w", buffering=1)  # whole lines, even if killed
 
     def say(self, text: str = "") -> None:
         """A line that stays."""
@@ -44,11 +41,11 @@ class Reporter:
             self._live = Live(console=self._console, refresh_per_second=8)
             self._live.start()
 
-    def step(self, step: int, loss: float, speed: float, left: float, **more: float | None) -> None:
-        """One training step is done: its number (from 1), loss, tokens/s, seconds left, and what else to keep."""
+    def step(self, step: int, loss: float, speed: float, left: float) -> None:
+        """One training step is done: its number (from 1), loss, tokens/s, seconds left."""
         if not self.speaks:
             return
-        self.record(step=step, loss=loss, tokens_per_second=round(speed, 1), **more)
+        self._rows.append({"step": step, "loss": loss})
         count = f"{step:>{len(str(self.steps))}}/{self.steps}"
         line = f"step {count}  loss {loss:.4f}  {speed:,.0f} tokens/s  {minutes(left)} left"
         if self._live is not None:
@@ -57,11 +54,9 @@ class Reporter:
         elif step % self.every == 0 or step in (1, self.steps):
             self.say(line)
 
-    def record(self, **row: Any) -> None:
-        """Append to metrics.jsonl, every number in full."""
-        if self.speaks:
-            self._rows.append(row)
-            self._file.write(json.dumps(row) + "\n")
+    def validated(self, step: int, loss: float) -> None:
+        """The model was measured after a step."""
+        self._rows.append({"step": step, "validation_loss": loss})
 
     def pipeline(self, step: int, measured: Timeline | None) -> None:
         """When each op of a step ran; the picture is of the step with the median time."""
@@ -75,9 +70,10 @@ class Reporter:
             self._live = None
 
     def draw(self, schedule: Schedule, bigram: float) -> None:
-        """loss.png and schedule.png, where matplotlib is installed."""
+        """report.html; loss.png and schedule.png, where matplotlib is installed."""
         if not self.speaks:
             return
+        self.say(f"a page about it is in {write_report(self.folder)}")
         try:
             draw_losses(self.folder / "loss.png", self._rows, bigram)
             if self._pipelines:

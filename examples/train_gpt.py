@@ -5,9 +5,9 @@
     python examples/train_gpt.py --data ~/texts poem.txt                                           # your own text
 
 It learns the source of Python's standard library, or the text that ``--data`` names, and is measured on files it
-never saw, against a model that counts pairs of bytes. ``runs/NAME/`` gets metrics.jsonl, loss.png, schedule.png and
-the model, which ``triax generate runs/NAME --prompt "class "`` reads. Whatever the grid, the same options give the same
-losses.
+never saw, against a model that counts pairs of bytes. ``runs/NAME/`` gets metrics.jsonl, a trace of one step, a page
+about it all, report.html, pictures, and the model, which ``triax generate runs/NAME --prompt "class "`` reads. Whatever
+the grid, the same options give the same losses.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Options(argparse.Namespace):
     runs: Path
     log_every: int
     print_losses: bool
+    trace: int
 
 
 def main() -> None:
@@ -152,6 +153,8 @@ def train(options: Options) -> None:
     for step in range(1, options.steps + 1):
         last = step == options.steps or clock.is_up()
         engine.record_timeline = last or step % 10 == 0
+        if last and step < options.trace:
+            engine.record_trace(report.folder / "timeline.json")
         rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=options.seed)
         loss = float(engine.train_batch(microbatches(rows)))
         clock.tick(step)
@@ -159,10 +162,11 @@ def train(options: Options) -> None:
             report.pipeline(step, engine.timeline)
         if options.print_losses:
             report.say(f"step {step} loss {loss!r}")
-        report.step(step, loss, clock.speed, clock.left, seconds=clock.elapsed, grad_norm=engine.get_global_grad_norm())
+        report.step(step, loss, clock.speed, clock.left)
         if last or step % options.validate_every == 0:
             validation = validate()
-            report.record(step=step, validation_loss=validation)
+            report.validated(step, validation)
+            engine.monitor.write_events([("Validation/loss", validation, engine.global_samples)])
             clock.skip()
         if last:
             break
@@ -171,7 +175,7 @@ def train(options: Options) -> None:
     bigram = Bigram(corpus.training).loss(unseen) if grid.rank == 0 else 0.0
     text = continue_text(engine, options) if options.sample else b""
     save_hf(engine, report.folder / "model")
-    report.record(bigram_loss=bigram, training_seconds=clock.elapsed)
+    engine.monitor.write_events([("Validation/bigram_loss", bigram, engine.global_samples)])
     ended = "" if step == options.steps else f" of {options.steps}: --time-limit {options.time_limit:g} ended it"
     report.say(f"trained {step} steps in {minutes(clock.elapsed)} min{ended}")
     report.say(f"loss    {validation:.4f} nats per byte on held-out files; byte bigrams: {bigram:.4f}")
@@ -293,6 +297,7 @@ def parse() -> Options:
     add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are kept (runs)")
     add("--log-every", type=int, default=20, metavar="STEPS", help="a line, where there is no terminal (20)")
     add("--print-losses", action="store_true", help="print every loss in full")
+    add("--trace", type=int, default=20, metavar="STEP", help="of which timeline.json is (20, or the last); 0: none")
     return parser.parse_args(namespace=Options())
 
 
@@ -367,6 +372,8 @@ def engine_config(options: Options) -> dict[str, Any]:
         "zero_optimization": {"stage": options.zero},
         "pipeline": {"schedule": options.schedule},
         "seed": options.seed,
+        "json_monitor": {"enabled": True, "output_path": str(options.runs), "job_name": options.name},
+        "timeline": {"step": min(options.trace, options.steps) or None},
     }
 
 

@@ -5,7 +5,6 @@ At size 1 nothing is communicated. The two collectives that torch 2.13 renamed h
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .traffic import Flight, Traffic
+from .traffic import Traffic
 
 if TYPE_CHECKING:
     from .grid import Grid
@@ -31,19 +30,6 @@ class _Done:
 
     def wait(self) -> None:
         return None
-
-
-class _Recorded:
-    """A collective that is under way, and its times."""
-
-    def __init__(self, work: Pending, axis: Axis, collective: str, flights: list[Flight]) -> None:
-        self._work, self._name, self._flights = work, (axis.name, collective), flights
-        self._start = time.perf_counter()
-
-    def wait(self) -> None:
-        waited = time.perf_counter()
-        self._work.wait()
-        self._flights.append(Flight(*self._name, self._start, waited, time.perf_counter()))
 
 
 class _Messages:
@@ -110,11 +96,11 @@ class Axis:
         self._count("all_reduce", 2 * _bytes(tensor) / self.size * (self.size - 1))
         if tensor.device.type == "cpu" and self.size == 2 and _SMALL < _bytes(tensor) <= _MEDIUM:
             pending = self._exchange_whole(tensor, op)
-            return self._recorded("all_reduce", pending) if async_op else _waited(pending)
+            return pending if async_op else _waited(pending)
         small = tensor.device.type == "cpu" and _bytes(tensor) <= _SMALL and self.size.bit_count() == 1
         if small and not async_op and self.size > 1:
             return self._exchange(tensor, op)
-        return self._recorded("all_reduce", self._start(dist.all_reduce, async_op, tensor, op=_OPS[op]))
+        return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op])
 
     def _exchange_whole(self, tensor: Tensor, op: str) -> Pending:
         """An all-reduce of two ranks: each sends the other all of it, as many bytes as in a ring, in one step.
@@ -155,13 +141,12 @@ class Axis:
         if tensor.is_cuda:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                work = self._start(dist.all_gather_into_tensor, async_op, output, tensor)
-            return self._recorded("all_gather", work)
+                return self._start(dist.all_gather_into_tensor, async_op, output, tensor)
         parts = output.view(self.size, *tensor.shape)
         if parts[self.rank].data_ptr() != tensor.data_ptr():
             parts[self.rank].copy_(tensor)
         pending = _Messages(self._swap([parts[self.rank]] * self.size, list(parts), _GATHER))
-        return self._recorded("all_gather", pending) if async_op else _waited(pending)
+        return pending if async_op else _waited(pending)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """The sum over the ranks of each one's n-th of a flat tensor: (n,) from (size * n,).
@@ -177,8 +162,7 @@ class Axis:
         if tensor.is_cuda:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                work = self._start(dist.reduce_scatter_tensor, async_op, output, tensor)
-            return self._recorded("reduce_scatter", work)
+                return self._start(dist.reduce_scatter_tensor, async_op, output, tensor)
         parts = tensor.view(self.size, -1)
         mine = parts[self.rank]
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
@@ -191,7 +175,7 @@ class Axis:
             torch.add(total, received[-1], out=output)
 
         pending = _Messages(self._swap(list(parts), received, _SCATTER), add)
-        return self._recorded("reduce_scatter", pending) if async_op else _waited(pending)
+        return pending if async_op else _waited(pending)
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Pending]:
         """Start sending each rank its one of ``outgoing`` and receiving its own, each with its neighbours first."""
@@ -235,11 +219,6 @@ class Axis:
         if self.size > 1:
             self.traffic.add(self.name, collective, size)
 
-    def _recorded(self, collective: str, work: Pending) -> Pending:
-        """The same, and its times where somebody wants them."""
-        flights = self.traffic.flights
-        return work if flights is None or isinstance(work, _Done) else _Recorded(work, self, collective, flights)
-
     def _open(self) -> dist.ProcessGroup:
         # Without this check torch would take None for the default group: another grid's, perhaps.
         if self.group is None:
@@ -256,6 +235,11 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+def done(pending: Pending) -> bool:
+    """Whether there was nothing to wait for: it was not started asynchronously, or had nobody to go to."""
+    return isinstance(pending, _Done)
 
 
 def _waited(pending: Pending) -> Pending:

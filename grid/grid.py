@@ -100,6 +100,11 @@ class Grid:
         axis: Axis = getattr(self, name)
         return axis
 
+    def axes(self) -> list[Axis]:
+        """All the groups that this rank is in so far, the world's too."""
+        joined = [axis for axis in self._subgroups.values() if axis is not None]
+        return [self.world, self.pipe, self.data, self.tensor, *joined]
+
     def joint(self, *axes: str) -> Axis:
         """Several axes as one group: ``joint("pipe", "tensor")`` is one replica's ranks.
 
@@ -139,6 +144,10 @@ class Grid:
         """Bytes: the most that tensors took of the GPU so far; on a CPU, that this whole process was resident in."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_peak()
 
+    def device_name(self) -> str:
+        """The GPU's name as its maker has it, ``NVIDIA H100 80GB HBM3``; ``cpu`` on a CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""
         try:
@@ -162,8 +171,7 @@ class Grid:
 
         A connection closes when nothing refers to its group any more; ranks that wait on it then stop at once.
         """
-        joined = [axis for axis in self._subgroups.values() if axis is not None]
-        for axis in (self.world, self.pipe, self.data, self.tensor, *joined):
+        for axis in self.axes():
             axis.group = None
         self.mesh = None
         if dist.is_initialized():

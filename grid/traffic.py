@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .clock import Clock
 
 
 class Sent(NamedTuple):
@@ -14,16 +17,17 @@ class Sent(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A collective that was started and waited for later; times as of ``time.perf_counter``.
+    """A collective; times are marks of ``Traffic.clock``.
 
     Between ``start`` and ``waited`` the rank did something else; from there to ``end`` it waited.
     """
 
     axis: str
     collective: str
-    start: float
-    waited: float
-    end: float
+    start: Any
+    waited: Any
+    end: Any
+    bytes: float  # that this rank sent in it
 
 
 class Traffic:
@@ -34,8 +38,11 @@ class Traffic:
     source, a send M.
 
     Attributes:
-        flights: the collectives that were under way while this was a list, in the order they were waited for.
+        flights: the collectives of the last recording (``recorded.py``), in the order they were waited for.
+        clock: what marked their times.
     """
+
+    clock: Clock
 
     def __init__(self) -> None:
         self._sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
@@ -46,6 +53,10 @@ class Traffic:
         entry = self._sent[axis, collective]
         entry[0] += 1
         entry[1] += size
+
+    def bytes(self, axis: str, collective: str) -> float:
+        """What was sent of one kind so far."""
+        return self._sent[axis, collective][1] if (axis, collective) in self._sent else 0.0
 
     def clear(self) -> None:
         """Start again from nothing."""

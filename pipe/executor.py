@@ -6,7 +6,6 @@ engine hands in; the loss is divided by nobody here (the engine divides once, by
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..grid import Axis
+from ..grid.clock import Clock, Mark
 from ..grid.nest import map_tensors
 from .backward import Deferred, SplitBackward
 from .boundary import Boundary
@@ -24,7 +24,6 @@ from .nest import Flat, flatten, unflatten
 from .ops import COMPUTE, Op
 from .p2p import Channel, Receive, receive_gradients, receive_value
 from .passes import Program
-from .simulate import Span
 
 # Gradients on their way from one channel before its next send waits for the oldest. The stage before posts its
 # receives early, so this bounds memory and is not met in step.
@@ -87,13 +86,22 @@ class _Held(NamedTuple):
     deferred: Deferred | None  # where its weight gradients wait, if the schedule splits the backward
 
 
+class Marked(NamedTuple):
+    """When an op ran: until ``began`` it waited for a message."""
+
+    op: Op
+    entered: Mark
+    began: Mark
+    end: Mark
+
+
 class Executor:
     """Runs programs over a ``PipelineModule``'s stages on this rank.
 
     Attributes:
         loss_scale: what losses are multiplied by before the backward pass (fp16); results are not.
-        spans: when each compute op of the last run ran, in seconds since its start, if ``record`` was set.
-        origin: that start, as of ``time.perf_counter``.
+        clock: set it, and the next runs mark when each of their ops began; ``marks`` has those of the last one.
+        origin: when that run began, on all its pipe ranks at once.
         held: activations of (stage, microbatch) held now; ``peak`` the most of the last run.
     """
 
@@ -117,10 +125,11 @@ class Executor:
             "GATHER": lambda op: data.gather(op.stage),
             "RELEASE": lambda op: data.release(op.stage),
         }
-        self.record = False
+        self.clock: Clock | None = None
         self.loss_scale = 1.0
-        self.spans: list[Span] = []
-        self.origin = 0.0
+        self.marks: list[Marked] = []
+        self.origin: Mark = 0.0
+        self._ready = _nothing  # called where an op has what it needs
         self.held: dict[tuple[int, int], _Held] = {}
         self.peak = 0
         # Of (stage, microbatch): what is on its way here, and what was made here and not yet sent or read.
@@ -164,25 +173,34 @@ class Executor:
         self._losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
         for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
             kept.clear()
-        self.spans, self.peak = [], 0
-        if self.record:
+        self.marks, self.peak = [], 0
+        handlers, self._ready = self._handlers, _nothing
+        if self.clock is not None:
+            handlers, self._ready = dict.fromkeys(handlers, self._marked), self._mark
             self._grid.pipe.barrier()
-        origin = self.origin = time.perf_counter()
+            self.origin = self.clock.mark()
         for op in ops:
             try:
-                self._begin = time.perf_counter()
-                self._handlers[op.kind](op)
+                handlers[op.kind](op)
             except Exception as error:
                 raise self._failed(op, error) from error
-            if self.record and op.kind in COMPUTE:
-                self._grid.synchronise()
-                self.spans.append(Span(op, self._begin - origin, time.perf_counter() - origin))
         for channel in self._channels:
             channel.limit(0)
         for value, weight in self._losses:
             self._result.loss += value
             self._result.weight += weight
         return self._result
+
+    def _marked(self, op: Op) -> None:
+        """Run an op, and mark when."""
+        assert self.clock is not None
+        entered = self._began = self.clock.mark()
+        self._handlers[op.kind](op)
+        self.marks.append(Marked(op, entered, self._began, self.clock.mark()))
+
+    def _mark(self) -> None:
+        assert self.clock is not None
+        self._began = self.clock.mark()
 
     def _forward(self, op: Op) -> None:
         """``outputs = stage(inputs)``; after the last stage, ``loss = loss_fn(outputs, labels)``."""
@@ -197,7 +215,7 @@ class Executor:
                 boundary = Boundary(tensors, schema)
                 tensors = boundary.tensors
             value = unflatten(schema, tensors)
-        self._begin = time.perf_counter()
+        self._ready()
         self._module.dropout_state.samples = microbatch.samples
         deferred = Deferred() if self._splits else None
         with SplitBackward(deferred) if deferred is not None else nullcontext():
@@ -215,9 +233,7 @@ class Executor:
         """``backward(outputs, gradients)``: the input gradient, and the weight gradient with it or right after."""
         if self._splits:
             self._input_gradient(op)
-            begin = self._begin
             self._weight_gradient(op)
-            self._begin = begin
         else:
             with self._reducing(op):
                 self._differentiate(op)
@@ -231,7 +247,6 @@ class Executor:
 
     def _weight_gradient(self, op: Op) -> None:
         """``weight.grad += ...``, for all that is queued."""
-        self._begin = time.perf_counter()
         deferred = self.held[op.stage, op.microbatch].deferred
         assert deferred is not None  # a program that splits the backward says so before its first forward
         with self._reducing(op):
@@ -242,7 +257,7 @@ class Executor:
         """One backward pass over all outputs, whatever their number."""
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
-        self._begin = time.perf_counter()
+        self._ready()
         boundary, edges, deferred = self.held[stage, index]
         if edges:
             with deferred.backward() if deferred is not None else nullcontext():
@@ -334,6 +349,10 @@ class Executor:
             return RuntimeError(f"{self._grid.describe()} stopped at {op}, because {reported}")
         self._grid.report_failure(message)
         return RuntimeError(message)
+
+
+def _nothing() -> None:
+    pass
 
 
 def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:

@@ -410,7 +410,7 @@ def contradictions(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         (put(VALID, "tensor_parallel.dtype", draw.choice(["bf16", "fp16"])), ["tensor_parallel.dtype"]),
         (put(VALID, "amp", {"enabled": True, "opt_level": f"O{two}"}), ["amp"]),
         (put(VALID, "flops_profiler", {"enabled": True, "profile_step": two}), ["flops_profiler"]),
-        (put(VALID, "wall_clock_breakdown", True), ["wall_clock_breakdown"]),
+        (put(VALID, "timeline", {"step": 0}), ["timeline.step"]),
         (put(VALID, "data_types", {"grad_accum_dtype": draw.choice(["bf16", "fp16"])}), ["grad_accum_dtype"]),
     ]
     return draw.choice(choices)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(EXAMPLES))
 import report  # noqa: E402
 import train_gpt  # noqa: E402
 
+LOSS = "Train/Samples/train_loss"
 SMALL = "--layers 2 --width 16 --heads 2 --sequence 32 --batch 8 --microbatch 2 --steps 6 --warmup 2 --validation 16"
 
 
@@ -39,7 +40,7 @@ def start(folder: Path, options: str, launcher: list[str] | None = None) -> subp
 
 def losses(folder: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row[LOSS] for row in rows if LOSS in row]
 
 
 def test_a_run_from_one_command(tmp_path: Path) -> None:
@@ -65,8 +66,11 @@ def test_a_run_from_one_command(tmp_path: Path) -> None:
     assert said.count("trained 6 steps") == 1  # rank 0 alone speaks
     folder = tmp_path / "runs" / "wide"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1].keys() == {"bigram_loss", "training_seconds"}
-    assert "validation_loss" in rows[-2]
+    assert "Validation/bigram_loss" in rows[-1] and "Validation/loss" in rows[-2]
+    assert all("Train/Samples/tokens_per_second" in row for row in rows[:6])
+    page = (folder / "report.html").read_text()
+    assert "validation" in page and "Simulated with its costs" in page and "rank 3 (pipe 1, data 0, tensor 1)" in page
+    assert json.loads((folder / "timeline.json").read_text())["otherData"]["step"] == 6
     assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}
     for picture in ("loss.png", "schedule.png"):
         assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
