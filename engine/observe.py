@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..grid.clock import Clock
 from ..grid.recorded import start_recording, stop_recording
-from .breakdown import Means, table
 from .config import Config, ConfigError
 from .monitor import Event, Monitor, folder_of
 from .report_read import TIMELINE
@@ -26,6 +25,7 @@ from .slices import StepRecord, parts, step_record
 from .tap import Stopwatch, tap
 from .trace import gather_trace, write_trace
 from .utilisation import FlopCount, known_peak, tokens_in
+from .wall_clock import Means, table
 
 _PRINT_EVERY = 10  # steps, as DeepSpeed has it, where wall_clock_breakdown is wanted and steps_per_print is not given
 _COUNTED = 2  # the step in which memory is counted for run.json: the optimizer has its state by then
