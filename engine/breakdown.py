@@ -73,11 +73,11 @@ def table(step: int, grid: Grid, everyone: list[dict[str, Row]]) -> str:
     """A line for each rank and point, a column for each kind."""
     kinds = list(next(row for rows in everyone for row in rows.values()))
     width = max(len(point) for rows in everyone for point in rows) + 2
-    lines = [f"memory at step {step}, by kind", " " * width + "".join(f"{kind:>13}" for kind in kinds)]
+    lines = [f"memory at step {step}, by kind", " " * width + "".join(f"{kind:>14}" for kind in kinds)]
     for rank, rows in enumerate(everyone):
         lines.append(grid.describe(rank))
         for point, row in rows.items():
-            lines.append(f"{point:<{width}}" + "".join(f"{units.size(row[kind]):>13}" for kind in kinds))
+            lines.append(f"{point:<{width}}" + "".join(f"{units.size(row[kind]):>14}" for kind in kinds))
     return "\n".join(lines)
 
 

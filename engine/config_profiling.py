@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Strict, model_validator
+from pydantic import Strict, WithJsonSchema, model_validator
 
 from .config_base import Section, idle, no_such, refused, setting
 
@@ -21,6 +21,8 @@ _ALSO = {
     "recv": "receive",
     "irecv": "receive",
 }
+
+_SCALE = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "dynamic"}, {"type": "null"}]}
 
 
 class FlopsProfilerConfig(Section):
@@ -89,7 +91,9 @@ class AmpConfig(Section):
     opt_level: Literal["O0", "O1", "O2", "O3"] = setting(
         "O1", "O0: nothing is narrowed. O2 and O3 are refused: fp16 does what they do.", auto=True
     )
-    loss_scale: float | None = setting(None, 'A fixed scale; "dynamic" or null: one that adapts.', auto=True, gt=0.0)
+    loss_scale: Annotated[float | None, WithJsonSchema(_SCALE)] = setting(
+        None, 'A fixed scale; "dynamic" or null: one that adapts.', auto=True, gt=0.0
+    )
     min_loss_scale: float | None = setting(None, "It does not fall below this; null: 1.", auto=True, gt=0.0)
     max_loss_scale: Any = refused("the scale has no upper limit, and an overflow halves it: leave it out")
     cast_model_type: Any = refused("weights stay fp32 under O1: leave it out, or enable fp16")

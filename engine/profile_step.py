@@ -161,7 +161,6 @@ def of_pipeline(engine: Engine) -> None:
     module, executor = engine.module, engine._executor
     profile = StepProfile(engine, {p.parameter for p in module.placed() if p.counted})
     train, run_stage, update = engine.train_batch, module.run_stage, engine._replicas.step
-    alone = engine.batch.accumulation == 1
 
     def around_forward(op: Op) -> AbstractContextManager[None]:
         return profile.microbatch(op.microbatch)
@@ -190,7 +189,7 @@ def of_pipeline(engine: Engine) -> None:
             finally:
                 engine.record_timeline = recorded
         for op, start, end in executor.spans:
-            if alone or op.microbatch > 0:
+            if engine.batch.accumulation == 1 or op.microbatch > 0:
                 (profile.forward if op.kind == "F" else profile.backward).append(end - start)
         profile.finish()
         return loss

@@ -205,7 +205,8 @@ class Executor:
             tensors, schema = self._input(stage, index)
             if self._training:
                 boundary = Boundary(tensors, schema)
-                tensors = boundary.tensors
+                # Let go of: the graph's first node has the boundary, and would be held in a circle.
+                tensors, boundary.tensors = boundary.tensors, []
             value = unflatten(schema, tensors)
         self._begin = time.perf_counter()
         self._module.dropout_state.samples = microbatch.samples

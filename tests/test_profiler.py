@@ -307,7 +307,9 @@ def test_entries_of_stages_and_shards_are_one_model() -> None:
 
 def test_numbers_are_written_as_people_read_them() -> None:
     assert [units.count(n) for n in (0, 12, 999, 1000, 1.5e9)] == ["0", "12", "999", "1.00 K", "1.50 G"]
-    assert units.count(2e12, "FLOPS") == "2.00 TFLOPS" and units.rate(10, None) == "-" and units.rate(10, 2) == "5 FLOPS"
+    assert (
+        units.count(2e12, "FLOPS") == "2.00 TFLOPS" and units.rate(10, None) == "-" and units.rate(10, 2) == "5 FLOPS"
+    )
     assert [units.duration(s) for s in (2, 0.0031, 4.2e-5)] == ["2.00 s", "3.10 ms", "42.00 us"]
     assert [units.size(n) for n in (0, 1023, 2048, 3 * 2**30)] == ["0 B", "1023 B", "2.0 KB", "3.0 GB"]
 
