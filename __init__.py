@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .engine import initialize as initialize
+    from .engine import profiler as profiler
+    from .engine.comms import log_summary as log_summary
     from .engine.engine import Engine as Engine
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
@@ -72,6 +74,8 @@ _HOMES = {
     "ModuleEngine": "engine.module_engine",
     "add_config_arguments": "engine.script",
     "init_distributed": "engine.script",
+    "log_summary": "engine.comms",
+    "profiler": "engine",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -73,7 +73,13 @@ def measured(grid: Grid, executor: Executor) -> Timeline:
 
 
 class Accounts:
-    """Counts what one rank holds, for ``engine.memory_report``."""
+    """Counts what one rank holds, for ``engine.memory_report``.
+
+    Attributes:
+        meter: what counts a step's activations while it runs, if that is wanted.
+    """
+
+    meter: Meter | None = None
 
     def __init__(self, replicas: Replicas, module: PipelineModule) -> None:
         self._replicas, self._module = replicas, module
@@ -89,8 +95,12 @@ class Accounts:
             return
         before = sum(held_bytes(self._replicas, self._module).values())
         meter = Meter(lambda: sum(bucket.weights.untyped_storage().nbytes() for bucket in self._replicas.buckets))
-        with meter.counting():
-            yield
+        self.meter = meter
+        try:
+            with meter.counting():
+                yield
+        finally:
+            self.meter = None
         log_profile(self._module)
         # An optimizer makes its state in its first step: that is no working memory.
         after = sum(held_bytes(self._replicas, self._module).values())

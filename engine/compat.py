@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid
+from . import comms
 from .config import Batch, Config, ConfigError, batch_sizes
 from .observe import Observed
 from .precision import LossScaler
@@ -102,6 +103,10 @@ class Compat(Observed):
     def gradient_clipping(self) -> float:
         """The longest global gradient; 0: no limit."""
         return self.config.gradient_clipping
+
+    def log_summary(self, show_straggler: bool = False) -> str:
+        """Print, on rank 0, and return what ``comms_logger`` counted on this rank; see ``comms.summary``."""
+        return comms.summary(self.grid, show_straggler)
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded over the data axis."""

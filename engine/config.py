@@ -11,6 +11,7 @@ from pydantic import ValidationError, model_validator
 from ..pipe.schedules import NAMES
 from .choose import FILES
 from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
+from .config_profiling import AmpConfig, CommsLoggerConfig, FlopsProfilerConfig, TorchAutocastConfig
 from .config_sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
@@ -83,7 +84,16 @@ class Config(Section):
     steps_per_print: int | None = setting(
         None, "Rank 0 prints step, loss, learning rate and samples a second, once in so many steps.", ge=1
     )
-    dump_state: bool = setting(False, "Rank 0 prints the resolved configuration at the start.")
+    torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), "Forward passes under torch.autocast.")
+    amp: AmpConfig = setting(AmpConfig(), "apex's: O1 is autocast to float16.")
+    dump_state: bool = setting(
+        False, "Rank 0 prints the resolved configuration at the start, and what every rank holds."
+    )
+    flops_profiler: FlopsProfilerConfig = setting(FlopsProfilerConfig(), "A report of one step, by module.")
+    memory_breakdown: bool = setting(
+        False, "Rank 0 prints what every rank holds around forward, backward and step, by kind. Slows every step."
+    )
+    comms_logger: CommsLoggerConfig = setting(CommsLoggerConfig(), "Collectives and messages, counted and timed.")
     tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
     csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each number, as DeepSpeed names them.")
 
@@ -104,15 +114,8 @@ class Config(Section):
         allow_inf_nan=False,
     )
 
-    memory_breakdown: Any = refused(
-        "leave it out, set engine.record_memory = True, and print engine.memory_report() after a batch"
-    )
-    comms_logger: Any = refused("leave it out, and print engine.traffic_report(): every collective is counted")
-    flops_profiler: Any = refused("leave it out, and run a batch within torch.utils.flop_counter.FlopCounterMode()")
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
     checkpoint: Any = refused("nothing here is set by it: leave it out; engine.gather() returns whole weights to save")
-    amp: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
-    torch_autocast: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
     gradient_allreduce_op: Any = refused(
         "gradients are summed, and divided by the weight of the batch: write mean", "mean"
     )
@@ -178,6 +181,17 @@ class Config(Section):
             )
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
+        narrow = [key for key in ("bf16", "fp16", "torch_autocast", "amp") if getattr(self, key).enabled]
+        if len(narrow) > 1:
+            raise ValueError(
+                f"{' and '.join(f'{key}.enabled' for key in narrow)} are both true: weights of that dtype, or fp32 "
+                "weights and a forward pass under autocast: enable one of them"
+            )
+        if self.communication_data_type and self.torch_autocast.lower_precision_safe_modules:
+            raise ValueError(
+                "communication_data_type and torch_autocast.lower_precision_safe_modules both say in which dtype "
+                "gradients are summed over replicas: give one of them"
+            )
         schedule = self.pipeline.schedule
         if schedule not in NAMES and not schedule.endswith(FILES):
             raise ValueError(no_such("pipeline.schedule", schedule, NAMES))

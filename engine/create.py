@@ -21,6 +21,7 @@ from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_conf
 from .config_cli import resolved
 from .data import Loader
 from .engine import Engine, training_schedule
+from .instruments import instrument
 from .module_engine import ModuleEngine
 from .observe import observe
 from .recomputation import set_up
@@ -156,6 +157,7 @@ def initialize(
         engine = Engine(model, checked, schedule, make, groups, training_data, lr_scheduler, collate_fn)
     else:
         engine = ModuleEngine(model, grid, checked, make, groups, training_data, lr_scheduler, collate_fn)
+    instrument(engine)
     unmoved = getattr(engine.lr_scheduler, "note", None)
     if unmoved is not None and grid.rank == 0:
         logging.getLogger("triax").warning("%s", unmoved)

@@ -79,8 +79,8 @@ class Engine(Compat, Weights):
         # Where each parameter hangs: a step looks whether it still does, and walks no modules for that.
         modules = list(module.modules())
         self._homes = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
-        self._precision = precision.mode(config, self.grid.data.size)
-        self._scaler = precision.LossScaler(config.fp16) if config.fp16.enabled else None
+        self._precision = precision.mode(config, self.grid, module)
+        self._scaler = precision.scaler(config)
         self._replicas = Replicas(
             _managed(module, groups),
             self.grid,

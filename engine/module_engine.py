@@ -81,8 +81,8 @@ class ModuleEngine(Compat, Weights):
         self.module, self.config, self.grid = module, config, grid
         self.batch = batch_sizes(config, grid.data.size)
         self._half = precision.half_dtype(config)
-        self._mode = precision.mode(config, grid.data.size)
-        self._scaler = precision.LossScaler(config.fp16) if config.fp16.enabled else None
+        self._mode = precision.mode(config, grid, module)
+        self._scaler = precision.scaler(config)
         if self._scaler is not None:
             _SCALING.add(self)
         self._norm: Tensor | None = None

@@ -5,27 +5,33 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import nn
 
+from ..grid import Grid
 from ..zero.mode import Mode
 from ..zero.offload import Offload, Place
+from .autocast import autocast_dtype, narrow_gradients, scaling
 from .config import Config, Fp16Config, OffloadConfig, ZeroConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def mode(config: Config, replicas: int) -> Mode:
-    """What the configuration asks of the data axis, of so many replicas.
+def mode(config: Config, grid: Grid, module: nn.Module) -> Mode:
+    """What the configuration asks of the grid's data axis, for the parameters of this module.
 
     With bf16 or fp16, weights are of that dtype, and fp32 holds the master weights, the optimizer's state and the
     gradients that are accumulated; they are reduced in fp32 too, unless ``communication_data_type`` says otherwise.
     """
     half, zero = half_dtype(config), config.zero_optimization
+    narrow = narrow_gradients(config, module, grid)
+    communicate = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
     return Mode(
         stage=zero.stage,
         weights=half,
         accumulate=torch.float32 if half is not None else None,
-        communicate=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
-        prescale=_prescale(config, replicas),
+        communicate=communicate if narrow is None else autocast_dtype(config),
+        narrow=narrow,
+        prescale=_prescale(config, grid.data.size),
         each=zero.reduce_each_microbatch,
         scatter=zero.reduce_scatter,
         gather=zero.allgather_partitions,
@@ -62,6 +68,12 @@ def _offload(zero: ZeroConfig) -> Offload:
 def half_dtype(config: Config) -> torch.dtype | None:
     """bf16 or fp16, if the configuration enables one."""
     return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+
+
+def scaler(config: Config) -> LossScaler | None:
+    """A new loss scale, if the configuration computes in float16."""
+    section = scaling(config)
+    return None if section is None else LossScaler(section)
 
 
 class LossScaler:

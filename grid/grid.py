@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
 from .environment import Environment, read_environment, resident_peak
+from .logged import Log, attach
 from .threads import unobtrusive
 from .topology import DEFAULT_AXES, Topology
 from .traffic import Traffic
@@ -49,6 +50,7 @@ class Grid:
         rank, size: this process and their number.
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
+        log: what times its communication, see ``log_communication``; None: nothing does.
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 beside triax; None on one process.
 
     Raises:
@@ -78,6 +80,7 @@ class Grid:
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
         self.traffic = Traffic()
+        self.log: Log | None = None
 
         if self.size > 1:
             if environment is not None:
@@ -128,6 +131,13 @@ class Grid:
             groups = [[group[i] for i in members] for group in self.topology.groups(axis)]
             self._subgroups[key] = self._make(axis, groups)
         return self._subgroups[key]
+
+    def log_communication(self, log: Log) -> None:
+        """Time what goes through this rank's axes from now on, those included that are made later."""
+        self.log = log
+        for axis in (self.world, self.pipe, self.data, self.tensor, *self._subgroups.values()):
+            if axis is not None:
+                attach(axis, log)
 
     def describe(self, rank: int | None = None) -> str:
         """A rank by name: ``rank 5 (pipe 1, data 0, tensor 1)``."""
@@ -203,6 +213,8 @@ class Grid:
                 mine = Axis(name, ranks, self.rank, group, self.traffic)
         if mine is not None:
             self._connect(mine)
+            if self.log is not None:
+                attach(mine, self.log)
         return mine
 
     def _connect(self, axis: Axis) -> None:

@@ -9,8 +9,11 @@ It works at torch's function calls (``F.linear``, ``F.conv2d``, ``F.embedding``,
 torch's layers and not only ours. Another function that a mode sees (``torch.overrides``) can say itself how it is
 split, by an attribute ``deferred``: the function again, told first where to queue (column-parallel products do, for
 their backward holds collectives). A weight used in another way (``x @ weight``, inside a recurrent layer or
-``nn.MultiheadAttention``, under autocast, computed from other tensors) has its gradient at once, as ever: what is not
-split is not wrong, only not deferred.
+``nn.MultiheadAttention``, computed from other tensors) has its gradient at once, as ever: what is not split is not
+wrong, only not deferred.
+
+Under autocast a product's node casts as autocast does, in both halves alike. It keeps the weight as it is, and casts it
+once more in the backward pass: autograd would keep a narrow copy of every weight for every microbatch under way.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ..grid.autocast import cast, product_dtype
 
 Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 
@@ -51,7 +56,7 @@ class Deferred:
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether these parameters' gradients may wait: nothing but their ``.grad`` depends on them."""
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if not torch.is_grad_enabled():
             return False
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
         return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
@@ -110,7 +115,8 @@ class SplitBackward(TorchFunctionMode):
 def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if not deferred.takes(input, weight, bias):
         return None
-    return _Linear.apply(deferred, input, weight, bias)
+    dtype = product_dtype(input)
+    return _Linear.apply(deferred, cast(input, dtype), weight, bias, dtype)
 
 
 def _embedding(
@@ -149,7 +155,8 @@ def _convolution(dims: int, transposed: bool) -> Callable[..., Tensor | None]:
         shape = [_each(value, dims) for value in (stride, padding, options["dilation"])]
         extra = _each(options["output_padding"], dims)
         geometry = (*shape, transposed, extra, options["groups"])
-        return _Convolution.apply(deferred, input, weight, bias, geometry)
+        dtype = product_dtype(input)
+        return _Convolution.apply(deferred, cast(input, dtype), weight, bias, geometry, dtype)
 
     return split
 
@@ -174,22 +181,24 @@ class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b, with dx = dy W at once and dW = dyᵀ x, db = Σ dy deferred."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferred, ctx.parameter, ctx.bias = deferred, weight, bias
-        return F.linear(x, weight, bias)
+        ctx.deferred, ctx.parameter, ctx.bias, ctx.dtype = deferred, weight, bias, dtype
+        return F.linear(x, cast(weight, dtype), cast(bias, dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[1] else None
+        dx = dy @ cast(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.deferred.collects:
             gradients = _rows(dy)
             dweight = gradients.T @ _rows(x) if ctx.needs_input_grad[2] else None
-            return None, dx, dweight, gradients.sum(0) if ctx.needs_input_grad[3] else None
+            return None, dx, dweight, gradients.sum(0) if ctx.needs_input_grad[3] else None, None
         x = x.detach()
         ctx.deferred.add_linear(ctx.parameter, ctx.bias, dy, lambda: x)
-        return None, dx, None, None
+        return None, dx, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -224,19 +233,27 @@ class _Convolution(torch.autograd.Function):
     """A convolution of 1 to 3 dims, transposed or not: torch's own backward, asked for one half at a time."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        deferred: Deferred,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Any,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.deferred, ctx.parameter, ctx.bias, ctx.geometry = deferred, weight, bias, geometry
-        return torch.ops.aten.convolution(x, weight, bias, *geometry)
+        ctx.deferred, ctx.parameter, ctx.bias, ctx.geometry, ctx.dtype = deferred, weight, bias, geometry, dtype
+        return torch.ops.aten.convolution(x, cast(weight, dtype), cast(bias, dtype), *geometry)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        bias, geometry = ctx.bias, ctx.geometry
+        bias, geometry, weight = ctx.bias, ctx.geometry, cast(weight, ctx.dtype)
         sizes = None if bias is None else list(bias.shape)
         halves = torch.ops.aten.convolution_backward
         if not ctx.deferred.collects:
-            return None, *halves(dy, x, weight, sizes, *geometry, list(ctx.needs_input_grad[1:4])), None
+            return None, *halves(dy, x, weight, sizes, *geometry, list(ctx.needs_input_grad[1:4])), None, None
 
         x = x.detach()
         if ctx.parameter.requires_grad:
@@ -250,7 +267,7 @@ class _Convolution(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[1]:
             dx = halves(dy, x, weight, sizes, *geometry, [True, False, False])[0]
-        return None, dx, None, None, None
+        return None, dx, None, None, None, None
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:

@@ -138,6 +138,16 @@ class Executor:
         self._outputs: dict[tuple[int, int], Flat] = {}  # its output
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # the gradients of its input
 
+    def wrap(self, kind: str, around: Callable[[Op], AbstractContextManager[Any]]) -> None:
+        """From now on run every op of a kind within what ``around(op)`` returns: autocast, a measurement."""
+        inner = self._handlers[kind]
+
+        def handler(op: Op) -> None:
+            with around(op):
+                inner(op)
+
+        self._handlers[kind] = handler
+
     def forget_schemas(self) -> None:
         """What stages exchange may look different from now on (layers were frozen, say): both ends must forget."""
         for channel in self._channels:
@@ -213,7 +223,8 @@ class Executor:
             tensors, schema = self._input(stage, index)
             if self._training:
                 boundary = Boundary(tensors, schema)
-                tensors = boundary.tensors
+                # Let go of: the graph's first node has the boundary, and would be held in a circle.
+                tensors, boundary.tensors = boundary.tensors, []
             value = unflatten(schema, tensors)
         self._ready()
         self._module.dropout_state.samples = microbatch.samples

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..grid.autocast import cast, product_dtype
 from ..grid.axis import Axis
-from .regions import begin, border, copy_all_reduce, gather_reduce_scatter
+from .regions import begin, border
 
 __all__ = ["column_linear", "column_linears"]
 
@@ -79,10 +80,7 @@ class _ColumnLinears:
         if has_torch_function(tensors):
             outs: list[Tensor] = handle_torch_function(self, tensors, x, weights, axis, sequence_parallel)
             return outs
-        if torch.is_autocast_enabled(x.device.type):  # which chooses dtypes op by op
-            whole = gather_reduce_scatter(x, axis, 1) if sequence_parallel else copy_all_reduce(x, axis)
-            return [F.linear(whole, weight, bias) for weight, bias in weights]
-        return list(_Products.apply(x, axis, sequence_parallel, [None] * len(weights), *chain(*weights)))
+        return _products(x, axis, sequence_parallel, [None] * len(weights), weights)
 
     def deferred(
         self, later: Later, x: Tensor, weights: Weights, axis: Axis, sequence_parallel: bool
@@ -91,7 +89,7 @@ class _ColumnLinears:
         laters = [later if later.takes(x, *pair) else None for pair in weights]
         if not any(laters):
             return None
-        return list(_Products.apply(x, axis, sequence_parallel, laters, *chain(*weights)))
+        return _products(x, axis, sequence_parallel, laters, weights)
 
 
 column_linears = _ColumnLinears()
@@ -104,32 +102,50 @@ def column_linear(
     return column_linears(x, [(weight, bias)], axis, sequence_parallel)[0]
 
 
+def _products(
+    x: Tensor, axis: Axis, sequence_parallel: bool, laters: Sequence[Later | None], weights: Weights
+) -> list[Tensor]:
+    # Under autocast the input is cast before it travels: half the bytes, and its gradient's too.
+    dtype = product_dtype(x)
+    return list(_Products.apply(cast(x, dtype), axis, sequence_parallel, laters, dtype, *chain(*weights)))
+
+
 class _Products(torch.autograd.Function):
-    """y = enter(x) W^T + b for each W and b, where ``enter`` is f (a copy) or g (a gather)."""
+    """y = enter(x) W^T + b for each W and b, where ``enter`` is f (a copy) or g (a gather).
+
+    Weights are cast to ``dtype``, if there is one, here and in the backward pass: what is kept is the weights.
+    """
 
     @staticmethod
     def forward(
-        x: Tensor, axis: Axis, sequence_parallel: bool, laters: list[Later | None], *weights: Tensor
+        x: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        laters: Sequence[Later | None],
+        dtype: torch.dtype | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         whole = begin("gather", x, axis, 1)() if sequence_parallel else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights[::2], weights[1::2]))
+        narrow = [cast(weight, dtype) for weight in weights]
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(narrow[::2], narrow[1::2]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, ctx.axis, ctx.sequence_parallel, ctx.laters, *weights = inputs
+        x, ctx.axis, ctx.sequence_parallel, ctx.laters, ctx.dtype, *weights = inputs
         # Where to put gradients: not the saved weights, for a checkpoint, or another hook, hands back copies of those.
         ctx.pairs = [pair if later else None for pair, later in zip(zip(weights[::2], weights[1::2]), ctx.laters)]
         ctx.save_for_backward(x, *weights[::2])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *weights), axis = ctx.saved_tensors, ctx.axis
-        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        (x, *saved), axis = ctx.saved_tensors, ctx.axis
+        weights = [cast(weight, ctx.dtype) for weight in saved]
+        needs_x, _, _, _, _, *needs = ctx.needs_input_grad
         enter, leave = ("gather", "reduce_scatter") if ctx.sequence_parallel else ("copy", "all_reduce")
         if torch.is_grad_enabled():  # to be differentiated again: the same in differentiable steps, none overlapped
             dx = border(leave, enter, _dx(dys, weights), axis, 1) if needs_x else None
             whole = border(enter, leave, x, axis, 1) if any(needs[::2]) else None
-            return dx, None, None, None, *_dweights(dys, whole, needs)
+            return dx, None, None, None, None, *_dweights(dys, whole, needs)
 
         x = x.detach()
         again = cache(lambda: begin(enter, x, axis, 1)())  # once for all layers that put it off
@@ -140,7 +156,7 @@ class _Products(torch.autograd.Function):
         whole_x = begin(enter, x, axis, 1) if any(needs[::2]) else None
         whole_dx = begin(leave, _dx(dys, weights), axis, 1, ours=True) if needs_x else None
         dweights = _dweights(dys, None if whole_x is None else whole_x(), needs)
-        return None if whole_dx is None else whole_dx(), None, None, None, *dweights
+        return None if whole_dx is None else whole_dx(), None, None, None, None, *dweights
 
 
 def _dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

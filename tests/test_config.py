@@ -283,6 +283,11 @@ VALID: dict[str, Any] = {
     "seed": 1,
     "steps_per_print": 10,
     "dump_state": False,
+    "memory_breakdown": False,
+    "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
+    "comms_logger": {"enabled": False, "prof_all": True, "debug": False},
+    "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+    "amp": {"enabled": False, "opt_level": "O1", "loss_scale": 128.0},
     "csv_monitor": {"enabled": True, "output_path": "runs", "job_name": "one"},
 }
 
@@ -324,6 +329,10 @@ RANGES: dict[str, list[Any]] = {
     "fp16.hysteresis": [0],
     "fp16.min_loss_scale": [0, -1],
     "steps_per_print": [0, -10],
+    "flops_profiler.profile_step": [-1],
+    "flops_profiler.module_depth": [-2],
+    "flops_profiler.top_modules": [0],
+    "amp.loss_scale": [0, -1],
 }
 
 
@@ -409,8 +418,10 @@ def contradictions(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         (put(VALID, "scheduler.params.warmup_max_lr", [0.1] * two + [-1.0]), ["warmup_max_lr"]),
         (put(VALID, "tensor_parallel.dtype", draw.choice(["bf16", "fp16"])), ["tensor_parallel.dtype"]),
         (put(VALID, "amp", {"enabled": True, "opt_level": f"O{two}"}), ["amp"]),
-        (put(VALID, "flops_profiler", {"enabled": True, "profile_step": two}), ["flops_profiler"]),
         (put(VALID, "timeline", {"step": 0}), ["timeline.step"]),
+        (put(VALID, "amp", {"enabled": True, "opt_level": "O1"}), ["amp.enabled"]),
+        (put(VALID, "torch_autocast.enabled", True), ["torch_autocast.enabled"]),
+        (put(VALID, "comms_logger", {"enabled": True, "prof_all": False}), ["prof_ops"]),
         (put(VALID, "data_types", {"grad_accum_dtype": draw.choice(["bf16", "fp16"])}), ["grad_accum_dtype"]),
     ]
     return draw.choice(choices)
@@ -613,7 +624,8 @@ def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_resolved_configuration_is_dumped(capsys: pytest.CaptureFixture[str]) -> None:
     made = engine(dump_state=True)
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(resolved(made.config, made.batch)))
+    first, _ = json.JSONDecoder().raw_decode(capsys.readouterr().out)  # what every rank holds is behind it
+    assert first == json.loads(json.dumps(resolved(made.config, made.batch)))
 
 
 def test_csv_files_have_deepspeeds_names(tmp_path: Path) -> None:
@@ -718,7 +730,7 @@ def test_what_an_engine_says_of_itself() -> None:
     assert made.is_gradient_accumulation_boundary() and made.skipped_steps == 0
     assert made.global_steps == 1 and made.global_samples == 6 and made.micro_steps == 3
     torch.testing.assert_close(made.module_state_dict(), made.gather(), rtol=0, atol=0)
-    with FlopCounterMode(display=False) as counter:  # what flops_profiler's refusal says to write
+    with FlopCounterMode(display=False) as counter:
         made.train_batch(data())
     assert counter.get_total_flops() == 3 * (2 + 3) * 2 * 2 * WIDTH * WIDTH  # microbatches x products x 2 * B * W^2
 

@@ -35,6 +35,7 @@ class _Key(NamedTuple):
     group: int | None
     dtype: torch.dtype
     persistent: bool  # whole in stage 3 too
+    narrow: bool  # summed in the mode's dtype of communication
 
 
 class Bucket:
@@ -58,7 +59,7 @@ class Bucket:
     def __init__(self, flat: FlatBucket, members: Sequence[Managed], grid: Grid, mode: Mode, memory: Memories) -> None:
         assert isinstance(flat.key, _Key)
         self.memory = memory
-        self.stages, self.layers, self.tie, self.counted, self.group, dtype, persistent = flat.key
+        self.stages, self.layers, self.tie, self.counted, self.group, dtype, persistent, narrow = flat.key
         self.flat, self.members = flat, [members[slot.number] for slot in flat.slots]
         self._axis, self._device = grid.data, grid.device
         dtype = mode.weights or dtype
@@ -71,7 +72,7 @@ class Bucket:
         self._prescale = mode.prescale
         self._scatter, self._gather = mode.scatter, mode.gather
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
-        self.communicate = mode.communicate or accumulate
+        self.communicate = (mode.communicate if narrow else None) or accumulate
 
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
         self.released = self.gathered = mode.stage == 3 and not persistent  # nothing is whole until it is gathered
@@ -391,6 +392,7 @@ def make_buckets(
         # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must lay out alike.
         size = max(math.prod(layout.local_shape(rank, grid.tensor.size)) for rank in range(grid.tensor.size))
         kind = (member.group, member.parameter.dtype, mode.stage == 3 and 0 < size <= mode.persistence)
-        key = _Key(member.stages, layers, member.tie, member.counted, *kind)
+        narrow = mode.narrow is None or member.parameter in mode.narrow
+        key = _Key(member.stages, layers, member.tie, member.counted, *kind, narrow)
         items.append(Item(number, member.parameter.numel(), run, key, size))
     return [Bucket(flat, members, grid, mode, memory) for flat in plan(items, grid.data.size, capacity)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..grid import Layout
 from .offload import Offload
@@ -34,6 +35,7 @@ class Mode:
         accumulate: dtype of gradients summed over microbatches, of masters and of the optimizer's state; None
             is the parameters' own.
         communicate: dtype in which gradients are summed over the data axis; None is that of accumulation.
+        narrow: the parameters of which ``communicate`` is said; None: all.
         prescale: what gradients are multiplied by before they are summed over the data axis; nothing undoes it here.
         each: in stages 2 and 3, reduce after every backward; else gradients stay whole until a step's last one.
         scatter: reduce-scatter gradients; else all-reduce them and keep the owned range.
@@ -53,6 +55,7 @@ class Mode:
     weights: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     communicate: torch.dtype | None = None
+    narrow: Collection[Tensor] | None = None
     prescale: float = 1.0
     each: bool = True
     scatter: bool = True
