@@ -17,7 +17,6 @@ from ..zero.buckets import Bucket
 from ..zero.replicas import Replicas
 from .formulas import STATES, ModelStates, model_states
 from .meter import Meter
-from .recomputation import log_profile
 
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -73,17 +72,12 @@ class Accounts:
         self._working: int | None = None
 
     @contextmanager
-    def step(self, count: bool) -> Iterator[None]:
-        """Within it a step runs, whose activations are counted if ``count``."""
-        if not count:
-            yield
-            log_profile(self._module)
-            return
+    def step(self) -> Iterator[None]:
+        """Within it a step runs, whose activations are counted."""
         before = sum(held_bytes(self._replicas, self._module).values())
         meter = Meter(lambda: sum(bucket.weights.untyped_storage().nbytes() for bucket in self._replicas.buckets))
         with meter.counting():
             yield
-        log_profile(self._module)
         # An optimizer makes its state in its first step: that is no working memory.
         after = sum(held_bytes(self._replicas, self._module).values())
         self._activations = meter.activations
