@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,12 @@ class Accounts:
     def step(self) -> Iterator[None]:
         """Within it a step runs, whose activations are counted."""
         before = sum(held_bytes(self._replicas, self._module).values())
-        meter = Meter(lambda: sum(bucket.weights.untyped_storage().nbytes() for bucket in self._replicas.buckets))
+        weights = [bucket.weights.untyped_storage() for bucket in self._replicas.buckets]
+        # The last step's gradients, which may go when this one begins.
+        made = {bucket.gradients.untyped_storage() for bucket in self._replicas.buckets if bucket.gradients is not None}
+        old = [(weakref.ref(storage), storage.nbytes()) for storage in made]
+        del made
+        meter = Meter(lambda: sum(w.nbytes() for w in weights) + sum(n for there, n in old if there() is not None))
         with meter.counting():
             yield
         # An optimizer makes its state in its first step: that is no working memory.
