@@ -241,6 +241,24 @@ def test_a_replica_without_a_gradient(ranks: Any, stage: int, zero: dict[str, An
                 torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
 
 
+def without_gradient_after_two(stage: int) -> str:
+    engine, *_ = initialize(model=net(), config=config("SGD", 1, stage), grid=Grid(timeout=30))
+    x, y = microbatch(0, 0, engine.grid.data.rank)
+    try:
+        loss = (engine(x) + engine(x) - y).square().mean()
+        engine.backward(loss if engine.grid.rank == 0 else torch.ones((), requires_grad=True))
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_replica_that_cannot_tell_what_the_others_gather_says_so(ranks: Any) -> None:
+    for said in ranks(2, without_gradient_after_two, 3, timeout=20):
+        assert "rank 1" in said and "only one forward pass before it tells: add 0.0 * output.sum() to it" in said
+    assert ranks(2, without_gradient_after_two, 2, timeout=20) == ["went on"] * 2
+
+
 def two_engines(stages: tuple[int, int], accumulation: int) -> list[dict[str, Tensor]]:
     grid = Grid(timeout=60)
     engines = [
