@@ -35,7 +35,7 @@ from .module_start import ModuleOptimizer, bind_dropout, describe, number_sample
 from .monitor import make_monitor
 from .rescale import rescaled, scaled_by
 from .schedulers import advance, follow
-from .sums import totals
+from .sums import number, totals
 from .weights import Weights, assembled
 
 # Engines with a loss scale: where there are any, every engine's outputs see to it that only its own counts.
@@ -112,7 +112,7 @@ class ModuleEngine(Compat, Weights):
         self._by_hand = False  # the loss of this microbatch went through scale()
         self._own = 0  # backward passes of this microbatch that backward() made
         self._opaque = False  # outputs of this microbatch that cannot be looked into
-        self._losses: list[Tensor] = []  # of this step, those that backward() has seen
+        self._losses: list[Tensor | float] = []  # of this step, those that backward() has seen
         self._mark_last()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,8 +170,8 @@ class ModuleEngine(Compat, Weights):
             if self._passes.count == before:
                 self._passes.absent()
             self._own += self._passes.count - before
-            counted = loss.detach() / accumulation if scale_wrt_gas and accumulation > 1 else loss.detach()
-            self._losses.append(counted)
+            counted = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
+            self._losses.append(number(counted))
             return counted
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -218,8 +218,8 @@ class ModuleEngine(Compat, Weights):
         optimizer.require_known()
         self._passes.close()
         counts = float(self.grid.tensor.is_first)
-        mine = sum(loss.double() if loss.is_cuda else float(loss) for loss in self._losses) * counts
-        unused, total, *square = totals(self.grid, [self._replicas.unused(), mine, *self._squares()])
+        mine = [self._replicas.unused(), sum(self._losses) * counts]
+        unused, total, *square = totals(self.grid, [*mine, *self._squares()])
         loss = torch.tensor(total / self.grid.data.size if self._losses else math.nan, dtype=torch.float64)
         divisor = self.grid.data.size * self.batch.accumulation * self._mode.prescale * self._scale()
         self._norm = math.sqrt(square[0]) / divisor if square else None

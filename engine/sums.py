@@ -26,6 +26,14 @@ def totals(grid: Grid, values: Sequence[Tensor | float]) -> list[float]:
     return found
 
 
+def number(value: Tensor) -> Tensor | float:
+    """What a tensor of one element is now, in float64: a number, or on a GPU a tensor, so that nobody waits for it.
+
+    Scripts reduce their losses in place, to print them: a view of one would change.
+    """
+    return float(value) if value.device.type == "cpu" else value.to(torch.float64, copy=True).reshape(())
+
+
 def mean(grid: Grid, total: float, weight: float) -> Tensor:
     """``total / weight``, 0-dim float64 on the grid's device; not a number where nothing has a weight."""
     return torch.tensor(total / weight if weight else math.nan, dtype=torch.float64, device=grid.device)

@@ -82,8 +82,9 @@ class Result:
         loss: Tensor | float = 0.0
         weight: Tensor | float = 0.0
         for value, its in self.losses:  # a number, where nothing is to be waited for
-            loss = loss + (value.double() if value.is_cuda else float(value))
-            weight = weight + (its.double() if isinstance(its, Tensor) and its.is_cuda else float(its))
+            loss = loss + (float(value) if value.device.type == "cpu" else value.double())
+            there = isinstance(its, Tensor) and its.device.type != "cpu"
+            weight = weight + (its.double() if there else float(its))  # type: ignore[union-attr]
         return loss, weight
 
 

@@ -208,6 +208,20 @@ def test_a_norm_that_nothing_needs_is_there_when_asked_for() -> None:
     assert norms[2] > plain.get_global_grad_norm() > 0
 
 
+def test_a_loss_that_is_reduced_in_place_counts_as_it_was(tmp_path: Path) -> None:
+    """As scripts do to print its mean, with ``dist.all_reduce(loss)``."""
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "csv_monitor": monitor}
+    engine, *_ = triax.initialize(model=nn.Linear(5, 3), config=config, grid=Grid())
+    loss = engine(torch.ones(2, 5)).square().sum()
+    wanted = loss.item()
+    returned = engine.backward(loss)
+    loss.data.mul_(7)
+    engine.step()
+    rows = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().split()
+    assert float(rows[-1].split(",")[1]) == pytest.approx(wanted) == pytest.approx(returned.item())
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_replica_shards_nothing(stage: int) -> None:
     """Whatever the stage, it holds and does what stage 0 does; offload is another matter."""

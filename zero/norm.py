@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .buckets import Bucket
 
 
-# Norms of rows of so many elements are taken in fp32, and added up in float64. That is off by a few units in fp32's last
-# place for one row and by less for more of them, as they round to either side, and takes an eighth of the time.
+# Norms of rows of so many elements are taken in fp32, and added up in float64. That is off by a few units in the last
+# place of fp32 for one row and by less for more of them, as they round to either side; it takes an eighth of the time.
 _ROW = 2**10
 # Sums of squares within which no row of fp32 overflowed, and what underflowed is nothing beside them.
 _RANGE = 1e-18, 1e38
