@@ -144,6 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="of each loop in a round")
     parser.add_argument("--threads", type=int, help="of torch's; by default its own choice")
+    parser.add_argument("--cpu", action="store_true", help="seconds of this process, where others compute too")
     parser.add_argument("--json", action="store_true", help="one object instead of tables")
     return parser.parse_args()
 
@@ -166,14 +167,15 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
         running.append((Row(name), step))
     gc.collect()
     gc.freeze()  # what exists by now is no garbage: let no loop pay for looking through the others
+    clock = time.process_time if options.cpu else time.perf_counter
     for round_ in range(options.rounds):
         for i in range(len(running)):
             row, step = running[(round_ + i) % len(running)]
             step()  # its weights come back into the caches
-            begin = time.perf_counter()
+            begin = clock()
             for _ in range(options.steps):
                 step()
-            row.times.append((time.perf_counter() - begin) / options.steps)
+            row.times.append((clock() - begin) / options.steps)
     base = running[0][0].times
     for row, _ in running:
         row.ratios = [mine / its for mine, its in zip(row.times, base, strict=True)]

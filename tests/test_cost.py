@@ -85,15 +85,19 @@ def shared() -> Shared:
 
 
 def wanted_of(replicas: int, passes: int) -> list[dict[str, Tensor]]:
+    """From ``autograd.grad``: in torch's own ``.grad`` a second pass adds twice to what shares its memory."""
     model, found = shared(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names, parameters = zip(*model.named_parameters(), strict=True)
     for step in range(2):
-        optimizer.zero_grad()
+        total = [torch.zeros_like(p) for p in parameters]
         for index in range(passes):
             for replica in range(replicas):
-                (model(inputs(step, index, replica)).square().mean() / replicas).backward()
-        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
+                loss = model(inputs(step, index, replica)).square().mean() / replicas
+                total = [a + b for a, b in zip(total, torch.autograd.grad(loss, parameters), strict=True)]
+        found.append(dict(zip(names, total, strict=True)))
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, total, strict=True):
+                parameter -= 0.1 * gradient
     return found
 
 
