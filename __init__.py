@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .engine import initialize as initialize
     from .engine import profiler as profiler
     from .engine.comms import log_summary as log_summary
+    from .engine.data import RepeatingLoader as RepeatingLoader
     from .engine.engine import Engine as Engine
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
@@ -68,6 +69,7 @@ _HOMES = {
     "save_hf": "models.hf",
     "config_from_hf": "models.hf",
     "initialize": "engine",
+    "RepeatingLoader": "engine.data",
     "Engine": "engine.engine",
     "InferenceEngine": "engine.inference",
     "init_inference": "engine.inference",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,6 @@ from ..zero.buckets import Bucket
 from ..zero.replicas import Replicas
 from .formulas import STATES, ModelStates, model_states
 from .meter import Meter
-from .recomputation import log_profile
 
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -87,21 +87,21 @@ class Accounts:
         self._working: int | None = None
 
     @contextmanager
-    def step(self, count: bool) -> Iterator[None]:
-        """Within it a step runs, whose activations are counted if ``count``."""
-        if not count:
-            yield
-            log_profile(self._module)
-            return
+    def step(self) -> Iterator[None]:
+        """Within it a step runs, whose activations are counted."""
         before = sum(held_bytes(self._replicas, self._module).values())
-        meter = Meter(lambda: sum(bucket.weights.untyped_storage().nbytes() for bucket in self._replicas.buckets))
+        weights = [bucket.weights.untyped_storage() for bucket in self._replicas.buckets]
+        # The last step's gradients, which may go when this one begins.
+        made = {bucket.gradients.untyped_storage() for bucket in self._replicas.buckets if bucket.gradients is not None}
+        old = [(weakref.ref(storage), storage.nbytes()) for storage in made]
+        del made
+        meter = Meter(lambda: sum(w.nbytes() for w in weights) + sum(n for there, n in old if there() is not None))
         self.meter = meter
         try:
             with meter.counting():
                 yield
         finally:
             self.meter = None
-        log_profile(self._module)
         # An optimizer makes its state in its first step: that is no working memory.
         after = sum(held_bytes(self._replicas, self._module).values())
         self._activations = meter.activations

@@ -34,6 +34,11 @@ class Feed:
         self._parameters = list(module.parameters())
         self._frozen: list[bool] = []
 
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data."""
+        return self._module.is_first or self._module.is_last
+
     def fetch(
         self, data_iter: Iterator[Any] | None, count: int, problem: str | None = None
     ) -> tuple[list[Microbatch], bool]:
@@ -51,16 +56,18 @@ class Feed:
         module, grid = self._module, self._grid
         pairs: list[tuple[Any, Any]] = []
         facts = [[0, 0]] * count
-        if problem is None and (module.is_first or module.is_last):
+        if problem is None and self.reads:
             try:
                 pairs, facts = self._next(data_iter, count)
             except _BadData as error:
                 problem = f"{grid.describe()}: {error}"
         frozen = [parameter.requires_grad for parameter in self._parameters]
         news = len(facts) != len(self._facts) or (module.is_first and facts != self._facts)
-        flags = torch.tensor([problem is not None, frozen != self._frozen, news], dtype=torch.int64)
-        grid.world.all_reduce(flags, op="max")
-        failed, changed, news = map(bool, flags.tolist())
+        failed, changed = problem is not None, frozen != self._frozen
+        if grid.size > 1:
+            flags = torch.tensor([failed, changed, news], dtype=torch.int64)
+            grid.world.all_reduce(flags, op="max")
+            failed, changed, news = map(bool, flags.tolist())
         if failed:
             reasons = [reason for reason in grid.world.all_gather_object(problem) if reason]
             raise AgreedError(reasons[0])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ..grid import Grid
+from ..zero.replicas import Replicas
 from . import comms
 from .config import Batch, Config, ConfigError, batch_sizes
+from .data import Loader, make_loader
 from .observe import Observed
 from .precision import LossScaler
 
@@ -23,8 +28,10 @@ class Compat(Observed):
     global_steps: int
     optimizer: torch.optim.Optimizer | None
     training_dataloader: Any
-    _norm: Tensor | None
+    _replicas: Replicas
     _scaler: LossScaler | None
+    _norm: float | None = None
+    _late = False  # somebody asked for a norm when its gradients were gone: from then on each step has it
     _samples = 0  # before the batch had its present size
     _since = 0  # the step from which it has
 
@@ -83,6 +90,45 @@ class Compat(Observed):
         self._samples, self._since = self.global_samples, self.global_steps
         self.config, self.batch = config, batch
 
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self.grid.device
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process's device, for ``tensor.to(engine.local_rank)``; better, ``engine.device``."""
+        return self.grid.device.index or 0
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        pin_memory: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader:
+        """A loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
+
+        Args:
+            dataset: one with a length, or an ``IterableDataset``, whose order is its own.
+            pin_memory: as torch's loader has it; only where there is a GPU.
+            collate_fn: makes a microbatch of a list of samples.
+            num_local_io_workers: processes that read ahead; None or 0: this one reads.
+        """
+        data = self.grid.data
+        return make_loader(
+            dataset,
+            self.batch.train,
+            self.batch.micro,
+            data.rank,
+            data.size,
+            self.config.seed,
+            drop_last=self.config.dataloader_drop_last,
+            collate=collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+        )
+
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
@@ -93,8 +139,22 @@ class Compat(Observed):
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's whole gradient, before clipping; None before the first step."""
-        return None if self._norm is None else float(self._norm)
+        """The norm of the last step's whole gradient, before clipping; None before the first step.
+
+        One process computes it where clipping, fp16 or a monitor wants it, or when it is asked for here. Ask before the
+        next step's first forward: the first time that it is later, this is None too.
+        """
+        if self._norm is None and self.global_steps:
+            if self._replicas.stepped:
+                self._norm = math.sqrt(float(self._replicas.squares()))  # gradients are divided by now
+            else:
+                self._late = True
+        return self._norm
+
+    def _squares(self) -> list[Tensor]:
+        """This rank's share of the square of the gradient's norm, where the step has to have it."""
+        wanted = self.grid.size > 1 or self.config.gradient_clipping or self._scaler is not None or self._late
+        return [self._replicas.squares()] if wanted else []
 
     def loss_scale(self) -> float | None:
         """fp16's loss scale; None without fp16."""

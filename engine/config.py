@@ -148,7 +148,10 @@ class Config(Section):
     aio: Any = idle("files are mapped into memory: there are no reads to queue")
     timers: Any = idle("wall_clock_breakdown measures")
     log_level: Any = idle('logging.getLogger("triax").setLevel(...) says what is logged')
-    dataloader_drop_last: Any = idle("an incomplete last batch of training_data is always left out")
+    dataloader_drop_last: bool = setting(
+        True,
+        "Leave an incomplete last batch of training_data out of an epoch; false: the epoch's first samples fill it up.",
+    )
     seq_parallel_communication_data_type: Any = idle("the sequence's shards travel in the dtype of the model")
     vocabulary_size: Any = idle("the model has a vocabulary of any size")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from ..pipe.passes import Program, lower
 from ..pipe.schedules import Schedule
 from ..pipe.simulate import Costs, Timeline
 from ..pipe.verify import verify
-from ..zero.buckets import Managed
-from ..zero.norm import clip_coefficient
+from ..zero.mode import Managed
+from ..zero.norm import clip_factor
 from ..zero.optimizer import MakeOptimizer
 from ..zero.replicas import Replicas
 from . import accounts, precision
@@ -31,10 +32,12 @@ from .batch import AgreedError, Feed
 from .choose import choose_schedule
 from .compat import Compat
 from .config import Config, ConfigError, PipelineConfig, batch_sizes
-from .data import BatchOrder, make_loader, repeat
+from .data import Loader, RepeatingLoader
 from .failure import all_or_none
 from .monitor import make_monitor
+from .recomputation import log_profile
 from .schedulers import advance
+from .sums import mean, totals
 from .weights import Part, Weights, assembled
 
 
@@ -68,7 +71,6 @@ class Engine(Compat, Weights):
         self.global_steps = 0
         self.record_timeline = self.record_memory = False
         self.timeline: Timeline | None = None
-        self._norm: Tensor | None = None
         self._sent: dict[str, dict[str, Sent]] = {}
         self._evaluations: dict[int, Program] = {}
         self._feed = Feed(module, precision.half_dtype(config))
@@ -101,12 +103,11 @@ class Engine(Compat, Weights):
         if self._scaler is not None:
             self._executor.loss_scale = self._scaler.scale
         self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
-        self.training_dataloader, self._own_data = None, None
+        self.training_dataloader: Loader | None = None
+        self._own_data: RepeatingLoader | None = None
         if training_data is not None:
-            samples, data = len(training_data), self.grid.data  # type: ignore[arg-type]
-            order = BatchOrder(samples, self.batch.train, self.batch.micro, data.rank, data.size, config.seed)
-            self.training_dataloader = make_loader(training_data, order, collate_fn)
-            self._own_data = repeat(self.training_dataloader)
+            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
+            self._own_data = RepeatingLoader(self.training_dataloader)
         # A schedule that cannot run is refused here, before the first step.
         self._training = self._lower(schedule)
         self._monitor = make_monitor(config, self.grid, self.batch.train)
@@ -125,8 +126,11 @@ class Engine(Compat, Weights):
             RuntimeError: on every rank. If it is an ``AgreedError`` (the data failed, say) the engine can go on; if
                 a rank failed on its own, it leaves the process group, so that no other rank waits for it.
         """
-        with self._all_or_none(), self._accounts.step(self.record_memory):
-            return self._train_batch(data_iter)
+        with self._all_or_none():
+            with self._accounts.step() if self.record_memory else nullcontext():
+                loss = self._train_batch(data_iter)
+            log_profile(self.module)
+            return loss
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
         if self.optimizer is None:
@@ -134,6 +138,8 @@ class Engine(Compat, Weights):
         self.grid.traffic.clear()
         source = self._own_data if data_iter is None else data_iter
         microbatches, changed = self._feed.fetch(source, self.batch.accumulation, self._untrainable())
+        if data_iter is None and self.training_dataloader is not None and not self._feed.reads:
+            self.training_dataloader.advance(self.batch.accumulation)
         if changed:
             self._executor.forget_schemas()
         if not self.module.training:
@@ -150,23 +156,22 @@ class Engine(Compat, Weights):
 
         # The one division. Tensor ranks hold the same loss: the first one counts.
         counts = float(self.grid.tensor.is_first)
-        unused = torch.full_like(result.loss, self._replicas.unused())
-        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares(), unused])
-        self.grid.world.all_reduce(sums)
-        loss, weight, square, unused = sums
+        mine = [number * counts for number in result.sums()]
+        loss, weight, unused, *square = totals(self.grid, [*mine, self._replicas.unused(), *self._squares()])
         if not weight > 0:
-            raise AgreedError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
+            raise AgreedError(f"the batch's weight is {weight}: no label of it counts, so it has no loss")
         divisor = weight * self._precision.prescale * (1.0 if self._scaler is None else self._scaler.scale)
-        self._norm = square.sqrt() / divisor
-        overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
+        self._norm = math.sqrt(square[0]) / divisor if square else None
+        value = mean(self.grid, loss, weight)
+        overflow = self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
         if not overflow:
             scale = 1.0 / divisor
-            if self.config.gradient_clipping:
-                scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
+            if self.config.gradient_clipping and self._norm is not None:
+                scale *= clip_factor(self._norm, self.config.gradient_clipping)
             # What had no gradient anywhere stands still, as under torch's optimizers. Mostly there is no such thing.
             self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
-                advance(self.lr_scheduler, loss / weight, self.optimizer)
+                advance(self.lr_scheduler, value, self.optimizer)
         if self._scaler is not None:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale
@@ -176,8 +181,8 @@ class Engine(Compat, Weights):
             stop_recording(self.grid)
             self._clock = None
         if self._monitor is not None:
-            self._monitor(self, loss / weight)
-        return loss / weight
+            self._monitor(self, value)
+        return value
 
     def eval_batch(
         self,
@@ -221,9 +226,8 @@ class Engine(Compat, Weights):
             self.module.train(training)
         loss = None
         if compute_loss:
-            sums = torch.stack([result.loss, result.weight]) * float(self.grid.tensor.is_first)
-            self.grid.world.all_reduce(sums)
-            loss = sums[0] / sums[1]
+            counts = float(self.grid.tensor.is_first)
+            loss = mean(self.grid, *totals(self.grid, [number * counts for number in result.sums()]))
         if not return_logits:
             return loss
         return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..grid import Grid
 from .batch import AgreedError
 
 
-@contextmanager
-def all_or_none(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
+def all_or_none(grid: Grid, abandon: Callable[[], object]) -> AbstractContextManager[None]:
     """Within it, what fails on this rank alone makes it leave the process group, and say why.
 
     An ``AgreedError`` passes through: every rank raises it, and none need leave. So does ``GeneratorExit``: whoever
@@ -21,13 +20,16 @@ def all_or_none(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
         grid: whose process group is left.
         abandon: lets go of every message under way.
     """
+    return nullcontext() if grid.size == 1 else _guarded(grid, abandon)
+
+
+@contextmanager
+def _guarded(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     except (AgreedError, GeneratorExit):
         raise
     except BaseException as error:
-        if grid.size == 1:
-            raise
         raise _left(error, grid, abandon) from error
 
 

@@ -9,6 +9,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,19 +22,20 @@ from torch.utils.data import Dataset
 
 from ..grid import Grid, Layout, layout_of
 from ..grid.nest import map_tensors
-from ..zero.norm import clip_coefficient
+from ..zero.norm import clip_factor
 from ..zero.optimizer import MakeOptimizer
 from ..zero.passes import Passes
 from . import precision
 from .batch import AgreedError
 from .compat import Compat
 from .config import Config, ConfigError, batch_sizes
-from .data import BatchOrder, Loader, make_loader
+from .data import Loader
 from .failure import all_or_none
 from .module_start import ModuleOptimizer, bind_dropout, describe, number_samples, share
 from .monitor import make_monitor
 from .rescale import rescaled, scaled_by
 from .schedulers import advance, follow
+from .sums import number, totals
 from .weights import Weights, assembled
 
 # Engines with a loss scale: where there are any, every engine's outputs see to it that only its own counts.
@@ -85,7 +87,6 @@ class ModuleEngine(Compat, Weights):
         self._scaler = precision.scaler(config)
         if self._scaler is not None:
             _SCALING.add(self)
-        self._norm: Tensor | None = None
         self._dropout = bind_dropout(module, config.seed)
         share(module, grid, {p for _, parameters in groups for p in parameters} if make_optimizer else set())
         zero = config.zero_optimization
@@ -103,7 +104,7 @@ class ModuleEngine(Compat, Weights):
         self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
         self.training_dataloader: Loader | None = None
         if training_data is not None:
-            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn, pin_memory=False)
+            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._monitor = make_monitor(config, grid, self.batch.train)
         self._micro = 0  # microbatches of this step that are behind us
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
@@ -111,8 +112,7 @@ class ModuleEngine(Compat, Weights):
         self._by_hand = False  # the loss of this microbatch went through scale()
         self._own = 0  # backward passes of this microbatch that backward() made
         self._opaque = False  # outputs of this microbatch that cannot be looked into
-        self._loss = torch.zeros((), dtype=torch.float64, device=grid.device)
-        self._losses = 0
+        self._losses: list[Tensor | float] = []  # of this step, those that backward() has seen
         self._mark_last()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +171,7 @@ class ModuleEngine(Compat, Weights):
                 self._passes.absent()
             self._own += self._passes.count - before
             counted = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
-            self._loss += counted
-            self._losses += 1
+            self._losses.append(number(counted))
             return counted
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -219,18 +218,16 @@ class ModuleEngine(Compat, Weights):
         optimizer.require_known()
         self._passes.close()
         counts = float(self.grid.tensor.is_first)
-        unused = torch.full_like(self._loss, self._replicas.unused())
-        sums = torch.stack([self._replicas.squares(), unused, self._loss * counts])
-        self.grid.world.all_reduce(sums)
-        square, unused, loss = sums
-        loss = loss / self.grid.data.size if self._losses else loss + torch.nan
+        mine = [self._replicas.unused(), sum(self._losses) * counts]
+        unused, total, *square = totals(self.grid, [*mine, *self._squares()])
+        loss = torch.tensor(total / self.grid.data.size if self._losses else math.nan, dtype=torch.float64)
         divisor = self.grid.data.size * self.batch.accumulation * self._mode.prescale * self._scale()
-        self._norm = square.sqrt() / divisor
-        overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
+        self._norm = math.sqrt(square[0]) / divisor if square else None
+        overflow = self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
         if not overflow:
-            scale = None if divisor == 1.0 else torch.full_like(self._norm, 1.0 / divisor)
-            if self.config.gradient_clipping:
-                scale = clip_coefficient(self._norm, self.config.gradient_clipping) / divisor
+            scale = 1.0 / divisor
+            if self.config.gradient_clipping and self._norm is not None:
+                scale *= clip_factor(self._norm, self.config.gradient_clipping)
             # What had no gradient anywhere stands still, as under torch's optimizers.
             optimizer.next = scale, self._replicas.without_gradient() if unused > 0 else ()
             optimizer.step()
@@ -240,7 +237,7 @@ class ModuleEngine(Compat, Weights):
         if self._scaler is not None:
             self._scaler.update(overflow, report=self.grid.rank == 0)
         self.global_steps += 1
-        self._loss, self._losses = torch.zeros_like(self._loss), 0
+        self._losses = []
         if self._monitor is not None:
             self._monitor(self, loss)
 
@@ -292,30 +289,10 @@ class ModuleEngine(Compat, Weights):
             self._silent = False
             self._mark_last()
 
-    def deepspeed_io(
-        self,
-        dataset: Dataset[Any],
-        pin_memory: bool = True,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Loader:
-        """A loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
-
-        Args:
-            dataset: one with a length.
-            pin_memory: as torch's loader has it; only where there is a GPU.
-            collate_fn: makes a microbatch of a list of samples.
-            num_local_io_workers: processes that read ahead; None or 0: this one reads.
-        """
-        samples, data = len(dataset), self.grid.data  # type: ignore[arg-type]
-        order = BatchOrder(samples, self.batch.train, self.batch.micro, data.rank, data.size, self.config.seed)
-        pin = pin_memory and self.device.type == "cuda"
-        return make_loader(dataset, order, collate_fn, num_local_io_workers or 0, pin)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step so far. (A step begins without any.) Collective where there are some."""
         self._passes.zero()
-        self._loss, self._losses = torch.zeros_like(self._loss), 0
+        self._losses = []
 
     def train(self, mode: bool = True) -> ModuleEngine:
         """As ``nn.Module.train``."""
@@ -325,16 +302,6 @@ class ModuleEngine(Compat, Weights):
     def eval(self) -> ModuleEngine:
         """As ``nn.Module.eval``."""
         return self.train(False)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module is."""
-        return self.grid.device
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this process's device, for ``tensor.to(engine.local_rank)``; better, ``engine.device``."""
-        return self.grid.device.index or 0
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """``state_dict()`` with whole weights, for a module of one process; buffers are this rank's. Collective."""

@@ -21,7 +21,7 @@ class ModuleOptimizer(PassesOptimizer):
         next: what the engine's next step multiplies gradients by, and which parameters stand still.
     """
 
-    next: tuple[Tensor | None, Iterable[Tensor]] | None = None
+    next: tuple[float, Iterable[Tensor]] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """The engine calls it.

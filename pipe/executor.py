@@ -72,10 +72,19 @@ class Microbatch:
 class Result:
     """What a run leaves on this rank: nothing but zeros where the last stage is not."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # sum over microbatches, not divided
-        self.weight = torch.zeros((), dtype=torch.float64, device=device)  # what to divide it by
+    def __init__(self) -> None:
+        self.losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
         self.outputs: dict[int, Any] = {}  # microbatch -> the last layer's output, if asked for
+
+    def sums(self) -> tuple[Tensor | float, Tensor | float]:
+        """The loss of all microbatches, not divided, and what to divide it by; in float64, tensors on a GPU."""
+        loss: Tensor | float = 0.0
+        weight: Tensor | float = 0.0
+        for value, its in self.losses:  # a number, where nothing is to be waited for
+            loss = loss + (float(value) if value.device.type == "cpu" else value.double())
+            there = isinstance(its, Tensor) and its.device.type != "cpu"
+            weight = weight + (its.double() if there else float(its))  # type: ignore[union-attr]
+        return loss, weight
 
 
 class _Held(NamedTuple):
@@ -179,8 +188,7 @@ class Executor:
         self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
         self._splits = any(op.kind in "IW" for op in ops)
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
-        self._result = Result(self._grid.device)
-        self._losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
+        self._result = Result()
         for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
             kept.clear()
         self.marks, self.peak = [], 0
@@ -196,9 +204,6 @@ class Executor:
                 raise self._failed(op, error) from error
         for channel in self._channels:
             channel.limit(0)
-        for value, weight in self._losses:
-            self._result.loss += value
-            self._result.weight += weight
         return self._result
 
     def _marked(self, op: Op) -> None:
@@ -345,7 +350,7 @@ class Executor:
             raise ValueError(
                 "the loss depends on no parameter that requires a gradient: is there a detach() on its way?"
             )
-        self._losses.append((loss.detach(), weight.detach().view(()) if isinstance(weight, Tensor) else weight))
+        self._result.losses.append((loss.detach(), weight.detach().view(()) if isinstance(weight, Tensor) else weight))
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
     def _kind(self, index: int) -> Hashable:

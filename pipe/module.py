@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.layout import rename
 from ..grid.random import Dropout, DropoutState, seeded
+from .dialect import grid_of, partition_of, seed_of
 from .meta import Placeholders, Put
 from .partition import boundaries, place
 from .recompute import Recompute
@@ -48,12 +50,15 @@ class PipelineModule(nn.Module):
         grid: by default ``Grid()``: every process a replica.
         loss_fn: ``loss_fn(outputs, labels)`` returns a mean (every microbatch then weighs alike), or a pair
             ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns that.
-        partition: where to cut: ``"parameters"`` (least largest stage), ``"uniform"``, ``"type:REGEX"``, or
-            boundaries such as ``[0, 8, 16, 23, 30]``.
+        partition: where to cut: ``"parameters"`` (least largest stage; the default), ``"uniform"``, ``"type:REGEX"``,
+            or boundaries such as ``[0, 8, 16, 23, 30]``.
+        num_stages: in place of a grid: so many ranks on the pipe axis, the others are replicas.
+        topology: in place of a grid: a ``triax.Topology``, or one of DeepSpeed's.
+        partition_method: DeepSpeed's name of ``partition``.
         chunks: stages per rank of the pipe axis.
         placement: the rank of each stage: ``"loop"`` deals them round, ``"v"`` goes to and fro, or a list. The
             engine moves stages to where its schedule wants them, so this only saves building them twice.
-        seed: of the initial weights. (The configuration's ``seed`` is that of data order and dropout.)
+        seed: of the initial weights; by default 0. (The configuration's ``seed`` is that of data order and dropout.)
         dtype: of parameters; None leaves what the layers make.
         device: ``"meta"`` builds placeholders (NaN); ``triax.initialize``, or ``fill``, then builds one layer after
             the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and a layer.
@@ -62,9 +67,11 @@ class PipelineModule(nn.Module):
         checkpointable_layers: the classes of layers to recompute; by default all.
         output_fn: applied to the last layer's output where ``eval_batch`` is asked for outputs, e.g. to gather
             a vocabulary that is sharded.
+        others: DeepSpeed's ``seed_layers`` (layers are, always) and ``base_seed`` (another name of ``seed``).
 
     Raises:
         ValueError: the layers cannot be cut so; the message says how they can.
+        TypeError: an argument that there is not, or that is DeepSpeed's and cannot act here.
     """
 
     def __init__(
@@ -72,23 +79,28 @@ class PipelineModule(nn.Module):
         layers: Iterable[Layer],
         grid: Grid | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
-        partition: str | Sequence[int] = "parameters",
+        partition: str | Sequence[int] | None = None,
         *,
+        num_stages: int | None = None,
+        topology: Any = None,
+        partition_method: str | Sequence[int] | None = None,
         chunks: int = 1,
         placement: str | Sequence[int] = "loop",
-        seed: int = 0,
+        seed: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         output_fn: Callable[[Any], Any] | None = None,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: Sequence[str] | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         if device is not None and torch.device(device).type != "meta":
             raise ValueError(f"device={str(device)!r}: layers go to the grid's; pass device='meta' to build them later")
-        self.grid = grid if grid is not None else Grid()
-        self.loss_fn, self.output_fn = loss_fn, output_fn
-        self.seed, self.dtype = seed, dtype
+        self.seed = seed = seed_of(seed, others, [*inspect.signature(PipelineModule).parameters][:-1])
+        partition = partition_of(partition, partition_method)
+        self.grid = grid_of(grid, num_stages, topology)
+        self.loss_fn, self.output_fn, self.dtype = loss_fn, output_fn, dtype
         self.chunks = chunks
         self.placement = place(placement, self.grid.pipe.size, chunks)
         self._hollow = device is not None  # layers are built without their values until ``fill``

@@ -210,9 +210,9 @@ def test_no_sync(ranks: Any, stage: int) -> None:
                 torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
 
 
-def without_gradient(stage: int) -> dict[str, Tensor]:
-    """In one microbatch, the second replica's loss has nothing to do with the module."""
-    engine, *_ = initialize(model=net(), config=config("SGD", 2, stage), grid=Grid(timeout=30))
+def without_gradient(stage: int, zero: dict[str, Any]) -> dict[str, Tensor]:
+    """In each microbatch, one replica's loss has nothing to do with the module."""
+    engine, *_ = initialize(model=net(), config=config("SGD", 2, stage, zero=zero), grid=Grid(timeout=30))
     rank = engine.grid.data.rank
     for index in range(2):
         x, y = microbatch(0, index, rank)
@@ -224,18 +224,39 @@ def without_gradient(stage: int) -> dict[str, Tensor]:
     return engine.gather("gradients")
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_replica_without_a_gradient(ranks: Any, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [(0, {}), (2, {}), (3, {}), (3, {"reduce_each_microbatch": False}), (3, {"stage3_keep_gathered": True})],
+)
+def test_a_replica_without_a_gradient(ranks: Any, stage: int, zero: dict[str, Any]) -> None:
     model = net()
     for index, replica in ((0, 0), (1, 1)):
         x, y = microbatch(0, index, replica)
         ((model(x) - y).square().mean() / 4).backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    for gradients in ranks(2, without_gradient, stage, timeout=40):
+    for gradients in ranks(2, without_gradient, stage, zero, timeout=40):
         for name, p in model.named_parameters():
             if p.requires_grad:
                 expected = torch.zeros_like(p) if p.grad is None else p.grad
                 torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
+
+
+def without_gradient_after_two(stage: int) -> str:
+    engine, *_ = initialize(model=net(), config=config("SGD", 1, stage), grid=Grid(timeout=30))
+    x, y = microbatch(0, 0, engine.grid.data.rank)
+    try:
+        loss = (engine(x) + engine(x) - y).square().mean()
+        engine.backward(loss if engine.grid.rank == 0 else torch.ones((), requires_grad=True))
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_replica_that_cannot_tell_what_the_others_gather_says_so(ranks: Any) -> None:
+    for said in ranks(2, without_gradient_after_two, 3, timeout=20):
+        assert "rank 1" in said and "only one forward pass before it tells: add 0.0 * output.sum() to it" in said
+    assert ranks(2, without_gradient_after_two, 2, timeout=20) == ["went on"] * 2
 
 
 def two_engines(stages: tuple[int, int], accumulation: int) -> list[dict[str, Tensor]]:
@@ -573,8 +594,6 @@ def test_the_wrong_call_says_which_is_right() -> None:
     engine.backward(loss_of(engine))
     with pytest.raises(RuntimeError, match="add the losses and call backward"):
         engine.backward(loss_of(engine))
-    with pytest.raises(RuntimeError, match=r"add 0\.0 \* output\.sum\(\) to it"):
-        one(config(stage=3)).backward(torch.ones((), requires_grad=True))
     engine.zero_grad()
     with pytest.raises(RuntimeError, match=re.escape("call engine.step(), not optimizer.step()")):
         engine.optimizer.step()

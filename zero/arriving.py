@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..grid import Pending
@@ -47,6 +48,18 @@ class All:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def alone(tensor: Tensor) -> bool:
+    """Whether nothing but this tensor is in its memory, and no other tensor refers to that.
+
+    Autograd leaves in ``.grad`` what it has computed, and where a parameter was used through a view that may be memory
+    of other gradients too, which are still to be read.
+    """
+    storage = tensor.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    # The tensor itself, and what has just been asked for its storage.
+    return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def publish(buckets: Sequence[Bucket], together: int | None) -> None:

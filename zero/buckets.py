@@ -9,40 +9,28 @@ stage       weights             gradients                           optimizer's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..grid import Axis, Grid, Pending
-from .arriving import Accumulation, All, Moved
-from .flat import PARTIAL, REPLICATED, RUNS, SHARDED, FlatBucket, Item, plan
-from .mode import Managed, Mode
+from .arriving import Accumulation, All, Moved, alone
+from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
+from .mode import Key, Managed, Mode
 from .norm import square
 from .offload import Memories
 
-# Elements squared at once on a CPU, which converts them first: all together, that is twice the gradients' memory.
+# Elements of a gradient on disk that are squared at once: what is read of the file is handed back after each.
 _PIECE = 2**16
-
-
-class _Key(NamedTuple):
-    stages: tuple[int, ...]
-    layers: tuple[int, ...]  # empty below stage 3, where a layer's weights need not stand alone
-    tie: int | None
-    counted: bool
-    group: int | None
-    dtype: torch.dtype
-    persistent: bool  # whole in stage 3 too
-    narrow: bool  # summed in the mode's dtype of communication
 
 
 class Bucket:
     """Flat weights and gradients of some parameters, of which this rank owns a range.
 
-    The parameters are moved: each becomes a view of ``weights``. Where nothing stands between (``direct``), its
-    ``.grad`` is a view of ``gradients``; else its ``.grad`` is added there as soon as autograd has made it.
+    The parameters are moved: each becomes a view of ``weights``. What autograd leaves in ``.grad`` is taken to
+    ``gradients`` as soon as it is there; where nothing stands between (``direct``), ``.grad`` is a view of these then,
+    and what comes after adds up in place. Where a parameter fills the bucket, its first ``.grad`` is ``gradients``.
 
     Attributes:
         weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
@@ -57,15 +45,16 @@ class Bucket:
     """
 
     def __init__(self, flat: FlatBucket, members: Sequence[Managed], grid: Grid, mode: Mode, memory: Memories) -> None:
-        assert isinstance(flat.key, _Key)
+        assert isinstance(flat.key, Key)
         self.memory = memory
-        self.stages, self.layers, self.tie, self.counted, self.group, dtype, persistent, narrow = flat.key
+        self.stages, self.layers, self.tie, self.counted, self.group, dtype, persistent, narrow, _ = flat.key
         self.flat, self.members = flat, [members[slot.number] for slot in flat.slots]
         self._axis, self._device = grid.data, grid.device
         dtype = mode.weights or dtype
         accumulate = mode.accumulate or dtype
-        sharded = mode.stage > 0
-        self.transient = mode.stage >= 2 and self.tie is None
+        stage = mode.sharding(grid.data.size)
+        sharded = stage > 0
+        self.transient = stage >= 2 and self.tie is None
         self.each = self.transient and mode.each
         # Reduced once a step, the sum itself is the gradient: nothing is held for it before. (Sub-groups have views.)
         self._adopts = self.transient and not mode.each and not memory.offload.portions
@@ -75,7 +64,7 @@ class Bucket:
         self.communicate = (mode.communicate if narrow else None) or accumulate
 
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
-        self.released = self.gathered = mode.stage == 3 and not persistent  # nothing is whole until it is gathered
+        self.released = self.gathered = stage == 3 and not persistent  # nothing is whole until it is gathered
         if self.released:
             self.weights.untyped_storage().resize_(0)
             self.shard = memory.parameters.zeros(self.owned[1] - self.owned[0], dtype)
@@ -103,10 +92,14 @@ class Bucket:
         self._whole = [] if self.released else self._views(self.weights)
         self._hidden = self._nothing() if self.gathered else []
         self._show(self._hidden if self.released else self._whole)
+        self._sole = len(self.members) == 1 and self.trained
         self._targets: dict[Tensor, Tensor] = {}
         self._empty: set[Tensor] = set()  # parameters whose target holds nothing yet
         if self.gradients is not None:
             self._aim(self.gradients)
+        ends, starts = [slot.stop for slot in flat.slots], [slot.start for slot in flat.slots]
+        padding = zip([0, *ends], [*starts, flat.numel], strict=True)
+        self._padding = [slice(start, stop) for start, stop in padding if start < stop]
 
         # An element counts once: a replicated one on the first tensor rank, a tied one on its first stage, and
         # what every replica holds on the first replica.
@@ -144,15 +137,15 @@ class Bucket:
         self._fresh = self.transient
         if self._adopts:
             self._own(self.owned_gradient.new_empty(0))  # until the sum comes, which takes its place
+        if self._sole or self.transient:
+            self.gradients, self._targets = None, {}
+            if not self.transient:
+                self._own(self.owned_gradient.new_empty(0))
+        self._empty = set(self._targets)
         if self.gradients is not None:
-            self.gradients.zero_()
-        elif self.direct:
-            self.gradients = torch.zeros(self.flat.numel, dtype=self._accumulate, device=self._device)
-            self._aim(self.gradients)
+            self._clear_padding(self.gradients)
         for member in self.members:
-            target = self._targets.get(member.parameter) if self.direct else None
-            if member.parameter.grad is not target:
-                member.parameter.grad = target
+            member.parameter.grad = None
 
     def target(self, parameter: Tensor) -> Tensor:
         """Where a parameter's gradient accumulates: a view of ``gradients``."""
@@ -160,20 +153,29 @@ class Bucket:
         if parameter in self._empty:
             self._empty.discard(parameter)
             target.zero_()
+            if self.direct:
+                parameter.grad = target
         return target
 
     def _room(self, parameter: Tensor) -> Tensor:
         """The same, and zero only if it is not ``_empty``: what was just made need not be, to be written over."""
         if self.gradients is None:
-            self.gradients = torch.empty(self.flat.numel, dtype=self._accumulate, device=self._device)
-            self._aim(self.gradients)
+            gradients = torch.empty(self.flat.numel, dtype=self._accumulate, device=self._device)
+            self._clear_padding(gradients)
+            self._take(gradients)
             self._empty = set(self._targets)
-            ends = [0, *(slot.stop for slot in self.flat.slots)]
-            starts = [*(slot.start for slot in self.flat.slots), self.flat.numel]
-            for end, start in zip(ends, starts, strict=True):  # the padding
-                if end < start:
-                    self.gradients[end:start].zero_()
         return self._targets[parameter]
+
+    def _take(self, gradients: Tensor) -> None:
+        """Let these be the bucket's."""
+        self.gradients = gradients
+        self._aim(gradients)
+        if not self.transient:
+            self._own(gradients[slice(*self.owned)])
+
+    def _clear_padding(self, gradients: Tensor) -> None:
+        for span in self._padding:
+            gradients[span].zero_()
 
     def accumulate(self, part: Tensor) -> None:
         """Add a sum over the data axis to the owned range of a transient gradient."""
@@ -191,6 +193,8 @@ class Bucket:
 
     def complete(self) -> None:
         """Nothing more comes in this step."""
+        if self.trained and self.gradients is None and not self.transient:
+            self.target(self.members[0].parameter)  # on one replica, where it had none
         if self._fresh:
             owned = self.owned[1] - self.owned[0]
             self.accumulate(torch.zeros(owned, dtype=self._accumulate, device=self.owned_gradient.device))
@@ -198,38 +202,54 @@ class Bucket:
     def _own(self, gradient: Tensor) -> None:
         assert self.master is not None
         self.owned_gradient = gradient
-        self.master.grad = gradient if gradient.numel() == self.master.numel() else None
+        steps = gradient.numel() == self.master.numel() and not self.memory.offload.portions  # else sub-groups step it
+        self.master.grad = gradient if steps else None
 
     def collect(self, parameter: Tensor) -> None:
         """Move what autograd left in ``.grad`` to where it accumulates."""
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or gradient is self._targets.get(parameter):
             return
-        target = self._room(parameter)
-        if not self.direct:
-            if parameter in self._empty:
-                self._empty.discard(parameter)
-                target.copy_(gradient)
-            else:
-                target.add_(gradient)
-            parameter.grad = None
-        elif gradient is not target:
-            # Somebody set it to None (``module.zero_grad()``) or to a tensor of his own: that counts.
+        if self._sole and self.gradients is None and self._fits(gradient):
+            self._take(gradient.detach().view(-1))
+            parameter.grad = self._targets[parameter] if self.direct else None
+            return
+        target, gradient = self._room(parameter), gradient.detach()
+        # The first one is written; so is, where they add up in place, what somebody else put there (or after
+        # ``module.zero_grad()`` autograd): that counts.
+        if self.direct or parameter in self._empty:
+            self._empty.discard(parameter)
             target.copy_(gradient)
-            parameter.grad = target
+        else:
+            target.add_(gradient)
+        parameter.grad = target if self.direct else None
 
-    def reduce(self, tensor_axis: Axis) -> Pending | None:
-        """Start summing the gradients over the data axis; they are final (of a microbatch, where transient)."""
+    def _fits(self, gradient: Tensor) -> bool:
+        """Whether a gradient can be the bucket's own: as large, and of nobody else (a view of it, say)."""
+        return (
+            gradient.numel() == self.flat.numel
+            and gradient.dtype == self._accumulate
+            and gradient.is_contiguous()
+            and alone(gradient)
+        )
+
+    def fill_in(self) -> Tensor | None:
+        """The gradients of what came, and zeros where none did; None where none is wanted."""
         for member in self.members:
             self.collect(member.parameter)
         if self.gradients is None:
-            if self._axis.size == 1:
+            if self._axis.size == 1 and self.tie is None:
                 return None
-            self.target(self.members[0].parameter)  # another replica may have had a gradient: take part, with zeros
+            self.target(self.members[0].parameter)  # another rank may have had a gradient: take part, with zeros
         for parameter in list(self._empty):
             self.target(parameter)
-        gradients = self.gradients
-        assert gradients is not None
+        return self.gradients
+
+    def reduce(self, tensor_axis: Axis) -> Pending | None:
+        """Start summing the gradients over the data axis; they are final (of a microbatch, where transient)."""
+        gradients = self.fill_in()
+        if gradients is None:
+            return None
         partial = gradients[slice(*self.flat.runs[PARTIAL])]
         if partial.numel():
             tensor_axis.all_reduce(partial)
@@ -318,7 +338,7 @@ class Bucket:
         """The sums of squares, in float64, of the gradients that this rank counts; not finite if any of its are not."""
         found = []
         for a, b, factor in self._counted:
-            for piece in self.owned_gradient[a:b].split(_PIECE if self.owned_gradient.device.type == "cpu" else b - a):
+            for piece in self.owned_gradient[a:b].split(_PIECE if self.memory.states.kind == "nvme" else b - a):
                 found.append((square(piece) * factor).to(self._device))
                 self.memory.behind(piece)
         return found
@@ -365,34 +385,3 @@ class Bucket:
     def _aim(self, gradients: Tensor) -> None:
         for slot, member in zip(self.flat.slots, self.members, strict=True):
             self._targets[member.parameter] = gradients[slot.start : slot.stop].view(member.parameter.shape)
-
-
-def make_buckets(
-    members: Sequence[Managed], grid: Grid, mode: Mode, capacity: int, memory: Memories | None = None
-) -> list[Bucket]:
-    """Lay out parameters in buckets and move them there.
-
-    Parameters that are not trained are left alone below stage 3, which shards them too.
-
-    Args:
-        members: in the order of the model.
-        grid: whose data axis the buckets are sharded over.
-        mode: what ZeRO does.
-        capacity: elements a bucket holds at the most, but for a single larger parameter.
-        memory: of ``mode.offload``; None: made here.
-    """
-    memory = Memories(mode.offload, grid.device) if memory is None else memory
-    items = []
-    for number, member in enumerate(members):
-        if member.group is None and mode.stage < 3:
-            continue
-        layout = member.layout
-        run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
-        layers = member.layers if mode.stage == 3 else ()
-        # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must lay out alike.
-        size = max(math.prod(layout.local_shape(rank, grid.tensor.size)) for rank in range(grid.tensor.size))
-        kind = (member.group, member.parameter.dtype, mode.stage == 3 and 0 < size <= mode.persistence)
-        narrow = mode.narrow is None or member.parameter in mode.narrow
-        key = _Key(member.stages, layers, member.tie, member.counted, *kind, narrow)
-        items.append(Item(number, member.parameter.numel(), run, key, size))
-    return [Bucket(flat, members, grid, mode, memory) for flat in plan(items, grid.data.size, capacity)]

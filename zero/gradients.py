@@ -10,7 +10,8 @@ from weakref import WeakMethod
 from torch import Tensor
 
 from ..grid import Axis, Grid, Pending
-from .buckets import Bucket, Mode
+from .buckets import Bucket
+from .mode import Mode
 
 # Buckets that may be on their way at once: one travels while the next one fills. More would hold memory for nothing.
 _UNDER_WAY = 2
@@ -52,6 +53,8 @@ class GradientReducer:
         self._grid, self._tie_axes = grid, tie_axes
         self._pending: deque[Pending] = deque()
         self._under_way = _UNDER_WAY if mode is None or mode.overlap else 0
+        # On one replica nothing travels, and what is there at the end will do.
+        self._overlapped = [bucket for bucket in self._buckets if grid.data.size > 1 or bucket.transient]
         self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, next to reduce first
         self._missing: dict[int, set[Tensor]] = {}  # bucket -> the parameters whose gradients are not complete yet
         self._runs_left: dict[int, int] = {}  # layer -> those of its runs whose backward is to come in this pass
@@ -63,9 +66,7 @@ class GradientReducer:
             for member in bucket.members:
                 self._bucket_of[member.parameter] = bucket
                 if member.parameter.requires_grad:
-                    # Where nothing travels and gradients are made in place, it is enough to know that there is one.
-                    hook = self.accumulated if grid.data.size > 1 or not bucket.direct else self._used
-                    member.parameter.register_post_accumulate_grad_hook(weak(hook))
+                    member.parameter.register_post_accumulate_grad_hook(weak(self.accumulated))
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
@@ -83,7 +84,7 @@ class GradientReducer:
         Buckets that another stage of this rank adds to, or that a tie must be summed for first, are left to
         ``reduce``. What got no gradient by the end is reduced all the same: another replica may have had one.
         """
-        due = [bucket for bucket in self._buckets if stage in bucket.stages and self._due(bucket, last)]
+        due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
         return self._reducing(due) if due else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -139,8 +140,9 @@ class GradientReducer:
         assert axis is not None  # a program names a tie only to the ranks that share it
         for bucket in self._buckets:
             if bucket.tie == tie:
-                assert bucket.gradients is not None  # a tie's gradients stay whole until here
-                axis.all_reduce(bucket.gradients)
+                gradients = bucket.fill_in()
+                assert gradients is not None  # a tie's stay whole until here, and are there on all its stages
+                axis.all_reduce(gradients)
 
     def finish(self) -> None:
         """Wait until every gradient is reduced.
@@ -148,6 +150,9 @@ class GradientReducer:
         Raises:
             RuntimeError: a parameter got none in this step, and that was to be an error.
         """
+        for bucket in self._buckets:
+            if self._stages_left.get(id(bucket)):  # of one replica, in a plain loop
+                self._start(bucket)
         while self._pending:
             self._pending.popleft().wait()
         for bucket in self._buckets:

@@ -25,6 +25,20 @@ class Managed(NamedTuple):
     group: int | None  # its parameter group in the optimizer; None: it is not trained
 
 
+class Key(NamedTuple):
+    """What the parameters of one bucket have in common."""
+
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]  # empty below stage 3, where a layer's weights need not stand alone
+    tie: int | None
+    counted: bool
+    group: int | None
+    dtype: torch.dtype
+    persistent: bool  # whole in stage 3 too
+    narrow: bool  # summed in the mode's dtype of communication
+    sole: int | None  # the number of a parameter that has a bucket of its own
+
+
 @dataclass(frozen=True)
 class Mode:
     """What ZeRO does, and in which dtypes.
@@ -68,3 +82,7 @@ class Mode:
     live: int | None = None
     reuse: int = 0
     offload: Offload = field(default_factory=Offload)
+
+    def sharding(self, replicas: int) -> int:
+        """The stage that acts: a single replica has nothing to shard, but for what is kept elsewhere."""
+        return self.stage if replicas > 1 or self.offload.portions else 0

@@ -75,11 +75,11 @@ class RangeStepper:
         return [] if self._sub_groups is None else [*self._sub_groups.rooms.get(bucket, {}).values()]
 
     @torch.no_grad()
-    def step(self, scale: Tensor | None, without: Collection[Tensor] = ()) -> None:
+    def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the owned gradients, in place, by one number; step; share the result.
 
         Args:
-            scale: 0-dim; one over the batch's weight, times what clipping asks for. None is 1.
+            scale: one over the batch's weight, times what clipping asks for.
             without: parameters that had no gradient on any replica, which stand still, as torch's ``None`` does.
         """
         if self._sub_groups is not None:
@@ -88,11 +88,9 @@ class RangeStepper:
             self._step(scale, without)
         publish(self._buckets, self._together)
 
-    def _step(self, scale: Tensor | None, without: Collection[Tensor]) -> None:
+    def _step(self, scale: float, without: Collection[Tensor]) -> None:
         """All at once, where everything is in memory."""
-        gradients = [bucket.owned_gradient for bucket in self._buckets]
-        if gradients and scale is not None:
-            torch._foreach_mul_(gradients, scale)
+        self._scale(scale)
         # Without a gradient, decay and momentum would move a parameter all the same.
         frozen = [part for bucket in self._buckets for part in self._frozen(bucket, without)]
         kept = [part.clone() for part in frozen]
@@ -101,6 +99,10 @@ class RangeStepper:
             part.copy_(before)
         for bucket in self._buckets:
             bucket.update()
+
+    def _scale(self, scale: float) -> None:
+        if self._buckets and scale != 1.0:
+            torch._foreach_mul_([bucket.owned_gradient for bucket in self._buckets], scale)
 
     def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[Tensor]:
         """The parts of a master and of its state that belong to parameters which stand still."""

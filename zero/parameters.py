@@ -10,7 +10,8 @@ import torch
 
 from ..grid import Grid, Pending
 from ..grid.mark import mark
-from .buckets import Bucket, Mode
+from .buckets import Bucket
+from .mode import Mode
 
 
 class ParameterGatherer:

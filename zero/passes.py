@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..grid import Grid, layout_of
 from .arguments import agree, cast, listed, names
-from .buckets import Managed, Mode
 from .gradients import weak
+from .mode import Managed, Mode
 from .optimizer import MakeOptimizer
 from .replicas import Replicas
 from .units import Units, find_units, users
@@ -147,15 +147,15 @@ class Passes:
         """A pass that gave this replica no gradient, and others maybe some. Collective, where it is reduced.
 
         Raises:
-            RuntimeError: in stage 3, where the other replicas gather weights in it.
+            RuntimeError: in stage 3, where the others gather weights in it, after more or less than one forward pass.
         """
         self._require_whole()
-        if self._units is not None:
+        if self._units is not None and not self._units.knows_the_last:
             raise RuntimeError(
-                "the loss depends on no trained parameter, and in stage 3 every replica's backward pass gathers them: "
-                "add 0.0 * output.sum() to it, or use stage 2"
+                "the loss depends on no trained parameter, and in stage 3 every replica's backward pass gathers them, "
+                "in an order that only one forward pass before it tells: add 0.0 * output.sum() to it, or use stage 2"
             )
-        self._empty(self.last)
+        self._empty(self.last, self._units)
 
     def require_known(self, parameters: Iterable[Tensor]) -> None:
         """Refuse parameters that require gradients and did not before."""
@@ -175,11 +175,14 @@ class Passes:
         if self._running is not None:
             raise RuntimeError("the last backward pass failed half way, so its gradients are not whole: zero_grad()")
 
-    def _empty(self, last: bool) -> None:
+    def _empty(self, last: bool, units: Units | None = None) -> None:
         self.count += 1
         self._closed = last
-        with self.replicas.backward(0, last=last):
-            pass
+        self._running = self.replicas.backward(0, last=last)
+        with self._running:
+            if units is not None:
+                units.absent()
+        self._running = None
 
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd has made a parameter's gradient."""

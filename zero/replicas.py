@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis, Grid
-from .buckets import Bucket, Managed, Mode, make_buckets
+from .buckets import Bucket
 from .gradients import GradientReducer
+from .lay_out import make_buckets
 from .lend import settle
+from .mode import Managed, Mode
 from .norm import squares
 from .offload import Memories, agreed
 from .optimizer import MakeOptimizer, RangeStepper
@@ -42,6 +44,7 @@ class Replicas:
         buckets: of this rank.
         gatherer: what makes weights whole in stage 3; None where they always are.
         axis, device: over which the replicas lie, and where this one is.
+        stepped: the gradients that are here are those of the last step, scaled.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Replicas:
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
+        self.stepped = False
         self._tensor_axis = grid.tensor
         self._stepper: RangeStepper | None = None
         with agreed(grid, mode.offload):
@@ -70,7 +74,7 @@ class Replicas:
         self._reducer = GradientReducer(self.buckets, grid, tie_axes, mode)
         over = self._reducer.over  # tells it which gradients will not come
         parted = [bucket for bucket in self.buckets if bucket.gathered]
-        self.gatherer = ParameterGatherer(parted, grid, order, mode, keep, over) if mode.stage == 3 else None
+        self.gatherer = ParameterGatherer(parted, grid, order, mode, keep, over) if parted else None
         settle((member.parameter for member in members), self)
 
     @property
@@ -97,6 +101,7 @@ class Replicas:
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
+        self.stepped = False
         self._reducer.begin()
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
@@ -182,10 +187,11 @@ class Replicas:
             axis.all_reduce(used, op="max")
         return {parameter for parameter, flag in zip(members, used.tolist(), strict=True) if not flag}
 
-    def step(self, scale: Tensor | None, without: Collection[Tensor] = ()) -> None:
+    def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the gradients, step the optimizer, bring the new weights to every replica: ``RangeStepper.step``."""
         assert self._stepper is not None
         self._stepper.step(scale, without)
+        self.stepped = True
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -201,7 +207,10 @@ class Replicas:
         """The whole gradient of each trained parameter, after a step. Collective over the data axis."""
         for bucket in self.buckets:
             if bucket.trained:
-                whole = gather_owned(bucket, bucket.owned_gradient.to(self.device), self.axis)
+                owned = bucket.owned_gradient.to(self.device)
+                if not owned.numel():  # a step has begun: it has none yet
+                    owned = owned.new_zeros(bucket.owned[1] - bucket.owned[0])
+                whole = gather_owned(bucket, owned, self.axis)
                 self._memory.behind(bucket.owned_gradient)
                 for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                     yield member, whole[slot.start : slot.stop].view(member.parameter.shape)

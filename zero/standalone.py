@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..grid import Axis
 from .arguments import checked
-from .buckets import Mode
+from .mode import Mode
 from .norm import clip_coefficient
 from .stepped import PassesOptimizer
 
@@ -105,7 +105,7 @@ class ShardedOptimizer(PassesOptimizer):
                 loss = closure()
         self.require_known()
         self.synchronize()
-        self.apply(None, self._replicas.without_gradient())
+        self.apply(1.0, self._replicas.without_gradient())
         return loss
 
     @torch.no_grad()

@@ -68,7 +68,7 @@ class PassesOptimizer(torch.optim.Optimizer):
         self.passes.zero()
 
     @torch.no_grad()
-    def apply(self, scale: Tensor | None, without: Collection[Tensor]) -> None:
+    def apply(self, scale: float, without: Collection[Tensor]) -> None:
         """Step with the reduced gradients, times ``scale``; ``without`` stand still. Collective."""
         for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
             its.update(options(mine))  # what schedulers, and whoever else, wrote

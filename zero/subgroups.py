@@ -91,10 +91,8 @@ class SubGroups:
             for bucket, sample in samples.items()
         }
 
-    def step(self, scale: Tensor | None, without: Collection[Tensor]) -> None:
+    def step(self, scale: float, without: Collection[Tensor]) -> None:
         """See ``RangeStepper.step``, but for the sharing of the result."""
-        if scale is not None and any(bucket.owned_gradient.device != scale.device for bucket in self._buckets):
-            scale = scale.to("cpu")
         still = {bucket: bucket.frozen(without) for bucket in self._buckets}
         rest: dict[Bucket, dict[str, Any]] = {}  # of the state, what is not one number an element
         for index, pieces in enumerate(self._groups):
@@ -111,7 +109,7 @@ class SubGroups:
     def _step(
         self,
         pieces: Sequence[Piece],
-        scale: Tensor | None,
+        scale: float,
         still: dict[Bucket, list[tuple[int, int]]],
         rest: dict[Bucket, dict[str, Any]],
     ) -> None:
@@ -122,7 +120,7 @@ class SubGroups:
         for bucket, start, stop in pieces:
             assert bucket.master is not None and bucket.group is not None
             gradient = bucket.owned_gradient[start:stop]
-            if scale is not None:
+            if scale != 1.0:
                 gradient.mul_(scale)
             part = nn.Parameter(bucket.master.detach()[start:stop])
             part.grad = gradient.to(part.device)

@@ -127,6 +127,7 @@ class Units:
         self._open: set[int] = set()  # those whose backward runs
         self._tape = _Tape()
         self._waiting: deque[_Tape] = deque(maxlen=expected)  # forward passes that no backward pass came to yet
+        self._unseen = 0  # forward passes since the last backward pass
         self._reached: list[_Tape] = []  # those that the running backward pass came to
         self._alive: WeakSet[_Tape] = WeakSet()  # those that one may come to
         self._orders: dict[int, list[int]] = {}  # for each outermost unit, in which order units began in it
@@ -148,8 +149,24 @@ class Units:
             for unit in reversed(self._waiting.popleft().ended):
                 self._gatherer.fetch(unit)
 
+    @property
+    def knows_the_last(self) -> bool:
+        """Whether there was one forward pass since the last backward pass, so that the next one can only be of it."""
+        return self._unseen == 1 and len(self._waiting) > 0
+
+    def absent(self) -> None:
+        """The backward pass of the last forward pass has no gradient here: gather, and let go, as the others do."""
+        tape = self._waiting.pop()
+        self._alive.add(tape)
+        self._skip(tape, 0)
+        self._alive.discard(tape)
+        self._unseen = 0
+        if not self._keep:
+            self.drop()
+
     def forget(self) -> None:
         """The step is over: no backward pass is to come."""
+        self._unseen = 0
         self._waiting.clear()
         self._reached.clear()
         self._task = -1
@@ -183,6 +200,7 @@ class Units:
             self._orders[unit] = tape.entered
             tape.left = len(tape.ended)
             if tape.left:
+                self._unseen += 1
                 self._waiting.append(tape)
                 self._alive.add(tape)
         return y
@@ -270,7 +288,7 @@ class Units:
         for tape in self._reached:
             self._skip(tape, 0)
         self._alive.difference_update(self._reached)
-        self._reached = []
+        self._reached, self._unseen = [], 0
         if not self._keep:
             self.drop()
 

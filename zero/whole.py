@@ -40,23 +40,22 @@ class WholeStepper(RangeStepper):
         self._together = together
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._sub_groups = None
-        self._views: list[tuple[Tensor, nn.Parameter, Tensor]] = []  # a parameter, its master, and their gradient
+        self._views: list[tuple[Tensor, nn.Parameter, Bucket, slice]] = []  # a parameter, its master, and where it lies
         chosen: list[list[nn.Parameter]] = [[] for _ in groups]
         for bucket in self._buckets:
             assert bucket.master is not None and bucket.group is not None
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 span, shape = slice(slot.start, slot.stop), member.parameter.shape
                 master = nn.Parameter(bucket.master.detach()[span].view(shape))
-                self._views.append((member.parameter, master, bucket.owned_gradient[span].view(shape)))
+                self._views.append((member.parameter, master, bucket, span))
                 chosen[bucket.group].append(master)
         self.optimizer = make([{**options, "params": some} for options, some in zip(groups, chosen, strict=True)])
 
-    def _step(self, scale: Tensor | None, without: Collection[Tensor]) -> None:
-        if self._buckets and scale is not None:
-            torch._foreach_mul_([bucket.owned_gradient for bucket in self._buckets], scale)
-        for parameter, master, gradient in self._views:
+    def _step(self, scale: float, without: Collection[Tensor]) -> None:
+        self._scale(scale)
+        for parameter, master, bucket, span in self._views:
             stands = not parameter.requires_grad or (len(without) > 0 and parameter in without)
-            master.grad = None if stands else gradient
+            master.grad = None if stands else bucket.owned_gradient[span].view(master.shape)
         self.optimizer.step()
         for bucket in self._buckets:
             bucket.update()

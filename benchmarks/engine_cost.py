@@ -1,0 +1,200 @@
+"""The engine's own cost: a step of triax's engines beside the bare PyTorch loop of the same model and optimizer.
+
+    python benchmarks/engine_cost.py                   # stages 0 to 3 of ZeRO, both engines, without and with clipping
+    python benchmarks/engine_cost.py --microbatches 4
+
+One process trains one linear layer of two million parameters with AdamW. The loops take turns: every round runs each
+of them for a few steps, and starts one further down the list than the round before. What is quoted is the median over
+rounds of a step's time, and of its ratio to the bare loop's in the same round. Before any of it, all of them must have
+trained the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import triax
+
+BARE = "bare loop"
+OPTIONS = {"lr": 1e-4, "weight_decay": 0.01}
+LIMIT = 0.01  # the gradient's norm is above it: clipping acts
+CHECKED = 3  # steps after which the weights are compared
+
+
+@dataclass
+class Row:
+    """What one loop took."""
+
+    name: str
+    times: list[float] = field(default_factory=list)  # of each round: seconds a step
+    ratios: list[float] = field(default_factory=list)  # to the bare loop's of the same round
+
+
+@dataclass
+class Shape:
+    """The layer, and what a step is."""
+
+    inputs: int
+    outputs: int
+    batch: int  # samples of a microbatch
+    microbatches: int
+    clip: bool
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(self.inputs, self.outputs))
+
+    def data(self) -> list[tuple[Tensor, Tensor]]:
+        torch.manual_seed(1)
+        sizes = (self.batch, self.inputs), (self.batch, self.outputs)
+        return [(torch.randn(sizes[0]), torch.randn(sizes[1])) for _ in range(self.microbatches)]
+
+    def config(self, stage: int) -> dict[str, object]:
+        return {
+            "train_micro_batch_size_per_gpu": self.batch,
+            "gradient_accumulation_steps": self.microbatches,
+            "optimizer": {"type": "AdamW", "params": OPTIONS},
+            "zero_optimization": {"stage": stage},
+            **({"gradient_clipping": LIMIT} if self.clip else {}),
+        }
+
+
+Made = tuple[Callable[[], object], Callable[[], dict[str, Tensor]]]  # a step, and the weights
+
+
+def bare(shape: Shape) -> Made:
+    """What anybody writes who has one process and no toolkit."""
+    model, data = shape.model(), shape.data()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+
+    def step() -> None:
+        for x, y in data:
+            loss = F.mse_loss(model(x), y)
+            (loss if shape.microbatches == 1 else loss / shape.microbatches).backward()
+        if shape.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: dict(model.state_dict())
+
+
+def train_batch(shape: Shape, stage: int) -> Made:
+    """A ``PipelineModule`` of one layer."""
+    module = triax.PipelineModule([*shape.model()], grid=triax.Grid(), loss_fn=nn.MSELoss())
+    engine = triax.initialize(model=module, config=shape.config(stage))[0]
+    data = itertools.cycle(shape.data())
+
+    def weights() -> dict[str, Tensor]:
+        return {name.removeprefix("layers."): value for name, value in engine.gather().items()}
+
+    return lambda: engine.train_batch(data), weights
+
+
+def loop(shape: Shape, stage: int) -> Made:
+    """A plain module, and DeepSpeed's loop."""
+    engine = triax.initialize(model=shape.model(), config=shape.config(stage), grid=triax.Grid())[0]
+    data = shape.data()
+
+    def step() -> None:
+        for x, y in data:
+            engine.backward(F.mse_loss(engine(x), y))
+            engine.step()
+
+    return step, engine.module_state_dict
+
+
+def main() -> None:
+    options = parse()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    results = {}
+    for clip in options.clip:
+        shape = Shape(options.inputs, options.outputs, options.batch, options.microbatches, clip == "on")
+        rows = measure(shape, options)
+        results[clip] = [vars(row) for row in rows]
+        if not options.json:
+            show(rows, shape)
+    if options.json:
+        about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        print(json.dumps({**about, "results": results}, indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="of ZeRO")
+    parser.add_argument("--inputs", type=int, default=1024)
+    parser.add_argument("--outputs", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=64, help="samples of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step")
+    parser.add_argument("--clip", nargs="+", choices=("off", "on"), default=["off", "on"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10, help="of each loop in a round")
+    parser.add_argument("--threads", type=int, help="of torch's; by default its own choice")
+    parser.add_argument("--cpu", action="store_true", help="seconds of this process, where others compute too")
+    parser.add_argument("--json", action="store_true", help="one object instead of tables")
+    return parser.parse_args()
+
+
+def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
+    """Time every loop."""
+    makers: dict[str, Callable[[], Made]] = {BARE: lambda: bare(shape)}
+    for stage in options.stages:
+        makers[f"train_batch, stage {stage}"] = lambda stage=stage: train_batch(shape, stage)
+        makers[f"plain module, stage {stage}"] = lambda stage=stage: loop(shape, stage)
+    expected: dict[str, Tensor] = {}
+    running = []
+    for name, make in makers.items():
+        step, weights = make()
+        for _ in range(CHECKED):
+            step()
+        expected = expected or {key: value.clone() for key, value in weights().items()}
+        for key, value in weights().items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name}: {key} differs")
+        running.append((Row(name), step))
+    gc.collect()
+    gc.freeze()  # what exists by now is no garbage: let no loop pay for looking through the others
+    clock = time.process_time if options.cpu else time.perf_counter
+    for round_ in range(options.rounds):
+        for i in range(len(running)):
+            row, step = running[(round_ + i) % len(running)]
+            step()  # its weights come back into the caches
+            begin = clock()
+            for _ in range(options.steps):
+                step()
+            row.times.append((clock() - begin) / options.steps)
+    base = running[0][0].times
+    for row, _ in running:
+        row.ratios = [mine / its for mine, its in zip(row.times, base, strict=True)]
+    return [row for row, _ in running]
+
+
+def show(rows: list[Row], shape: Shape) -> None:
+    """Print a table."""
+    clipping = "clipping" if shape.clip else "no clipping"
+    title = f"Linear({shape.inputs}, {shape.outputs}), {shape.microbatches} x {shape.batch} samples, {clipping}"
+    title += f", {torch.get_num_threads()} threads"
+    table = Table(title=title)
+    table.add_column("loop")
+    table.add_column("step, ms", justify="right")
+    table.add_column("ratio to the bare loop", justify="right")
+    for row in rows:
+        table.add_row(row.name, f"{median(row.times) * 1e3:.2f}", f"{median(row.ratios):.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
