@@ -33,7 +33,7 @@ svg text { font: 12px system-ui, "Liberation Sans", sans-serif; fill: var(--soft
 svg .name { fill: var(--ink); }
 svg .on { fill: var(--on); text-anchor: middle; font-size: 11px; }
 .grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--soft); fill: none; }
-.level { stroke: var(--c1); stroke-dasharray: 5 4; fill: none; }
+.level { stroke: var(--soft); stroke-dasharray: 5 4; fill: none; }
 .line { fill: none; stroke-width: 1.4; stroke-linejoin: round; } .line.main { stroke-width: 2.2; }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); } .c3 { stroke: var(--c3); }
 .dot { stroke: none; } .dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); } .dot.c2 { fill: var(--c2); }
@@ -51,7 +51,7 @@ rect.b { stroke: var(--page); stroke-width: .6; } rect.idle { fill: var(--idle);
 .send { fill: var(--ink); background: var(--ink); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--soft); margin: 4px 0 8px; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
-.legend i.level { height: 0; border-top: 2px dashed var(--c1); vertical-align: 4px; width: 16px; }
+.legend i.level { height: 0; border-top: 2px dashed var(--soft); vertical-align: 4px; width: 16px; }
 .legend i.thin { height: 5px; vertical-align: 2px; } .legend i.c0 { background: var(--c0); }
 .legend i.c1 { background: var(--c1); } .legend i.c2 { background: var(--c2); } .legend i.c3 { background: var(--c3); }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 12px; align-items: center;
@@ -99,7 +99,7 @@ for (const chart of document.querySelectorAll('.chart')) {
       tip.style.display = 'block';
       const across = u / scale, room = chart.clientWidth - tip.offsetWidth;
       tip.style.left = `${Math.max(0, Math.min(across + 8, room))}px`;
-      tip.style.top = `${svg.offsetTop - 4}px`;
+      tip.style.top = `${box.top - chart.getBoundingClientRect().top - 4}px`;
     });
   }
 }

@@ -637,7 +637,8 @@ def test_csv_files_have_deepspeeds_names(tmp_path: Path) -> None:
             losses.append(made.train_batch(batches).item())
             norms.append(made.get_global_grad_norm())
     found = {file.name: list(csv.reader(file.open())) for file in (tmp_path / "job").iterdir()}
-    assert set(found) == {f"Train_Samples_{name}.csv" for name in ("train_loss", "lr", "grad_norm")}
+    told = ("train_loss", "lr", "grad_norm", "step_time_ms", "samples_per_second", "peak_memory_gb")
+    assert set(found) == {f"Train_Samples_{name}.csv" for name in told}
     assert found["Train_Samples_lr.csv"] == [["step", "lr"], *([str(step), "0.1"] for step in (6, 12, 6, 12))]
     assert [float(row[1]) for row in found["Train_Samples_train_loss.csv"][1:]] == losses
     assert [float(row[1]) for row in found["Train_Samples_grad_norm.csv"][1:]] == norms
@@ -683,8 +684,9 @@ def test_weights_and_biases_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("triax.engine.monitor._installed", lambda package: True)
     made = engine(wandb={"enabled": True, "team": "us", "group": "g", "project": "p"})
     loss, norm = made.train_batch(data()).item(), made.get_global_grad_norm()
-    names = ("train_loss", "lr", "grad_norm")
-    assert logged == [({f"Train/Samples/{n}": v for n, v in zip(names, (loss, 0.1, norm), strict=True)}, 2)]
+    ((row, samples),) = logged
+    told = [row[f"Train/Samples/{name}"] for name in ("train_loss", "lr", "grad_norm")]
+    assert told == [loss, 0.1, norm] and samples == 2
     assert asked == {"project": "p", "group": "g", "entity": "us"}
 
 
