@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
@@ -151,10 +152,10 @@ def parse() -> argparse.Namespace:
 
 def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     """Time every loop."""
-    makers: dict[str, Callable[[], Made]] = {BARE: lambda: bare(shape)}
+    makers: dict[str, Callable[[], Made]] = {BARE: partial(bare, shape)}
     for stage in options.stages:
-        makers[f"train_batch, stage {stage}"] = lambda stage=stage: train_batch(shape, stage)
-        makers[f"plain module, stage {stage}"] = lambda stage=stage: loop(shape, stage)
+        makers[f"train_batch, stage {stage}"] = partial(train_batch, shape, stage)
+        makers[f"plain module, stage {stage}"] = partial(loop, shape, stage)
     expected: dict[str, Tensor] = {}
     running = []
     for name, make in makers.items():

@@ -218,8 +218,10 @@ class ModuleEngine(Compat, Weights):
         optimizer.require_known()
         self._passes.close()
         counts = float(self.grid.tensor.is_first)
-        mine = [self._replicas.unused(), sum(self._losses) * counts]
-        unused, total, *square = totals(self.grid, [*mine, *self._squares()])
+        mine: Tensor | float = 0.0
+        for each in self._losses:
+            mine = mine + each * counts
+        unused, total, *square = totals(self.grid, [self._replicas.unused(), mine, *self._squares()])
         loss = torch.tensor(total / self.grid.data.size if self._losses else math.nan, dtype=torch.float64)
         divisor = self.grid.data.size * self.batch.accumulation * self._mode.prescale * self._scale()
         self._norm = math.sqrt(square[0]) / divisor if square else None

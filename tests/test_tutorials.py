@@ -159,7 +159,7 @@ def test_the_two_engine_example(ranks: Any, size: int) -> None:
         torch.optim.AdamW(models[1].parameters(), lr=0.01),
     ]
     for x, y in batches(space["dataset"](), 16, read_config({"train_batch_size": 1}).seed, 8):
-        sum((model(x) - y).square().mean() for model in models).backward()
+        torch.stack([(model(x) - y).square().mean() for model in models]).sum().backward()
         nn.utils.clip_grad_norm_(models[1].parameters(), 0.5)
         for optimizer in optimizers:
             optimizer.step()
@@ -190,7 +190,7 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(2, 2) for _ in range(4)]
 
 
-def shapes() -> list[Any]:
+def shapes() -> Any:
     made = [
         PipelineModule(layers(), num_stages=2),
         PipelineModule(layers(), topology=Topology(pipe=2, data=2), partition_method="uniform"),
@@ -198,9 +198,10 @@ def shapes() -> list[Any]:
         PipelineModule(layers(), Grid(pipe=4), num_stages=4, partition_method=[0, 1, 2, 3, 4], seed_layers=True),
     ]
     said = []
-    for wrong in ({"num_stages": 3}, {"topology": TheirTopology(pipe=2, data=1)}):
+    wrong: list[dict[str, Any]] = [{"num_stages": 3}, {"topology": TheirTopology(pipe=2, data=1)}]
+    for arguments in wrong:
         with pytest.raises(ValueError) as caught:
-            PipelineModule(layers(), **wrong)  # type: ignore[arg-type]
+            PipelineModule(layers(), **arguments)
         said.append(str(caught.value))
     return [m.grid.topology.axes for m in made], [m.boundaries for m in made], said
 

@@ -57,7 +57,7 @@ def alone(tensor: Tensor) -> bool:
     of other gradients too, which are still to be read.
     """
     storage = tensor.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    users = torch._C._storage_Use_Count(storage._cdata)
     # The tensor itself, and what has just been asked for its storage.
     return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()
 

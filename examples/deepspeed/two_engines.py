@@ -59,7 +59,8 @@ def main() -> list[dict[str, Tensor]]:
     batches = iter(deepspeed.RepeatingLoader(engines[0].deepspeed_io(dataset())))
     while engines[0].global_steps < steps:
         x, y = (tensor.to(engines[0].device) for tensor in next(batches))
-        loss = sum((engine(x) - y).square().mean() for engine in engines)
+        losses = [(engine(x) - y).square().mean() for engine in engines]
+        loss = losses[0] + losses[1]
         loss.backward()  # one pass, through both
         for engine in engines:
             engine.step()  # each at its own boundary
