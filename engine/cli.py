@@ -12,6 +12,7 @@ from .config import ConfigError
 from .config_cli import config
 from .formulas import BYTES, STATES, ModelStates, model_states
 from .generate_cli import generate
+from .run_cli import CONTEXT, run
 from .schedule_cli import schedule
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ def memory(
 app.command()(config)
 app.command()(schedule)
 app.command()(generate)
+app.command(context_settings=CONTEXT)(run)
 
 
 def main() -> None:

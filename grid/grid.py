@@ -211,6 +211,11 @@ class Grid:
         return f"Grid({sizes}; {self.describe()}, {self.device})"
 
 
+def gpus() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
 def _place(environment: Environment | None) -> tuple[int, int]:
     """This process's rank, and the number of processes."""
     if dist.is_initialized():
