@@ -4,7 +4,9 @@ host whose ranks are done goes on listening until the others' are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -89,7 +91,11 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=self._stop_limit)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group) if self._ended is None else self._ended
+        if self._ended is None:
+            with self._others_ended():
+                result = super()._monitor_workers(worker_group)
+        else:
+            result = self._ended
         if result.is_failed() and self._remaining_restarts > 0:
             exits = {rank: failure.exitcode for rank, failure in result.failures.items()}
             self._again(exits, self._restarts - self._remaining_restarts + 1)
@@ -103,6 +109,27 @@ class Agent(LocalElasticAgent):
                 self._again(why, self._hosts.attempt + 1)
             return RunResult(state=WorkerState.HEALTHY)
         return result
+
+    @contextmanager
+    def _others_ended(self) -> Iterator[None]:
+        """torch gives the others half a minute when one has failed; one that is stopped, or deaf, would take it all."""
+        context: Any = self._pcontext
+        processes = context._pc.processes
+        if all(process.exitcode in (None, 0) for process in processes):
+            yield
+            return
+
+        def kill() -> None:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+
+        timer = threading.Timer(self._stop_limit, kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _exit_barrier(self) -> None:
         if self._hosts is None:

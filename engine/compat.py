@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..grid import Grid
 from .config import Batch, Config, ConfigError, batch_sizes
+from .finite import Finite
 from .precision import LossScaler
 
 
@@ -23,6 +24,7 @@ class Compat:
     training_dataloader: Any
     _norm: Tensor | None
     _scaler: LossScaler | None
+    _finite: Finite
     _samples = 0  # before the batch had its present size
     _since = 0  # the step from which it has
 
@@ -33,8 +35,8 @@ class Compat:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that fp16's overflows have cost."""
-        return 0 if self._scaler is None else self._scaler.skipped
+        """Steps that fp16's overflows, and losses that ``nan_loss`` skips, have cost."""
+        return self._finite.skipped + (0 if self._scaler is None else self._scaler.skipped)
 
     @property
     def micro_steps(self) -> int:

@@ -25,7 +25,7 @@ from ..zero.buckets import Managed
 from ..zero.norm import clip_coefficient
 from ..zero.optimizer import MakeOptimizer
 from ..zero.replicas import Replicas
-from . import accounts, precision
+from . import accounts, finite, precision
 from .batch import AgreedError, Feed
 from .choose import choose_schedule
 from .compat import Compat
@@ -80,6 +80,7 @@ class Engine(Compat, Weights):
         self._homes = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
         self._precision = precision.mode(config, self.grid.data.size)
         self._scaler = precision.LossScaler(config.fp16) if config.fp16.enabled else None
+        self._finite = finite.Finite(self.grid, config.nan_loss, scaled=self._scaler is not None)
         self._replicas = Replicas(
             _managed(module, groups),
             self.grid,
@@ -124,7 +125,7 @@ class Engine(Compat, Weights):
             RuntimeError: on every rank. If it is an ``AgreedError`` (the data failed, say) the engine can go on; if
                 a rank failed on its own, it leaves the process group, so that no other rank waits for it.
         """
-        with self._all_or_none(), self._accounts.step(self.record_memory):
+        with self._all_or_none("train_batch"), self._accounts.step(self.record_memory):
             return self._train_batch(data_iter)
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
@@ -149,15 +150,19 @@ class Engine(Compat, Weights):
         # The one division. Tensor ranks hold the same loss: the first one counts.
         counts = float(self.grid.tensor.is_first)
         unused = torch.full_like(result.loss, self._replicas.unused())
-        sums = torch.stack([result.loss * counts, result.weight * counts, self._replicas.squares(), unused])
+        squares = self._replicas.squares()
+        sums = torch.stack([result.loss * counts, result.weight * counts, squares, unused])
         self.grid.world.all_reduce(sums)
         loss, weight, square, unused = sums
         if not weight > 0:
             raise AgreedError(f"the batch's weight is {float(weight)}: no label of it counts, so it has no loss")
         divisor = weight * self._precision.prescale * (1.0 if self._scaler is None else self._scaler.scale)
         self._norm = square.sqrt() / divisor
-        overflow = self._scaler is not None and not bool(torch.isfinite(self._norm))
-        if not overflow:
+        skipped = self._finite.leaves_out(
+            loss, self._norm, lambda: finite.describe(self.grid, self._executor.losses(), squares)
+        )
+        overflow = not skipped and self._scaler is not None and not bool(torch.isfinite(self._norm))
+        if not (skipped or overflow):
             scale = 1.0 / divisor
             if self.config.gradient_clipping:
                 scale = scale * clip_coefficient(self._norm, self.config.gradient_clipping)
@@ -165,7 +170,7 @@ class Engine(Compat, Weights):
             self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
                 advance(self.lr_scheduler, loss / weight, self.optimizer)
-        if self._scaler is not None:
+        if self._scaler is not None and not skipped:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale
         self.global_steps += 1
@@ -197,7 +202,7 @@ class Engine(Compat, Weights):
         Raises:
             RuntimeError: as ``train_batch``.
         """
-        with self._all_or_none(), torch.no_grad():
+        with self._all_or_none("eval_batch"), torch.no_grad():
             return self._eval_batch(data_iter, return_logits, compute_loss, num_micro_batches)
 
     def _eval_batch(
@@ -327,9 +332,9 @@ class Engine(Compat, Weights):
                 )
         return None
 
-    def _all_or_none(self) -> AbstractContextManager[None]:
+    def _all_or_none(self, call: str) -> AbstractContextManager[None]:
         """What fails within on this rank alone makes it leave, and say why: ranks that wait for it stop at once."""
-        return all_or_none(self.grid, self._abandon)
+        return all_or_none(self.grid, self._abandon, call)
 
     def _abandon(self) -> None:
         self._executor.abandon()

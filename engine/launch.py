@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -203,12 +204,13 @@ def _run(
 
     def again(why: Exits | str, attempt: int) -> None:
         failures = read_failures(Path(job.folder))
-        line = why if isinstance(why, str) else _explain(why, failures, topology, job.logs).line
+        line = why if isinstance(why, str) else _explain(why, failures, name, job.logs).line
         say(Outcome(0, f"{line.removesuffix(_STOPPED)}; all ranks start again ({attempt} of {restarts})"))
         for path in Path(job.folder).glob("rank-*.json"):
             path.unlink(missing_ok=True)
 
     agent: Agent | None = None
+    name = partial(_name, job.folder, topology)
     why: str | None = None
     with _quiet("torch.distributed", "torch.multiprocessing"), _signals_restored():
         try:
@@ -221,7 +223,7 @@ def _run(
             return Outcome(128 + stop.sigval, why)
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            outcome = _explain(exits, read_failures(Path(job.folder)), topology, job.logs)
+            outcome = _explain(exits, read_failures(Path(job.folder)), name, job.logs)
             if hosts is not None and agent is not None:
                 heard = agent.heard(0.0 if outcome.cause else HEARSAY)
                 if heard is not None and not outcome.cause:
@@ -235,13 +237,13 @@ def _run(
                 agent.close(why)
 
 
-def _explain(exits: Exits, failures: list[Failure], topology: Topology | None, logs: str | None) -> Outcome:
+def _explain(exits: Exits, failures: list[Failure], name: Callable[[int], str], logs: str | None) -> Outcome:
     """What came first, and its headline."""
     for rank, code in exits.items():
         # A rank that raised wrote so before it left; this one had no time to.
         if not any(failure.rank == rank for failure in failures):
             code_ = 128 - code if code < 0 else 1
-            return Outcome(code_, f"{_name(rank, topology)} died: {_exit(code)}{_STOPPED}")
+            return Outcome(code_, f"{name(rank)} died: {_exit(code)}{_STOPPED}")
     # A lost connection is the shadow of another rank's end: shown only where nothing explains it.
     first = min(failures, key=lambda failure: (failure.lost_peer, failure.when))
     if first.code == 2:
@@ -249,14 +251,16 @@ def _explain(exits: Exits, failures: list[Failure], topology: Topology | None, l
     # Errors that name their rank themselves begin with it, behind the exception's type.
     kind, _, said = first.line.partition(": ")
     named = said.startswith(f"rank {first.rank} (")
-    line = f"{said} ({kind})" if named else f"{_name(first.rank, topology)} failed: {first.line}"
+    line = f"{said} ({kind.rpartition('.')[2]})" if named else f"{name(first.rank)} failed: {first.line}"
     line += f" (all ranks' output: {logs})" if logs and first.lost_peer else ""
     return Outcome(1, line, first.trace, cause=not first.lost_peer)
 
 
-def _name(rank: int, topology: Topology | None) -> str:
+def _name(folder: str, topology: Topology | None, rank: int) -> str:
+    """As its grid calls it, if it got that far."""
+    told = Path(folder, f"name-{rank}")
     if topology is None:
-        return f"rank {rank}"
+        return told.read_text() if told.exists() else f"rank {rank}"
     place = ", ".join(f"{axis} {at}" for axis, at in topology.coordinate(rank)._asdict().items())
     return f"rank {rank} ({place})"
 

@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from ..grid.watch import within
 from .hosts import Hosts
 
 T = TypeVar("T")
@@ -327,31 +328,6 @@ class _Pulse:
         except (TimeoutError, RuntimeError, ValueError):
             pass
         self._gone.set()
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of a call that may block for ever, if it comes in time; its thread is left behind otherwise.
-
-    Raises:
-        TimeoutError: it did not come.
-    """
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((True, call()))
-        except BaseException as error:
-            found.append((False, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="a call with a limit")
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    good, value = found[0]
-    if not good:
-        raise value
-    return value  # type: ignore[no-any-return]
 
 
 def _present(store: Store, attempt: int, hosts: int) -> list[bool]:

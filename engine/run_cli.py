@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -149,6 +150,7 @@ def run(
         say(outcome)
     sys.stdout.flush()
     sys.stderr.flush()
+    atexit._run_exitfuncs()
     os._exit(outcome.code)  # a call to a host that is gone may still be under way, and would be waited for
 
 

@@ -83,6 +83,7 @@ def run_rank(job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _leave_with_launcher()
     os.environ.update(job.environment)
+    os.environ["TRIAX_LAUNCH_FOLDER"] = job.folder  # a grid tells its coordinate there, which a dead rank cannot
     if attempt_file(job.folder).exists():
         # Each host's agent counts its own restarts; the ranks must agree, for it names the keys by which they meet.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt_file(job.folder).read_text()
@@ -101,12 +102,21 @@ def run_rank(job: Job) -> None:
             _fail(job, rank, leave)
     except BaseException as error:
         _fail(job, rank, error)
+    _wait_for_the_others(Path(job.folder), rank)
     if isinstance(job.target, (Path, Module)):
         atexit._run_exitfuncs()  # a fork runs no exit handlers, and a script may count on its own
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _wait_for_the_others(folder: Path, rank: int) -> None:
+    """A rank that closes its connections while another still makes its own would make that one fail."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    (folder / f"done-{attempt}-{rank}").touch()
+    while len(list(folder.glob(f"done-{attempt}-*"))) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        time.sleep(0.01)
 
 
 def _run(job: Job) -> None:

@@ -162,15 +162,18 @@ class Executor:
         self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result(self._grid.device)
         self._losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
+        self._numbers: list[int] = []  # of those microbatches
         for kept in (self._arriving, self._returning, self._outputs, self._gradients, self.held):
             kept.clear()
         self.spans, self.peak = [], 0
         if self.record:
             self._grid.pipe.barrier()
         origin = self.origin = time.perf_counter()
+        place = self._grid.place
         for op in ops:
             try:
                 self._begin = time.perf_counter()
+                place.what, place.since = op, self._begin
                 self._handlers[op.kind](op)
             except Exception as error:
                 raise self._failed(op, error) from error
@@ -179,10 +182,15 @@ class Executor:
                 self.spans.append(Span(op, self._begin - origin, time.perf_counter() - origin))
         for channel in self._channels:
             channel.limit(0)
+        place.at("the end of the step")
         for value, weight in self._losses:
             self._result.loss += value
             self._result.weight += weight
         return self._result
+
+    def losses(self) -> list[tuple[int, Tensor]]:
+        """Of the last run's microbatches, where the last stage is; not divided."""
+        return [(index, loss) for index, (loss, _) in zip(self._numbers, self._losses, strict=True)]
 
     def _forward(self, op: Op) -> None:
         """``outputs = stage(inputs)``; after the last stage, ``loss = loss_fn(outputs, labels)``."""
@@ -319,6 +327,7 @@ class Executor:
             raise ValueError(
                 "the loss depends on no parameter that requires a gradient: is there a detach() on its way?"
             )
+        self._numbers.append(index)
         self._losses.append((loss.detach(), weight.detach().view(()) if isinstance(weight, Tensor) else weight))
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
@@ -328,7 +337,7 @@ class Executor:
 
     def _failed(self, op: Op, error: Exception) -> RuntimeError:
         """This rank names itself, its coordinate and its op; or, if another failed first, says what that one said."""
-        reported = self._grid.reported_failure()
+        reported = self._grid.cause(error)
         message = f"{self._grid.describe()} failed at {op}: {type(error).__name__}: {error}"
         if reported is not None and reported != message:
             return RuntimeError(f"{self._grid.describe()} stopped at {op}, because {reported}")
