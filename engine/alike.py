@@ -52,7 +52,7 @@ def require_alike(grid: Grid, inputs: Any) -> None:
         ValueError: on the ranks of the tensor group.
     """
     if grid.tensor.size > 1 and (reason := unlike(grid, [look("inputs", inputs)], grid.tensor)) is not None:
-        raise ValueError(reason)
+        raise ValueError(f"unlike inputs: {reason}")
 
 
 def look(what: str, value: Any) -> str:

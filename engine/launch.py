@@ -342,6 +342,8 @@ def towards(address: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an IPv4 address; None where the system does not tell."""
+    if address.startswith("127."):
+        return _interface(None)
     try:
         import fcntl
     except ImportError:  # not a Unix

@@ -103,7 +103,7 @@ def run(
         slots = None
     elif slots is not None and node_rank is None:
         address = master_addr or next(iter(slots))
-        if len(slots) > 1 and address in ("localhost", "127.0.0.1"):
+        if len(slots) > 1 and not master_addr and address in ("localhost", "127.0.0.1"):
             raise ConfigError("the first host is localhost, which the others cannot reach: give its --master-addr")
         said = [
             *("--nnodes", str(len(slots)), "--master-addr", address, "--master-port", str(master_port)),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis, Grid, layout_of
+from ..pipe.module import PipelineModule
 from .alike import same
 from .config import Config, ConfigError
 
@@ -42,7 +43,9 @@ def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, opti
     common = settings(config)
     common["the versions of Python and torch"] = f"{platform.python_version()}, {torch.__version__}"
     common["the optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
-    common |= code(model, getattr(model, "loss_fn", None))
+    kinds, sources = layers(model)
+    loss = getattr(getattr(model, "loss_fn", None), "__module__", None)
+    common |= {**kinds, **code({*sources, loss} if loss else sources)}
     compare(grid, grid.world, common)
     # Stages hold different layers, and tensor ranks different shards: replicas are those that hold the same.
     compare(grid, grid.data, parameters(model, groups))
@@ -64,11 +67,20 @@ def settings(config: Config) -> Facts:
     return found
 
 
-def code(model: nn.Module, loss: Any) -> Facts:
-    """Hashes of the files that the model, the loss and the program come from, and of triax."""
+def layers(model: nn.Module) -> tuple[Facts, set[str]]:
+    """The class of every layer of a ``PipelineModule``, of all stages, or of every module of a plain one; whence."""
+    if isinstance(model, PipelineModule):
+        listed = {f"the class of layer {i}": getattr(layer, "cls", layer) for i, layer in enumerate(model.listed)}
+    else:
+        listed = {f"the class of {name or 'the model'}": type(module) for name, module in model.named_modules()}
+    kinds = {name: each if hasattr(each, "__qualname__") else type(each) for name, each in listed.items()}
+    return {name: kind.__qualname__ for name, kind in kinds.items()}, {kind.__module__ for kind in kinds.values()}
+
+
+def code(modules: set[str]) -> Facts:
+    """Hashes of the files that modules come from, of the program's own, and of triax."""
     found = {"triax": _package()}
-    modules = {type(module).__module__ for module in model.modules()} | {getattr(loss, "__module__", None), "__main__"}
-    for name in sorted(filter(None, modules)):
+    for name in sorted({*modules, "__main__"}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and name.partition(".")[0] not in ("torch", "triax") and Path(file).is_file():
             found[Path(file).name] = _hash(file, Path(file).stat().st_mtime_ns)

@@ -207,9 +207,9 @@ class Grid:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         if int(both[0]) != -int(both[1]):
             found: list[Any] = [None] * self.size
-            dist.all_gather_object(found, dict(self.topology.axes))
+            dist.all_gather_object(found, list(self.topology.axes.items()))
             other = next(rank for rank in range(self.size) if found[rank] != found[0])
-            said = [" x ".join(f"{name} {size}" for name, size in found[rank].items()) for rank in (0, other)]
+            said = [" x ".join(f"{name} {size}" for name, size in found[rank]) for rank in (0, other)]
             raise ValueError(
                 f"rank {other} asks for a grid of {said[1]}, and rank 0 for one of {said[0]}: give all ranks the same "
                 "sizes and order"
