@@ -219,8 +219,12 @@ def _run(
             agent.launch()
             return Outcome(0)
         except SignalException as stop:
-            why = f"stopped by {stop.sigval.name}; all {ranks} ranks have ended"
-            return Outcome(128 + stop.sigval, why)
+            line = f"stopped by {stop.sigval.name}; all {ranks} ranks have ended"
+            if hosts is None:
+                agent = None  # where hosts come and go, the others go on
+            else:
+                why = f"{hosts.names[hosts.node]} was {line}"
+            return Outcome(128 + stop.sigval, line, cause=hosts is None)
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             outcome = _explain(exits, read_failures(Path(job.folder)), name, job.logs)

@@ -400,7 +400,11 @@ def as_srun(rank: int, size: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("variables", [as_mpirun, as_mpich, as_srun], ids=["mpirun", "mpich", "srun"])
+@pytest.mark.parametrize(
+    "variables",
+    [as_mpirun, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (as_mpich, as_srun))],
+    ids=["mpirun", "mpich", "srun"],
+)
 def test_a_script_joins_under_other_launchers(variables: Callable[[int, int], dict[str, str]], tmp_path: Path) -> None:
     """Two processes as the launcher starts them, with its variables and no others."""
     script = tmp_path / "script.py"
