@@ -11,6 +11,7 @@ from ..grid.nest import map_tensors
 from ..pipe.executor import Microbatch
 from ..pipe.module import PipelineModule
 from ..pipe.nest import flatten
+from .alike import look, unlike
 
 
 class AgreedError(RuntimeError):
@@ -75,6 +76,16 @@ class Feed:
         if news:
             # Microbatches that look alike have one number; ranks behind the first stage learn it, and their length.
             table = torch.tensor(facts, dtype=torch.int64)
+            if grid.tensor.size > 1:
+                looks = [
+                    look(f"{what} of microbatch {index}:", value)
+                    for index, pair in enumerate(pairs)
+                    for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, module.is_last))
+                    if read
+                ]
+                if (reason := unlike(grid, looks, grid.world)) is not None:
+                    self._facts = []
+                    raise AgreedError(reason)
             grid.pipe.broadcast(table, source=module.placement[0])
             self._facts = table.tolist()
             # Replicas need not have the same number of samples: count those of the ones before.

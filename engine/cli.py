@@ -13,6 +13,7 @@ from .config_cli import config
 from .formulas import BYTES, STATES, ModelStates, model_states
 from .generate_cli import generate
 from .report_cli import report
+from .run_cli import CONTEXT, run
 from .schedule_cli import schedule
 
 app = typer.Typer(
@@ -58,6 +59,7 @@ app.command()(config)
 app.command()(schedule)
 app.command()(generate)
 app.command()(report)
+app.command(context_settings=CONTEXT)(run)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from ..zero.replicas import Replicas
 from . import comms
 from .config import Batch, Config, ConfigError, batch_sizes
 from .data import Loader, make_loader
+from .finite import Finite
 from .observe import Observed
 from .precision import LossScaler
 
@@ -32,6 +33,7 @@ class Compat(Observed):
     _scaler: LossScaler | None
     _norm: float | None = None
     _late = False  # somebody asked for a norm when its gradients were gone: from then on each step has it
+    _finite: Finite
     _samples = 0  # before the batch had its present size
     _since = 0  # the step from which it has
 
@@ -42,8 +44,8 @@ class Compat(Observed):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that fp16's overflows have cost."""
-        return 0 if self._scaler is None else self._scaler.skipped
+        """Steps that fp16's overflows, and losses that ``nan_loss`` skips, have cost."""
+        return self._finite.skipped + (0 if self._scaler is None else self._scaler.skipped)
 
     @property
     def micro_steps(self) -> int:

@@ -81,6 +81,12 @@ class Config(Section):
         None, "The dtype in which gradients are summed over replicas; by default that they have."
     )
     seed: int = setting(0, "Of the data's order and of dropout.")
+    nan_loss: Literal["raise", "skip", "ignore"] = setting(
+        "raise",
+        "A loss, or but for fp16 a gradient, that is nan or infinite: raise an error on every rank before a weight "
+        "moves, skip the step, or ignore it. Overflows of fp16's scaled gradients are the loss scale's; one process "
+        "without clipping computes no norm, and looks at the loss alone.",
+    )
     steps_per_print: int | None = setting(
         None, "Rank 0 prints step, loss, learning rate and samples a second, once in so many steps.", ge=1
     )

@@ -78,7 +78,7 @@ class Bf16Config(Section):
     enabled: bool = setting(False, "Weights in bfloat16; masters, state and accumulated gradients in fp32.")
     immediate_grad_update: Any = idle("a gradient is added to the fp32 sum as soon as it is made")
     check_grad_overflow: Any = refused(
-        "a step whose gradients are not finite is taken as it is under bf16: leave it out, or use fp16, which skips it"
+        "nan_loss says what is done about gradients that are not finite: leave it out; nan_loss is raise by default"
     )
     bf16_master_weights_and_grads: Any = refused(
         "masters are fp32: leave it out; offload_optimizer makes room for them"

@@ -25,6 +25,7 @@ from .instruments import instrument
 from .module_engine import ModuleEngine
 from .observe import observe
 from .recomputation import set_up
+from .same import require_same
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
@@ -151,6 +152,7 @@ def initialize(
         lr_scheduler = schedulers.over_another(lr_scheduler, optimizer)
     if lr_scheduler is None and checked.scheduler is not None:
         lr_scheduler = _scheduler(checked.scheduler, make)
+    require_same(grid, checked, model, groups, optimizer)
     engine: Engine | ModuleEngine
     if isinstance(model, PipelineModule):
         assert schedule is not None

@@ -27,7 +27,7 @@ from ..zero.mode import Managed
 from ..zero.norm import clip_factor
 from ..zero.optimizer import MakeOptimizer
 from ..zero.replicas import Replicas
-from . import accounts, precision
+from . import accounts, finite, precision
 from .batch import AgreedError, Feed
 from .choose import choose_schedule
 from .compat import Compat
@@ -83,6 +83,7 @@ class Engine(Compat, Weights):
         self._homes = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
         self._precision = precision.mode(config, self.grid, module)
         self._scaler = precision.scaler(config)
+        self._finite = finite.Finite(self.grid, config.nan_loss, scaled=self._scaler is not None)
         self._replicas = Replicas(
             _managed(module, groups),
             self.grid,
@@ -126,7 +127,7 @@ class Engine(Compat, Weights):
             RuntimeError: on every rank. If it is an ``AgreedError`` (the data failed, say) the engine can go on; if
                 a rank failed on its own, it leaves the process group, so that no other rank waits for it.
         """
-        with self._all_or_none():
+        with self._all_or_none("train_batch"):
             with self._accounts.step() if self.record_memory else nullcontext():
                 loss = self._train_batch(data_iter)
             log_profile(self.module)
@@ -156,15 +157,17 @@ class Engine(Compat, Weights):
 
         # The one division. Tensor ranks hold the same loss: the first one counts.
         counts = float(self.grid.tensor.is_first)
+        squares = self._squares()
         mine = [number * counts for number in result.sums()]
-        loss, weight, unused, *square = totals(self.grid, [*mine, self._replicas.unused(), *self._squares()])
+        loss, weight, unused, *square = totals(self.grid, [*mine, self._replicas.unused(), *squares])
         if not weight > 0:
             raise AgreedError(f"the batch's weight is {weight}: no label of it counts, so it has no loss")
         divisor = weight * self._precision.prescale * (1.0 if self._scaler is None else self._scaler.scale)
         self._norm = math.sqrt(square[0]) / divisor if square else None
         value = mean(self.grid, loss, weight)
-        overflow = self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
-        if not overflow:
+        skipped = self._finite.leaves_out(loss, self._norm, lambda: finite.describe(self.grid, result.losses, squares))
+        overflow = not skipped and self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
+        if not (skipped or overflow):
             scale = 1.0 / divisor
             if self.config.gradient_clipping and self._norm is not None:
                 scale *= clip_factor(self._norm, self.config.gradient_clipping)
@@ -172,7 +175,7 @@ class Engine(Compat, Weights):
             self._replicas.step(scale, self._replicas.without_gradient() if unused > 0 else ())
             if self.lr_scheduler is not None:
                 advance(self.lr_scheduler, value, self.optimizer)
-        if self._scaler is not None:
+        if self._scaler is not None and not skipped:
             self._scaler.update(overflow, report=self.grid.rank == 0)
             self._executor.loss_scale = self._scaler.scale
         self.global_steps += 1
@@ -207,7 +210,7 @@ class Engine(Compat, Weights):
         Raises:
             RuntimeError: as ``train_batch``.
         """
-        with self._all_or_none(), torch.no_grad():
+        with self._all_or_none("eval_batch"), torch.no_grad():
             return self._eval_batch(data_iter, return_logits, compute_loss, num_micro_batches)
 
     def _eval_batch(
@@ -340,9 +343,9 @@ class Engine(Compat, Weights):
                 )
         return None
 
-    def _all_or_none(self) -> AbstractContextManager[None]:
+    def _all_or_none(self, call: str) -> AbstractContextManager[None]:
         """What fails within on this rank alone makes it leave, and say why: ranks that wait for it stop at once."""
-        return all_or_none(self.grid, self._abandon)
+        return all_or_none(self.grid, self._abandon, call)
 
     def _abandon(self) -> None:
         self._executor.abandon()

@@ -10,7 +10,7 @@ from ..grid import Grid
 from .batch import AgreedError
 
 
-def all_or_none(grid: Grid, abandon: Callable[[], object]) -> AbstractContextManager[None]:
+def all_or_none(grid: Grid, abandon: Callable[[], object], what: str) -> AbstractContextManager[None]:
     """Within it, what fails on this rank alone makes it leave the process group, and say why.
 
     An ``AgreedError`` passes through: every rank raises it, and none need leave. So does ``GeneratorExit``: whoever
@@ -19,15 +19,20 @@ def all_or_none(grid: Grid, abandon: Callable[[], object]) -> AbstractContextMan
     Args:
         grid: whose process group is left.
         abandon: lets go of every message under way.
+        what: the call that this is, for messages.
     """
-    return nullcontext() if grid.size == 1 else _guarded(grid, abandon)
+    return nullcontext() if grid.size == 1 else _guarded(grid, abandon, what)
 
 
 @contextmanager
-def _guarded(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
+def _guarded(grid: Grid, abandon: Callable[[], object], what: str) -> Iterator[None]:
+    grid.watch()
+    grid.place.at(what)
     try:
         yield
+        grid.place.at(None)
     except (AgreedError, GeneratorExit):
+        grid.place.at(None)
         raise
     except BaseException as error:
         raise _left(error, grid, abandon) from error
@@ -35,11 +40,13 @@ def _guarded(grid: Grid, abandon: Callable[[], object]) -> Iterator[None]:
 
 def _left(error: BaseException, grid: Grid, abandon: Callable[[], object]) -> BaseException:
     """Leave the process group; returns what to raise."""
-    raised, me, reported = error, grid.describe(), grid.reported_failure()
+    raised, me = error, grid.describe()
     if not str(error).startswith(me):  # else the executor said which op failed
-        message = f"{me} failed: {type(error).__name__}: {error}"
+        reported = grid.cause(error)
+        message = f"{me} failed at {grid.place.what}: {type(error).__name__}: {error}"
         if isinstance(error, Exception):  # an interrupt stays one
-            raised = RuntimeError(message if reported is None else f"{me} stopped, because {reported}")
+            stopped = f"{me} stopped at {grid.place.what}, because {reported}"
+            raised = RuntimeError(message if reported is None else stopped)
         grid.report_failure(message)
     # Works that are under way keep their connections open, so none may be left: not in the frames either.
     abandon()

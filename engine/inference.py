@@ -145,7 +145,7 @@ class InferenceEngine:
         for event in events:
             sequences[event.request].append(event.token)
             if stream is not None and self.grid.rank == 0:
-                with all_or_none(self.grid, self._turns.abandon):
+                with all_or_none(self.grid, self._turns.abandon, "generate"):
                     stream(event.request, event.token)
         return sequences
 
@@ -207,7 +207,7 @@ class InferenceEngine:
         return requests
 
     def _stream(self, batcher: Batcher, sampling: Sampling) -> Iterator[Token]:
-        with all_or_none(self.grid, self._turns.abandon), self._weights(), self._turns.attached():
+        with all_or_none(self.grid, self._turns.abandon, "generate"), self._weights(), self._turns.attached():
             yield from self._turns.run(batcher, sampling)
 
     def _agree_on_sizes(self) -> tuple[int, int]:

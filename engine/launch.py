@@ -3,8 +3,8 @@
     launch(train, args, ranks=8)             # a function, with its arguments
     launch(Path("train.py"), "--lr", "1e-3", ranks=8)    # a script, with its command line
 
-torchrun's own engine does the work (``elastic_launch``: rendezvous, environment, signals), so a function finds
-the same variables as under ``torchrun`` and needs no second way to start. What is added here:
+torchrun's own agent does the work (rendezvous, environment, signals), so a function finds the same variables as under
+``torchrun`` and needs no second way to start. ``triax run`` is this, for several hosts too. What is added here:
 
 - Ranks are forks of a server that has torch loaded already: 8 of them on 2 cores are at their first collective
   after 2.5 s, where fresh processes (torchrun) take 6 to 7 s and ``spawn`` 10 s.
@@ -17,51 +17,64 @@ the same variables as under ``torchrun`` and needs no second way to start. What 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
-import runpy
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing import connection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..grid.environment import read_environment
 from ..grid.topology import Topology
+from .tail import Tail
+from .worker import Failure, Job, Module, read_failures
+
+if TYPE_CHECKING:
+    from .agent import Agent, Exits
+    from .hosts import Hosts
 
 PRELOAD = ("torch", "torch.distributed.device_mesh", "torch.distributed.elastic.multiprocessing")
-LINGER = 1.5  # seconds a failing rank stays, so that a rank that died without a word is noticed before it
 SPEAKS = 30  # seconds that rank 0 has to say what the user did wrong
 STOP = 5  # seconds that ranks get to end after a signal, before they are killed
+HEARSAY = 4.0  # seconds that another host has to say that the cause was there
 
+_STOPPED = "; the other ranks were stopped"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# What a rank says when it is another one that is gone: gloo, NCCL and the store, in torch 2.11 to 2.13.
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote peer|peer (closed|disconnected)|"
-    r"gloo|nccl|socket|lost (the )?(peer|rank|connection)",
-    re.IGNORECASE,
-)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        code: for ``sys.exit``.
+        line, trace: what to print last, and before it; empty where there is nothing to say.
+        cause: False where this host's ranks only felt what happened on another one.
+    """
+
+    code: int
+    line: str = ""
+    trace: str = ""
+    cause: bool = True
 
 
 def launch(
-    target: Callable[..., object] | Path,
+    target: Callable[..., object] | Path | Module,
     *args: Any,
     ranks: int,
     topology: Topology | None = None,
     logs: Path | None = None,
     preload: Sequence[str] = (),
     threads: int | None = None,
+    **options: Any,
 ) -> int:
     """Run ``target`` on every rank of this host and wait; returns the exit code for ``sys.exit``.
 
@@ -69,31 +82,75 @@ def launch(
     128 + n: signal n ended a rank, or this process was told to stop by it. 1: any other failure.
 
     Args:
-        target: a function at the top level of a module, called as ``target(*args)``; or a script, run with
-            ``args`` as its command line.
+        target: a function at the top level of a module, called as ``target(*args)``; or a script or a module, run
+            with ``args`` as its command line.
         ranks: the number of processes.
         topology: of the grid that the ranks form: messages then say ``rank 5 (pipe 1, data 0, tensor 1)``.
         logs: the folder of ``rank-1.log``, ``rank-2.log``, ...: what ranks other than 0 print. None: all print
             here.
         preload: modules that every rank imports anyway, to load once for all.
         threads: of torch in each rank; by default the cores, shared out.
+        options: of ``outcome_of``.
+    """
+    outcome = outcome_of(
+        target, *args, ranks=ranks, topology=topology, logs=logs, preload=preload, threads=threads, **options
+    )
+    say(outcome)
+    return outcome.code
+
+
+def outcome_of(
+    target: Callable[..., object] | Path | Module,
+    *args: Any,
+    ranks: int,
+    topology: Topology | None = None,
+    logs: Path | None = None,
+    preload: Sequence[str] = (),
+    threads: int | None = None,
+    tee: Collection[int] | None = None,
+    restarts: int = 0,
+    hosts: Hosts | None = None,
+    rendezvous: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """As ``launch``, and nothing is printed at the end.
+
+    Args:
+        tee: ranks whose files are shown here while they grow; every rank, 0 too, then prints to its file. None: rank 0
+            prints here and has no file. (-1 stands for all.)
+        restarts: how often the ranks are started again after a failure.
+        hosts: a fixed list of hosts, of which this is one.
+        rendezvous: the arguments of torch's ``RendezvousParameters``, where hosts may come and go. Neither of the
+            two: this host alone.
+        environment: variables of the ranks.
     """
     threads = threads or max(1, cores() // ranks)
     defaults = {"OMP_NUM_THREADS": str(threads)}
-    if (loopback := _loopback()) is not None:
+    if (interface := _interface(hosts)) is not None:
         # Otherwise gloo asks a name server for this host's address, which may take seconds, or fail.
-        defaults["GLOO_SOCKET_IFNAME"] = loopback
-    with _environment(defaults), tempfile.TemporaryDirectory(prefix="triax-launch-") as folder:
+        defaults["GLOO_SOCKET_IFNAME"] = interface
+    defaults = {name: value for name, value in defaults.items() if name not in os.environ}
+    with _environment({**defaults, **(environment or {})}), tempfile.TemporaryDirectory(prefix="triax-launch-") as temp:
         # The server imports its modules while this process imports its own, below. A server that runs already
         # is taken as it is.
         multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-            for old in logs.glob("rank-*.log"):
+            # Hosts may share a file system: the first one tidies up, before the others have started any rank.
+            first = rendezvous is None and (hosts is None or hosts.node == 0)
+            for old in logs.glob("rank-*.log") if first else ():
                 old.unlink()
-        job = _Job(target, args, folder, str(logs) if logs else None, threads)
-        return _run(job, ranks, topology)
+        told = {**defaults, **(environment or {})} if hosts is not None or environment else {}
+        folder = str(logs) if logs else None
+        shown = None if tee is None else tuple(tee)
+        job = Job(target, args, temp, folder, threads, shown, told)
+        tail = Tail(logs, tee, Path(temp)) if logs is not None and tee else None
+        if hosts is not None:
+            # c10d's own words about each attempt to reach a lost host, stacks and all; the message says it in one line.
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+        with tail if tail is not None else contextlib.nullcontext():
+            return _run(job, ranks, topology, restarts, hosts, rendezvous)
 
 
 def user_error(message: object) -> NoReturn:
@@ -111,70 +168,105 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# ------------------------------------------------------------------------------------- in this process
+def say(outcome: Outcome) -> None:
+    """The traceback, and the last line."""
+    if outcome.trace:
+        print(f"\n{outcome.trace.rstrip()}", file=sys.stderr)
+    if outcome.line:
+        # A live display that was killed leaves the cursor hidden, in the middle of a line.
+        print(("\x1b[?25h\n" if sys.stderr.isatty() else "") + outcome.line, file=sys.stderr, flush=True)
 
 
-def _run(job: _Job, ranks: int, topology: Topology | None) -> int:
+# ------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    job: Job,
+    ranks: int,
+    topology: Topology | None,
+    restarts: int,
+    hosts: Hosts | None,
+    rendezvous: Mapping[str, Any] | None,
+) -> Outcome:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"triax-{os.getpid()}-{time.monotonic_ns()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method="forkserver",
-        shutdown_timeout=STOP,
-        logs_specs=DefaultLogsSpecs(),
-    )
+    from .agent import Agent, ChildFailedError, JobEnded, c10d
+    from .rendezvous import HostRendezvous
+
+    alone = {
+        "backend": "c10d",
+        "endpoint": "127.0.0.1:0",
+        "run_id": f"triax-{os.getpid()}-{time.monotonic_ns()}",
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "local_addr": "127.0.0.1",
+    }
+
+    def again(why: Exits | str, attempt: int) -> None:
+        failures = read_failures(Path(job.folder))
+        line = why if isinstance(why, str) else _explain(why, failures, name, job.logs).line
+        say(Outcome(0, f"{line.removesuffix(_STOPPED)}; all ranks start again ({attempt} of {restarts})"))
+        for path in Path(job.folder).glob("rank-*.json"):
+            path.unlink(missing_ok=True)
+
+    agent: Agent | None = None
+    name = partial(_name, job.folder, topology)
+    why: str | None = None
     with _quiet("torch.distributed", "torch.multiprocessing"), _signals_restored():
         try:
-            elastic_launch(config, _rank)(job)
+            handler = HostRendezvous(hosts, restarts) if hosts is not None else c10d(dict(rendezvous or alone))
+            agent = Agent(job, ranks, handler, restarts, again, DefaultLogsSpecs(), STOP, _address(hosts, rendezvous))
+            agent.launch()
+            return Outcome(0)
         except SignalException as stop:
-            _last_words(f"stopped by {stop.sigval.name}; all {ranks} ranks have ended")
-            return 128 + stop.sigval
+            line = f"stopped by {stop.sigval.name}; all {ranks} ranks have ended"
+            if hosts is None:
+                agent = None  # where hosts come and go, the others go on
+            else:
+                why = f"{hosts.names[hosts.node]} was {line}"
+            return Outcome(128 + stop.sigval, line, cause=hosts is None)
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _explain(exits, _read_failures(Path(job.folder)), topology, job.logs)
-    return 0
+            outcome = _explain(exits, read_failures(Path(job.folder)), name, job.logs)
+            if hosts is not None and agent is not None:
+                heard = agent.heard(0.0 if outcome.cause else HEARSAY)
+                if heard is not None and not outcome.cause:
+                    return Outcome(1, heard, cause=False)
+                why = outcome.line
+            return outcome
+        except JobEnded as end:
+            return Outcome(1, str(end), cause=False)
+        finally:
+            if agent is not None:
+                agent.close(why)
 
 
-def _explain(exits: dict[int, int], failures: list[_Failure], topology: Topology | None, logs: str | None) -> int:
-    """Print what came first, its headline last; returns the exit code."""
+def _explain(exits: Exits, failures: list[Failure], name: Callable[[int], str], logs: str | None) -> Outcome:
+    """What came first, and its headline."""
     for rank, code in exits.items():
         # A rank that raised wrote so before it left; this one had no time to.
         if not any(failure.rank == rank for failure in failures):
-            _last_words(f"{_name(rank, topology)} died: {_exit(code)}; the other ranks were stopped")
-            return 128 - code if code < 0 else 1
+            code_ = 128 - code if code < 0 else 1
+            return Outcome(code_, f"{name(rank)} died: {_exit(code)}{_STOPPED}")
     # A lost connection is the shadow of another rank's end: shown only where nothing explains it.
     first = min(failures, key=lambda failure: (failure.lost_peer, failure.when))
     if first.code == 2:
-        return 2
-    if first.trace:
-        print(f"\n{first.trace.rstrip()}", file=sys.stderr)
+        return Outcome(2)
     # Errors that name their rank themselves begin with it, behind the exception's type.
     kind, _, said = first.line.partition(": ")
     named = said.startswith(f"rank {first.rank} (")
-    line = f"{said} ({kind})" if named else f"{_name(first.rank, topology)} failed: {first.line}"
-    _last_words(line + (f" (all ranks' output: {logs})" if logs and first.lost_peer else ""))
-    return 1
+    line = f"{said} ({kind.rpartition('.')[2]})" if named else f"{name(first.rank)} failed: {first.line}"
+    line += f" (all ranks' output: {logs})" if logs and first.lost_peer else ""
+    return Outcome(1, line, first.trace, cause=not first.lost_peer)
 
 
-def _name(rank: int, topology: Topology | None) -> str:
+def _name(folder: str, topology: Topology | None, rank: int) -> str:
+    """As its grid calls it, if it got that far."""
+    told = Path(folder, f"name-{rank}")
     if topology is None:
-        return f"rank {rank}"
+        return told.read_text() if told.exists() else f"rank {rank}"
     place = ", ".join(f"{axis} {at}" for axis, at in topology.coordinate(rank)._asdict().items())
     return f"rank {rank} ({place})"
-
-
-def _last_words(line: str) -> None:
-    # A live display that was killed leaves the cursor hidden, in the middle of a line.
-    print(("\x1b[?25h\n" if sys.stderr.isatty() else "") + line, file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> str:
@@ -188,15 +280,11 @@ def _exit(code: int) -> str:
     return name + hint.get(name, "")
 
 
-def _read_failures(folder: Path) -> list[_Failure]:
-    return [_Failure(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
-
-
 @contextlib.contextmanager
-def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Give variables a value where the user gave none; put everything back afterwards."""
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables; put everything back afterwards."""
     before = dict(os.environ)
-    os.environ.update({name: value for name, value in defaults.items() if name not in before})
+    os.environ.update(values)
     try:
         yield
     finally:
@@ -231,117 +319,44 @@ def _signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _loopback() -> str | None:
+def _interface(hosts: Hosts | None) -> str | None:
+    """The interface over which ranks reach each other: the loopback's where there is one host."""
     names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), None)
+    if hosts is None:
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    return interface_of(towards(hosts.address))
 
 
-# ---------------------------------------------------------------------------------------- in each rank
+def _address(hosts: Hosts | None, rendezvous: Mapping[str, Any] | None) -> str | None:
+    if hosts is not None:
+        return towards(hosts.address)
+    return None if rendezvous is not None else "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What every rank is told to do."""
-
-    target: Callable[..., object] | Path
-    args: tuple[Any, ...]
-    folder: str  # where a failing rank leaves its `_Failure`
-    logs: str | None
-    threads: int
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a rank ended before its end."""
-
-    rank: int
-    when: float
-    line: str
-    trace: str
-    lost_peer: bool
-    code: int
-
-
-def _rank(job: _Job) -> None:
-    """The whole life of a rank."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _leave_with_launcher()
-    rank = int(os.environ["RANK"])
-    if job.logs is not None and rank > 0:
-        _print_to(Path(job.logs) / f"rank-{rank}.log")
-    import torch
-
-    # The fork server read OMP_NUM_THREADS when it started, perhaps for another launch.
-    torch.set_num_threads(job.threads)
+def towards(address: str) -> str:
+    """This host's own address on the way to another one; no packet is sent."""
     try:
-        if isinstance(job.target, Path):
-            sys.argv = [str(job.target), *map(str, job.args)]
-            sys.path.insert(0, str(job.target.resolve().parent))
-            runpy.run_path(str(job.target), run_name="__main__")
-        else:
-            job.target(*job.args)
-    except SystemExit as leave:
-        if leave.code is not None and leave.code != 0:
-            _fail(job, rank, leave)
-    except BaseException as error:
-        _fail(job, rank, error)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # a fork runs no exit handlers
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return address
 
 
-def _fail(job: _Job, rank: int, error: BaseException) -> NoReturn:
-    """Write down what happened, wait until the launcher has seen any worse, and leave."""
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        line = error.code if isinstance(error.code, str) else f"sys.exit({error.code!r})"
-        failure = _Failure(rank, time.time(), line, "", False, code)
-    else:
-        story = traceback.TracebackException.from_exception(error)
-        # Without the launcher's own frames.
-        ours = (__file__, runpy.__file__, "<frozen runpy>")
-        story.stack[:] = [frame for frame in story.stack if frame.filename not in ours] or story.stack
-        line = "".join(story.format_exception_only()).strip().splitlines()[0]
-        failure = _Failure(rank, time.time(), line, "".join(story.format()), _lost_peer(error), 1)
-    path = Path(job.folder) / f"rank-{rank}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
-    path.with_suffix(".tmp").replace(path)
-    if job.logs is not None and rank > 0:
-        sys.stderr.write(failure.trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(LINGER)
-    os._exit(failure.code or 1)  # no exit handlers: they would talk to peers that may be gone
-
-
-def _leave_with_launcher() -> None:
-    """End this rank when the launcher is gone without having had the time to say so (SIGKILL)."""
-    launcher = multiprocessing.parent_process()
-    if launcher is not None:
-
-        def watch(sentinel: int = launcher.sentinel) -> None:
-            connection.wait([sentinel])
-            os._exit(1)
-
-        threading.Thread(target=watch, daemon=True, name="watches the launcher").start()
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Whether an exception, or one that it came from, is about a connection to another rank."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ConnectionError | EOFError):
-            return True
-        if isinstance(seen, RuntimeError) and _LOST_PEER.search(str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def _print_to(path: Path) -> None:
-    """Send everything this process prints to a file, C++'s words too."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an IPv4 address; None where the system does not tell."""
+    if address.startswith("127."):
+        return _interface(None)
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = name.encode()[:15].ljust(256, b"\0")
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, Linux's number
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

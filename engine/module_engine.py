@@ -26,16 +26,18 @@ from ..zero.norm import clip_factor
 from ..zero.optimizer import MakeOptimizer
 from ..zero.passes import Passes
 from . import precision
+from .alike import require_alike
 from .batch import AgreedError
 from .compat import Compat
 from .config import Config, ConfigError, batch_sizes
 from .data import Loader
 from .failure import all_or_none
+from .finite import Finite, Losses
 from .module_start import ModuleOptimizer, bind_dropout, describe, number_samples, share
 from .monitor import make_monitor
 from .rescale import rescaled, scaled_by
 from .schedulers import advance, follow
-from .sums import number, totals
+from .sums import totals
 from .weights import Weights, assembled
 
 # Engines with a loss scale: where there are any, every engine's outputs see to it that only its own counts.
@@ -112,7 +114,8 @@ class ModuleEngine(Compat, Weights):
         self._by_hand = False  # the loss of this microbatch went through scale()
         self._own = 0  # backward passes of this microbatch that backward() made
         self._opaque = False  # outputs of this microbatch that cannot be looked into
-        self._losses: list[Tensor | float] = []  # of this step, those that backward() has seen
+        self._finite = Finite(grid, config.nan_loss, scaled=self._scaler is not None)
+        self._losses = Losses()
         self._mark_last()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +124,7 @@ class ModuleEngine(Compat, Weights):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns. Under fp16 and bf16, floating-point inputs take the dtype of its weights."""
-        with self._all_or_none():
+        with self._all_or_none("forward"):
             if self._half is not None:
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             trains = torch.is_grad_enabled() and self.module.training
@@ -131,6 +134,7 @@ class ModuleEngine(Compat, Weights):
                 share = self.batch.micro * self.batch.accumulation
                 first = self.grid.data.rank * share + self._micro * self.batch.micro
                 number_samples(self._dropout, (args, kwargs), first, self.global_steps)
+            require_alike(self.grid, (args, kwargs))
             y = self.module(*args, **kwargs)
             if trains and len(_SCALING):
                 y, seen = rescaled(y, self._missing)
@@ -152,7 +156,7 @@ class ModuleEngine(Compat, Weights):
             RuntimeError: no optimizer, a loss that is no number or has no graph, or a second pass of a step's last
                 microbatch.
         """
-        with self._all_or_none():
+        with self._all_or_none("backward"):
             if self.optimizer is None:
                 raise AgreedError(_NO_OPTIMIZER)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -170,9 +174,7 @@ class ModuleEngine(Compat, Weights):
             if self._passes.count == before:
                 self._passes.absent()
             self._own += self._passes.count - before
-            counted = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
-            self._losses.append(number(counted))
-            return counted
+            return self._losses.add(loss.detach() / accumulation if scale_wrt_gas else loss.detach())
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times fp16's scale, for a ``backward()`` of one's own: ``engine.scale(loss).backward()``."""
@@ -189,7 +191,7 @@ class ModuleEngine(Compat, Weights):
             RuntimeError: nothing to step: no optimizer, or no backward pass since the last call; or within
                 ``no_sync``.
         """
-        with self._all_or_none():
+        with self._all_or_none("step"):
             if self.optimizer is None:
                 raise AgreedError(_NO_OPTIMIZER)
             if self._silent:
@@ -203,53 +205,54 @@ class ModuleEngine(Compat, Weights):
                     "the module returned an object that cannot be looked into, so under fp16 loss.backward() does not "
                     "scale its gradients: call engine.backward(loss), or engine.scale(loss).backward()"
                 )
-            if self.is_gradient_accumulation_boundary():
-                self._step(self.optimizer, lr_kwargs)
-                self._micro = 0
-            else:
+            try:
+                if self.is_gradient_accumulation_boundary():
+                    self._micro = -1
+                    self._step(self.optimizer, lr_kwargs)
+            finally:  # a step that is refused is over, too
                 self._micro += 1
-            self._passes.seen = self._passes.count
-            self.micro_steps += 1
-            self._own, self._opaque, self._by_hand = 0, False, False
-            self._mark_last()
+                self._passes.seen = self._passes.count
+                self.micro_steps += 1
+                self._own, self._opaque, self._by_hand = 0, False, False
+                self._mark_last()
 
     @torch.no_grad()
     def _step(self, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         optimizer.require_known()
         self._passes.close()
-        counts = float(self.grid.tensor.is_first)
-        mine: Tensor | float = 0.0
-        for each in self._losses:
-            mine = mine + each * counts
-        unused, total, *square = totals(self.grid, [self._replicas.unused(), mine, *self._squares()])
-        loss = torch.tensor(total / self.grid.data.size if self._losses else math.nan, dtype=torch.float64)
+        counts, told, squares = float(self.grid.tensor.is_first), self._losses.count > 0, self._squares()
+        mine = [self._replicas.unused(), self._losses.sum() * counts]
+        unused, total, *square = totals(self.grid, [*mine, *squares])
+        loss = torch.tensor(total / self.grid.data.size if told else math.nan, dtype=torch.float64)
         divisor = self.grid.data.size * self.batch.accumulation * self._mode.prescale * self._scale()
         self._norm = math.sqrt(square[0]) / divisor if square else None
-        overflow = self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
-        if not overflow:
+        self._passes.stepped = True  # what may be left out is over, too
+        losses, self._losses = self._losses, Losses()
+        skipped = self._finite.leaves_out(
+            total if told else None, self._norm, lambda: losses.describe(self.grid, squares)
+        )
+        overflow = not skipped and self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
+        if not (skipped or overflow):
             scale = 1.0 / divisor
             if self.config.gradient_clipping and self._norm is not None:
                 scale *= clip_factor(self._norm, self.config.gradient_clipping)
             # What had no gradient anywhere stands still, as under torch's optimizers.
             optimizer.next = scale, self._replicas.without_gradient() if unused > 0 else ()
             optimizer.step()
-            self._schedule(optimizer, loss, lr_kwargs)
-        else:
-            self._passes.stepped = True
-        if self._scaler is not None:
+            self._schedule(optimizer, loss if told else None, lr_kwargs)
+        if self._scaler is not None and not skipped:
             self._scaler.update(overflow, report=self.grid.rank == 0)
         self.global_steps += 1
-        self._losses = []
         if self._monitor is not None:
             self._monitor(self, loss)
 
-    def _schedule(self, optimizer: ModuleOptimizer, loss: Tensor, lr_kwargs: Mapping[str, Any] | None) -> None:
+    def _schedule(self, optimizer: ModuleOptimizer, loss: Tensor | None, lr_kwargs: Mapping[str, Any] | None) -> None:
         if self.lr_scheduler is None:
             return
         if lr_kwargs:
             self.lr_scheduler.step(**lr_kwargs)
             follow(self.lr_scheduler, optimizer)
-        elif isinstance(self.lr_scheduler, ReduceLROnPlateau) and not self._losses:
+        elif isinstance(self.lr_scheduler, ReduceLROnPlateau) and loss is None:
             raise AgreedError(
                 "ReduceLROnPlateau goes by the loss, which only engine.backward(loss) tells: call that, or "
                 'engine.step(lr_kwargs={"metrics": loss})'
@@ -294,7 +297,7 @@ class ModuleEngine(Compat, Weights):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step so far. (A step begins without any.) Collective where there are some."""
         self._passes.zero()
-        self._losses = []
+        self._losses = Losses()
 
     def train(self, mode: bool = True) -> ModuleEngine:
         """As ``nn.Module.train``."""
@@ -362,8 +365,8 @@ class ModuleEngine(Compat, Weights):
         if self._micro:
             raise ConfigError(f"set_train_batch_size after {self._micro} microbatches of a step: call it between steps")
 
-    def _all_or_none(self) -> AbstractContextManager[None]:
-        return all_or_none(self.grid, self._passes.abandon)
+    def _all_or_none(self, call: str) -> AbstractContextManager[None]:
+        return all_or_none(self.grid, self._passes.abandon, f"{call} of microbatch {self._micro}")
 
 
 _NO_OPTIMIZER = "there is no optimizer: give config['optimizer'], or initialize(optimizer=...)"

@@ -86,9 +86,10 @@ def _resolves(where: str, cls: type[LRScheduler], key: str) -> bool:
     return parameter is not None
 
 
-def advance(scheduler: LRScheduler, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def advance(scheduler: LRScheduler, loss: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
     """After an optimizer step: the next learning rates. ``loss`` is the step's, which ReduceLROnPlateau goes by."""
     if isinstance(scheduler, ReduceLROnPlateau):
+        assert loss is not None  # the engine refuses such a schedule where it is not told
         scheduler.step(float(loss))
     else:
         scheduler.step()

@@ -1,4 +1,4 @@
-"""What a launcher tells a process through its environment: torchrun, Open MPI or Slurm. No torch here.
+"""What a launcher tells a process through its environment: torchrun, Open MPI, MPICH or Slurm. No torch here.
 
 This file and the launcher are the only ones that read the environment; everything else is handed a ``Grid``.
 """
@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """Read torchrun's variables, else Open MPI's, else Slurm's; None when no launcher started this process.
+    """Read torchrun's variables, else Open MPI's, MPICH's or Slurm's; None when no launcher started this process.
 
     Raises:
         ValueError: a launcher's variables are there in part only; the message names what is missing.
@@ -47,22 +48,11 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
             launcher="torchrun",
         )
     if "OMPI_COMM_WORLD_RANK" in env:
-        size = int(env["OMPI_COMM_WORLD_SIZE"])
-        local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
-        if "MASTER_ADDR" not in env and local_size < size:
-            raise ValueError(
-                f"mpirun started {size} processes, {local_size} of them on this host, and none knows where rank 0 "
-                "is: add -x MASTER_ADDR=<host of rank 0> to mpirun"
-            )
-        return Environment(
-            rank=int(env["OMPI_COMM_WORLD_RANK"]),
-            world_size=size,
-            local_rank=int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")),
-            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env.get("MASTER_PORT", _DEFAULT_PORT)),
-            restarts=0,
-            launcher="mpirun",
+        return _mpi(
+            env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "-x MASTER_ADDR="
         )
+    if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:  # srun may set the first, and never the second
+        return _mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", how="-genv MASTER_ADDR ")
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
         # Jobs that share a host must not share a port: derive it from the job's number.
         port = int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
@@ -76,6 +66,39 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
             launcher="srun",
         )
     return None
+
+
+def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str) -> Environment:
+    """Of Open MPI or MPICH, under their names for it.
+
+    Raises:
+        ValueError: several hosts, and nobody said where rank 0 is.
+    """
+    local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS") or "1")
+    if "MASTER_ADDR" not in env and local_size < int(env[size]):
+        raise ValueError(
+            f"mpirun started {env[size]} processes, {local_size} of them on this host, and none knows where rank 0 is: "
+            f"add {how}<host of rank 0> to mpirun"
+        )
+    # Two jobs on one host must not share a port; Open MPI has a name for each job.
+    job = env.get("PMIX_NAMESPACE")
+    port = _DEFAULT_PORT if job is None else 20000 + zlib.crc32(job.encode()) % 10000
+    return Environment(
+        rank=int(env[rank]),
+        world_size=int(env[size]),
+        local_rank=int(env.get(local_rank, "0")),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(env.get("MASTER_PORT", port)),
+        restarts=0,
+        launcher="mpirun",
+    )
+
+
+def leave_name(rank: int, name: str) -> None:
+    """Tell triax's launcher, where that is what started this process, what this rank calls itself."""
+    folder = os.environ.get("TRIAX_LAUNCH_FOLDER")
+    if folder and Path(folder).is_dir():
+        Path(folder, f"name-{rank}").write_text(name)
 
 
 def resident_peak() -> int:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,13 +21,15 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
-from .environment import Environment, read_environment, resident_peak
+from .environment import Environment, leave_name, read_environment, resident_peak
 from .logged import Log, attach
 from .threads import unobtrusive
 from .topology import DEFAULT_AXES, Topology
 from .traffic import Traffic
+from .watch import Place, Watch, timed_out, within
 
 _FAILURE = "triax/failure"
+_STORE = 5.0  # seconds that the store gets to answer, where a link may be down
 
 
 class Grid:
@@ -51,6 +54,7 @@ class Grid:
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
         log: what times its communication, see ``log_communication``; None: nothing does.
+        place: what this rank is doing: an engine writes it, and it is told where a rank hangs.
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 beside triax; None on one process.
 
     Raises:
@@ -75,12 +79,15 @@ class Grid:
         sizes["data"] = _replicas(pipe, data, tensor, self.size)
         self.topology = Topology(**{name: sizes[name] or 1 for name in order})
         self.coordinate = self.topology.coordinate(self.rank)
+        leave_name(self.rank, self.describe())
         self.device = _device(device, environment)
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
         self.traffic = Traffic()
         self.log: Log | None = None
+        self.place = Place()
+        self._watch: Watch | None = None
 
         if self.size > 1:
             if environment is not None:
@@ -88,6 +95,7 @@ class Grid:
                 atexit.register(self.close)
             else:
                 self._store = dist.distributed_c10d._get_default_store()
+        self._require_same_sizes()
         self.mesh = self._mesh()
         world = dist.group.WORLD if self.size > 1 else None
         self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
@@ -161,32 +169,69 @@ class Grid:
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""
         try:
-            if self._store is not None:
-                self._store.compare_set(_FAILURE, "", message)
-        except RuntimeError:
+            store = self._store
+            if store is not None:
+                within(_STORE, lambda: store.compare_set(_FAILURE, "", message))
+        except (RuntimeError, TimeoutError):
             return  # the process that held the store is gone, and with it whoever would read this
 
     def reported_failure(self) -> str | None:
         """What the first rank that failed said, if one did and its word can still be read."""
         try:
-            if self._store is not None and self._store.check([_FAILURE]):
-                return self._store.get(_FAILURE).decode()
-        except RuntimeError:
+            store = self._store
+            if store is not None and within(_STORE, lambda: store.check([_FAILURE])):
+                return str(store.get(_FAILURE).decode())
+        except (RuntimeError, TimeoutError):
             # The store went away with the process that held it: then there is nothing to read.
             return None
         return None
+
+    def watch(self) -> None:
+        """From now on this rank can say where it stands, when another one has waited for too long."""
+        if self._watch is None and self._store is not None:
+            self._watch = Watch(self, self._store)
+
+    def cause(self, error: BaseException) -> str | None:
+        """Why this rank fails, where another one is the reason: it failed first, or hangs."""
+        reported = self.reported_failure()
+        if reported is None and self._watch is not None and timed_out(error):
+            reported = self._watch.find()
+        return reported
 
     def close(self) -> None:
         """Leave the process group. Called at exit where the grid initialised it, and when a step fails.
 
         A connection closes when nothing refers to its group any more; ranks that wait on it then stop at once.
         """
+        if self._watch is not None:
+            self._watch.end()
         for axis in self.axes():
             axis.group = None
         self.mesh = None
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+
+    def _require_same_sizes(self) -> None:
+        """Ranks that ask for different grids would make different groups, and wait for each other.
+
+        Raises:
+            ValueError: on every rank alike.
+        """
+        if self.size == 1:
+            return
+        shape = zlib.crc32(repr(self.topology.axes).encode())
+        both = torch.tensor([shape, -shape], device=self.device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if int(both[0]) != -int(both[1]):
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, list(self.topology.axes.items()))
+            other = next(rank for rank in range(self.size) if found[rank] != found[0])
+            said = [" x ".join(f"{name} {size}" for name, size in found[rank]) for rank in (0, other)]
+            raise ValueError(
+                f"rank {other} asks for a grid of {said[1]}, and rank 0 for one of {said[0]}: give all ranks the same "
+                "sizes and order"
+            )
 
     def _mesh(self) -> DeviceMesh | None:
         if self.size == 1:
@@ -229,6 +274,11 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.axes.items())
         return f"Grid({sizes}; {self.describe()}, {self.device})"
+
+
+def gpus() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count()
 
 
 def _place(environment: Environment | None) -> tuple[int, int]:

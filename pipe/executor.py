@@ -73,14 +73,14 @@ class Result:
     """What a run leaves on this rank: nothing but zeros where the last stage is not."""
 
     def __init__(self) -> None:
-        self.losses: list[tuple[Tensor, Tensor | float]] = []  # of each microbatch, and its weight
+        self.losses: dict[int, tuple[Tensor, Tensor | float]] = {}  # microbatch -> its loss, and its weight
         self.outputs: dict[int, Any] = {}  # microbatch -> the last layer's output, if asked for
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
         """The loss of all microbatches, not divided, and what to divide it by; in float64, tensors on a GPU."""
         loss: Tensor | float = 0.0
         weight: Tensor | float = 0.0
-        for value, its in self.losses:  # a number, where nothing is to be waited for
+        for value, its in self.losses.values():  # a number, where nothing is to be waited for
             loss = loss + (float(value) if value.device.type == "cpu" else value.double())
             there = isinstance(its, Tensor) and its.device.type != "cpu"
             weight = weight + (its.double() if there else float(its))  # type: ignore[union-attr]
@@ -197,13 +197,16 @@ class Executor:
             handlers, self._ready = dict.fromkeys(handlers, self._marked), self._mark
             self._grid.pipe.barrier()
             self.origin = self.clock.mark()
+        place = self._grid.place
         for op in ops:
             try:
+                place.at(op)
                 handlers[op.kind](op)
             except Exception as error:
                 raise self._failed(op, error) from error
         for channel in self._channels:
             channel.limit(0)
+        place.at("the end of the step")
         return self._result
 
     def _marked(self, op: Op) -> None:
@@ -350,7 +353,8 @@ class Executor:
             raise ValueError(
                 "the loss depends on no parameter that requires a gradient: is there a detach() on its way?"
             )
-        self._result.losses.append((loss.detach(), weight.detach().view(()) if isinstance(weight, Tensor) else weight))
+        weight = weight.detach().view(()) if isinstance(weight, Tensor) else weight
+        self._result.losses[index] = loss.detach(), weight
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
     def _kind(self, index: int) -> Hashable:
@@ -359,7 +363,7 @@ class Executor:
 
     def _failed(self, op: Op, error: Exception) -> RuntimeError:
         """This rank names itself, its coordinate and its op; or, if another failed first, says what that one said."""
-        reported = self._grid.reported_failure()
+        reported = self._grid.cause(error)
         message = f"{self._grid.describe()} failed at {op}: {type(error).__name__}: {error}"
         if reported is not None and reported != message:
             return RuntimeError(f"{self._grid.describe()} stopped at {op}, because {reported}")

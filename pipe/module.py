@@ -185,6 +185,11 @@ class PipelineModule(nn.Module):
             x = self.recompute.run(group, run, x, ahead=ahead) if group.again else run(x)
         return x
 
+    @property
+    def listed(self) -> list[Any]:
+        """The whole model's layers as they were given, those of other ranks too."""
+        return self._list
+
     def _run_layers(self, stage: int, start: int, stop: int, x: Any) -> Any:
         layers, around = self.layers, self.around
         for index, key, function in self._runs[stage][start:stop]:

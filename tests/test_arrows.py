@@ -45,7 +45,8 @@ DRAWS = ("pipe/draw.py",)  # may use rich and matplotlib, in the functions that 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
 EXTRAS = {"matplotlib", "tensorboard", "transformers", "deepspeed", "wandb"}  # imported where they are used, not before
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", "engine/launch.py")
+_LAUNCHER = ("engine/launch.py", "engine/run_cli.py", "engine/worker.py")
+READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER)
 MOST_LINES = 400
 
 

@@ -471,7 +471,7 @@ def test_no_rank_is_left_waiting(ranks: Any, what: str) -> None:
         assert first == second
         assert first[0] == "the ranks were given different prompts or options: pass the same on every rank"
     elif what == "callback":
-        assert first == ["rank 0 (pipe 0, data 0, tensor 0) failed: OSError: the disk is full"]
+        assert first == ["rank 0 (pipe 0, data 0, tensor 0) failed at generate: OSError: the disk is full"]
         assert "rank 1" in second[0]
     else:
         assert "rank 1" in second[0] and "ZeroDivisionError: division by zero" in second[0]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from triax.engine.launch import _lost_peer, cores, launch
+from triax.engine.launch import cores, launch
+from triax.engine.worker import lost_peer
 from triax.grid.topology import Topology
 
 GRID = """
@@ -194,12 +195,12 @@ def test_lost_peers_are_recognised() -> None:
         "NCCL error: remote process exited",
         "Broken pipe",
     ):
-        assert _lost_peer(RuntimeError(words))
+        assert lost_peer(RuntimeError(words))
     wrapped = RuntimeError("rank 0, 0F1: failed")
     wrapped.__cause__ = ConnectionResetError("Connection reset by peer")
-    assert _lost_peer(wrapped)
-    assert not _lost_peer(ValueError("connection closed: a word of the user's"))
-    assert not _lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert lost_peer(wrapped)
+    assert not lost_peer(ValueError("connection closed: a word of the user's"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_cores() -> None:

@@ -343,7 +343,7 @@ HALF = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
 
 
 def overflow() -> tuple[list[Any], list[dict[str, Tensor]]]:
-    engine, *_ = initialize(model=net().float(), config=config("SGD", 2, 2, fp16=HALF))
+    engine, *_ = initialize(model=net().float(), config=config("SGD", 2, 2, fp16=HALF, nan_loss="ignore"))
     facts, states = [], [engine.module_state_dict()]
     for step in range(2):
         for index in range(2):
@@ -648,7 +648,8 @@ def one_fails() -> str:
 
 def test_a_rank_that_fails_says_so_and_the_other_stops(ranks: Any) -> None:
     other, failed = ranks(2, one_fails, timeout=20)
-    assert failed.startswith("rank 1 (pipe 0, data 1, tensor 0) failed: RuntimeError: ") and failed in other
+    assert failed.startswith("rank 1 (pipe 0, data 1, tensor 0) failed at forward of microbatch 0: RuntimeError: ")
+    assert failed in other
 
 
 def test_accumulation_is_counted_as_one_likes() -> None:
