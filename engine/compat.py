@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid
+from ..zero.replicas import Replicas
+from .checkpoint import Checkpoints
 from .config import Batch, Config, ConfigError, batch_sizes
 from .precision import LossScaler
 
 
-class Compat:
+class Compat(Checkpoints):
     """What ``Engine`` says of itself, and the size of its batch."""
 
     config: Config
@@ -21,6 +23,10 @@ class Compat:
     global_steps: int
     optimizer: torch.optim.Optimizer | None
     training_dataloader: Any
+    module: Any
+    lr_scheduler: Any
+    _replicas: Replicas
+    _all_or_none: Any
     _norm: Tensor | None
     _scaler: LossScaler | None
     _samples = 0  # before the batch had its present size

@@ -11,6 +11,7 @@ from pydantic import ValidationError, model_validator
 from ..pipe.schedules import NAMES
 from .choose import FILES
 from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
+from .config_checkpoint import CheckpointConfig
 from .config_sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
@@ -85,6 +86,7 @@ class Config(Section):
     dump_state: bool = setting(False, "Rank 0 prints the resolved configuration at the start.")
     tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
     csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each number, as DeepSpeed names them.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "How checkpoints are written and read.")
 
     wandb: WandbConfig = setting(WandbConfig(), "Runs of Weights & Biases, if it is installed.")
 
@@ -97,7 +99,6 @@ class Config(Section):
     comms_logger: Any = refused("leave it out, and print engine.traffic_report(): every collective is counted")
     flops_profiler: Any = refused("leave it out, and run a batch within torch.utils.flop_counter.FlopCounterMode()")
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
-    checkpoint: Any = refused("nothing here is set by it: leave it out; engine.gather() returns whole weights to save")
     amp: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
     torch_autocast: Any = refused("leave it out, and enable bf16 or fp16: weights are then of that dtype, masters fp32")
     gradient_allreduce_op: Any = refused(

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
 from .environment import Environment, read_environment, resident_peak
+from .meeting import meet
 from .threads import unobtrusive
 from .topology import DEFAULT_AXES, Topology
 from .traffic import Traffic
@@ -77,6 +78,7 @@ class Grid:
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
+        self._number, self._meetings = 0, 0
         self.traffic = Traffic()
 
         if self.size > 1:
@@ -139,6 +141,15 @@ class Grid:
         """Bytes: the most that tensors took of the GPU so far; on a CPU, that this whole process was resident in."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_peak()
 
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the GPU's generator; None on a CPU, where torch has one for the process."""
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put back what ``random_state`` returned."""
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""
         try:
@@ -156,6 +167,22 @@ class Grid:
             # The store went away with the process that held it: then there is nothing to read.
             return None
         return None
+
+    def meeting(self) -> str:
+        """A name for the next meeting of all ranks, alike on each: they ask for names in the same order."""
+        if not self._number and self._store is not None:
+            self._number = self._store.add(f"triax/grids/{self.rank}", 1)  # several grids may share a store
+        self._meetings += 1
+        return f"triax/meetings/{self._number}/{self._meetings}"
+
+    def meet(self, name: str, text: str, seconds: float) -> list[str | None]:
+        """What each rank says at a meeting; None for those that do not come within ``seconds``.
+
+        No collective: it may run in a thread, beside the training, under a name of its own. See ``meeting.py``.
+        """
+        if self._store is None:
+            return [text]
+        return meet(self._store, name, self.rank, self.size, text, seconds)
 
     def close(self) -> None:
         """Leave the process group. Called at exit where the grid initialised it, and when a step fails.

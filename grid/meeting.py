@@ -1,0 +1,47 @@
+"""Ranks that tell each other something through the store, and not through a collective: who does not come is known.
+
+A collective waits for a missing rank until its time limit, and nothing else may run in its group meanwhile. Here a
+rank may wait for seconds and name those that did not come, and a thread beside the training can do it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+_FIRST, _LONGEST = 0.0005, 0.02  # seconds between two looks
+
+
+def meet(store: Any, key: str, rank: int, size: int, text: str, seconds: float) -> list[str | None]:
+    """What each rank says; None for those that did not come within ``seconds``.
+
+    Args:
+        store: torch's.
+        key: of this meeting: another one for each.
+        rank, size: this one, of how many.
+        text: what this one says.
+        seconds: how long to wait for the others.
+    """
+    keys = [f"{key}/{other}" for other in range(size)]
+    store.set(keys[rank], text)
+    deadline, pause = time.monotonic() + seconds, _FIRST
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            came = [store.check([each]) for each in keys]
+            if all(came):
+                break
+            store.delete_key(keys[rank])  # it was not here for whoever comes later
+            return [_read(store, each) if here else None for each, here in zip(keys, came, strict=True)]
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)
+    return _read_all(store, keys)
+
+
+def _read_all(store: Any, keys: Sequence[str]) -> list[str | None]:
+    return [_read(store, key) for key in keys]
+
+
+def _read(store: Any, key: str) -> str:
+    found: bytes = store.get(key)
+    return found.decode()
