@@ -14,6 +14,7 @@ from torch import Tensor
 from . import checkpoint_folder as folders
 from . import checkpoint_state as states
 from .checkpoint_boxes import everything
+from .checkpoint_export import write_model
 from .checkpoint_read import CheckpointError, Reader, Wanted, agreed, open_checkpoint, restore
 from .checkpoint_values import encode
 from .checkpoint_write import Writer
@@ -34,6 +35,7 @@ class Checkpoints:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write a checkpoint of the run as it is after its last step. Collective.
 
@@ -45,6 +47,8 @@ class Checkpoints:
             tag: the checkpoint's folder within it; None: ``global_step`` and the number of steps.
             client_state: to be had from ``load_checkpoint``: numbers, text, tensors, lists and dicts. Rank 0's counts.
             save_latest: name it in the file ``latest``.
+            exclude_frozen_parameters: leave out what is not trained; such a checkpoint is loaded with
+                ``load_module_strict=False``.
 
         Returns:
             Whether it is there. Where it could not be written, every rank says why, and the run goes on; or raises
@@ -58,7 +62,9 @@ class Checkpoints:
         with engine._all_or_none():
             chosen = tag if tag is not None else f"global_step{engine.global_steps}"
             given = come_together(engine, "save_checkpoint", str(save_dir), str(chosen))
-            problem = save(engine, Path(save_dir), _agreed_tag(engine, given), client_state or {}, save_latest)
+            chosen = _agreed_tag(engine, given)
+            frozen = not exclude_frozen_parameters
+            problem = save(engine, Path(save_dir), chosen, client_state or {}, save_latest, frozen)
             if problem is None:
                 return True
             text = (
@@ -126,6 +132,32 @@ class Checkpoints:
             reader = open_checkpoint(engine.grid, folder / chosen, wanted)
             return load(engine, reader, wanted)
 
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write whole weights and buffers to one safetensors file: bf16's or fp16's own, else in bfloat16. Collective.
+
+        Nothing is gathered: every rank puts its boxes into the file, which all must see.
+
+        Args:
+            save_dir: a folder.
+            save_filename: of the file; its ending becomes ``.safetensors``, since nothing is pickled.
+            exclude_frozen_parameters: leave out what is not trained.
+
+        Raises:
+            CheckpointError: on every rank, where one could not write.
+        """
+        engine: Compat = self  # type: ignore[assignment]
+        with engine._all_or_none():
+            come_together(engine, "save_16bit_model", str(save_dir), save_filename)
+            path = (Path(save_dir) / save_filename).with_suffix(".safetensors")
+            dtype = engine._replicas.mode.weights or torch.bfloat16
+            write_model(engine, path, dtype, frozen=not exclude_frozen_parameters)
+            return True
+
     def rewind(self) -> None:
         """After a load: the next batch is that of the step, and gradients of a step under way are forgotten."""
         engine: Any = self
@@ -137,14 +169,18 @@ class Checkpoints:
             engine._mark_last()
 
 
-def save(engine: Compat, folder: Path, tag: str, client: Mapping[str, Any], save_latest: bool) -> str | None:
+def save(
+    engine: Compat, folder: Path, tag: str, client: Mapping[str, Any], save_latest: bool, frozen: bool = True
+) -> str | None:
     """Write one; returns why it could not be. Collective."""
     grid = engine.grid
     with agreed(grid), torch.no_grad():
         folders.check_tag(tag)
         held = states.held_by(engine)
         extra, encoded = _client(client)
-        parts = [*states.parts(engine, held), *(extra if grid.rank == 0 else ())]
+        out = set() if frozen else states.frozen(held)
+        parts = [part for part in states.parts(engine, held) if part.name not in out]
+        parts += extra if grid.rank == 0 else ()
         numbers, head = states.numbers(engine, held), describe(engine, tag, encoded)
     return Writer(grid, folder, tag, parts, numbers, head, grid.world.all_gather_object, save_latest).run()
 

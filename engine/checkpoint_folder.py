@@ -123,6 +123,12 @@ def latest(folder: Path) -> str | None:
         return None
 
 
+def prunable(folder: Path, keep: int) -> list[str]:
+    """The tags of all but the last ``keep`` checkpoints, without the one that ``latest`` names."""
+    named = latest(folder)
+    return [tag for tag in tags(folder)[:-keep] if tag != named]
+
+
 def verify(path: Path, index: Index) -> Iterator[str]:
     """What of a checkpoint is not as it was written, all of it; nothing where all is well."""
     folder = index.folder(path)

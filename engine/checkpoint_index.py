@@ -140,7 +140,7 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
         index = Index(
             content,
             {name: _entry(entry) for name, entry in tensors.items()},
-            {name: File(each["bytes"], Span(*each["header"], each["crc32"])) for name, each in files.items()},
+            {name: File(each["bytes"], _span(each["header"], each["crc32"])) for name, each in files.items()},
         )
     except CorruptError:
         raise
@@ -162,7 +162,12 @@ def _entry(entry: Mapping[str, Any]) -> Entry:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"there is no dtype {entry['dtype']!r}")
     boxes = [
-        Stored(tuple((a, b) for a, b in each["slices"]), each["file"], each["key"], Span(*each["bytes"], each["crc32"]))
+        Stored(tuple((a, b) for a, b in each["slices"]), each["file"], each["key"], _span(each["bytes"], each["crc32"]))
         for each in entry["boxes"]
     ]
     return Entry(tuple(entry["shape"]), entry["dtype"], boxes)
+
+
+def _span(place: list[int], crc32: str) -> Span:
+    start, stop = place
+    return Span(start, stop, crc32)

@@ -59,6 +59,11 @@ def _named(engine: Compat) -> Iterator[Named]:
                 yield Named(member.parameter, member.layout, True)
 
 
+def frozen(held: Held) -> set[str]:
+    """The parameters that are not trained, as a checkpoint calls them."""
+    return {f"{WEIGHTS}/{named.layout.name}" for named in held.parameters if not named.parameter.requires_grad}
+
+
 def buffers(module: nn.Module, rank: int) -> Iterator[tuple[str, Tensor, bool]]:
     """The buffers that a state dict has, by their whole-model names, and whether this pipe rank stands for them."""
     if not isinstance(module, PipelineModule):

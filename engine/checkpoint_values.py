@@ -45,8 +45,8 @@ def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = 
     if isinstance(value, dict):
         pairs = [(key, encode(each, put, f"{where}[{key!r}]")) for key, each in value.items()]
         if isinstance(value, Counter) or not all(isinstance(key, str) and key[:1] != "$" for key in value):
-            kind = "$counter" if isinstance(value, Counter) else "$dict"
-            return {kind: [[encode(key, None, f"a key of {where}"), each] for key, each in pairs]}
+            title = "$counter" if isinstance(value, Counter) else "$dict"
+            return {title: [[encode(key, None, f"a key of {where}"), each] for key, each in pairs]}
         return dict(pairs)
     kinds = {tuple: "$tuple", set: "$set", frozenset: "$set", deque: "$deque"}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -70,7 +70,8 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
         return [decode(each, get) for each in value]
     if not isinstance(value, dict):
         return value
-    kind, inside = next(iter(value.items())) if len(value) == 1 else ("", None)
+    first: tuple[str, Any] = next(iter(value.items())) if len(value) == 1 else ("", None)
+    kind, inside = first
     if kind[:1] != "$":
         return {key: decode(each, get) for key, each in value.items()}
     if kind == "$float":

@@ -53,7 +53,7 @@ class Held:
         self._replicas, self._grid = replicas, grid
         self._stepper = replicas._stepper
         self.parameters = list(parameters)
-        self._named = {named.parameter: named for named in parameters}
+        self._named: dict[Tensor, Named] = {named.parameter: named for named in parameters}
         self._outside = [named for named in parameters if named.parameter not in replicas._bucket_of]
 
     def whole(self) -> str | None:
