@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from . import checkpoint_folder as folders
 from . import checkpoint_state as states
+from .checkpoint_behind import Behind, failure, report
 from .checkpoint_boxes import everything
 from .checkpoint_export import write_model
 from .checkpoint_read import CheckpointError, Reader, Wanted, agreed, open_checkpoint, restore
@@ -29,6 +31,10 @@ __all__ = ["CheckpointError", "Checkpoints"]
 class Checkpoints:
     """What both engines can do with checkpoints. Every rank calls each of these, with the same arguments."""
 
+    client_state: dict[str, Any] | None = None  # what checkpoints that are written by themselves keep
+    resumed: tuple[str | None, dict[str, Any] | None] = (None, None)  # what ``checkpoint.resume`` loaded
+    _behind: Behind | None = None
+
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -40,7 +46,8 @@ class Checkpoints:
         """Write a checkpoint of the run as it is after its last step. Collective.
 
         Every rank writes a part of it, nothing is gathered. It has its name once all of it is on the disk; until then,
-        and where that fails, the one before is the last.
+        and where that fails, the one before is the last. With ``checkpoint.async`` this returns when there is a copy in
+        the host's memory, which is written while training goes on; the next save, or load, waits for it.
 
         Args:
             save_dir: a folder that every rank sees.
@@ -67,13 +74,14 @@ class Checkpoints:
             problem = save(engine, Path(save_dir), chosen, client_state or {}, save_latest, frozen)
             if problem is None:
                 return True
-            text = (
-                f"{save_dir}: no checkpoint {chosen!r} was written, because {problem}. What was there before is there"
-            )
             if engine.config.checkpoint.on_failure == "stop":
-                raise CheckpointError(text)
-            logging.getLogger("triax").error("%s; the run goes on", text)
+                raise CheckpointError(failure(save_dir, chosen, problem))
+            report(save_dir, chosen, problem)
             return False
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Return when no checkpoint is being written behind the run; why the last one did not come to be, if so."""
+        return None if self._behind is None else self._behind.wait()
 
     def load_checkpoint(
         self,
@@ -109,6 +117,7 @@ class Checkpoints:
         """
         engine: Compat = self  # type: ignore[assignment]
         with engine._all_or_none():
+            self.wait_for_checkpoint()
             given = come_together(engine, "load_checkpoint", str(load_dir), "" if tag is None else str(tag))
             folder = Path(load_dir)
             with agreed(engine.grid):
@@ -170,10 +179,24 @@ class Checkpoints:
 
 
 def save(
-    engine: Compat, folder: Path, tag: str, client: Mapping[str, Any], save_latest: bool, frozen: bool = True
+    engine: Compat,
+    folder: Path,
+    tag: str,
+    client: Mapping[str, Any],
+    save_latest: bool,
+    frozen: bool = True,
+    done: Callable[[], None] | None = None,
 ) -> str | None:
-    """Write one; returns why it could not be. Collective."""
+    """Write one, or begin to; returns why it (or the one before, which was written behind) could not be. Collective.
+
+    Args:
+        engine: of the run.
+        folder, tag, client, save_latest: of ``save_checkpoint``.
+        frozen: with what is not trained.
+        done: called when it is there.
+    """
     grid = engine.grid
+    before = engine.wait_for_checkpoint()
     with agreed(grid), torch.no_grad():
         folders.check_tag(tag)
         held = states.held_by(engine)
@@ -182,7 +205,24 @@ def save(
         parts = [part for part in states.parts(engine, held) if part.name not in out]
         parts += extra if grid.rank == 0 else ()
         numbers, head = states.numbers(engine, held), describe(engine, tag, encoded)
-    return Writer(grid, folder, tag, parts, numbers, head, grid.world.all_gather_object, save_latest).run()
+    if not engine.config.checkpoint.async_:
+        problem = Writer(grid, folder, tag, parts, numbers, head, grid.world.all_gather_object, save_latest).run()
+        if problem is None and done is not None:
+            done()
+        return problem
+    behind = engine._behind = engine._behind or Behind(grid)
+    meetings = (f"{name}/{number}" for name in [grid.meeting()] for number in count())
+
+    def tell(text: str) -> list[str | None]:
+        return grid.meet(next(meetings), text, grid.timeout)
+
+    def written(problem: str | None) -> None:
+        report(folder, tag, problem)
+        if problem is None and done is not None:
+            done()
+
+    behind.start(Writer(grid, folder, tag, behind.copied(parts), numbers, head, tell, save_latest), written)
+    return before if engine.config.checkpoint.on_failure == "stop" else None
 
 
 def load(engine: Compat, reader: Reader, wanted: Wanted) -> tuple[str, dict[str, Any]]:

@@ -166,6 +166,12 @@ class Config(Section):
             )
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
+        zero, section = self.zero_optimization, self.checkpoint
+        if section.async_ and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
+            raise ValueError(
+                "checkpoint.async copies what is written into the host's memory, and offload keeps it on nvme for "
+                "want of room there: leave out one of them"
+            )
         schedule = self.pipeline.schedule
         if schedule not in NAMES and not schedule.endswith(FILES):
             raise ValueError(no_such("pipeline.schedule", schedule, NAMES))
@@ -259,7 +265,8 @@ def _explain(error: Any) -> str:
     where = ".".join(place) or "the configuration"
     if error["type"] == "extra_forbidden":
         section = _section(place[:-1])
-        return no_such(".".join(place[:-1]) or "the configuration", place[-1], section.model_fields)
+        known = [field.alias or key for key, field in section.model_fields.items()]
+        return no_such(".".join(place[:-1]) or "the configuration", place[-1], known)
     if error["type"] == "missing":
         return f"{where} is missing: write it"
     given = error["input"]

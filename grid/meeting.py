@@ -7,7 +7,6 @@ rank may wait for seconds and name those that did not come, and a thread beside 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 _FIRST, _LONGEST = 0.0005, 0.02  # seconds between two looks
@@ -31,15 +30,12 @@ def meet(store: Any, key: str, rank: int, size: int, text: str, seconds: float) 
             came = [store.check([each]) for each in keys]
             if all(came):
                 break
+            found = [_read(store, each) if here else None for each, here in zip(keys, came, strict=True)]
             store.delete_key(keys[rank])  # it was not here for whoever comes later
-            return [_read(store, each) if here else None for each, here in zip(keys, came, strict=True)]
+            return found
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)
-    return _read_all(store, keys)
-
-
-def _read_all(store: Any, keys: Sequence[str]) -> list[str | None]:
-    return [_read(store, key) for key in keys]
+    return [_read(store, each) for each in keys]
 
 
 def _read(store: Any, key: str) -> str:
