@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint import Cell, Job, make, tensors
-from test_module_engine import MICRO, STEPS, microbatch, net
+from test_module_engine import MICRO, microbatch, net
 from test_module_engine import config as module_config
 from test_module_engine import groups as module_groups
 from torch import Tensor
@@ -26,6 +26,8 @@ from triax.engine.checkpoint_folder import tags
 from triax.engine.config import ConfigError, read_config
 
 from pool import RankFailure
+
+STEPS = 5  # under fp16 the first four overflow
 
 # ------------------------------------------------------------------------------------------------- behind the run
 
@@ -131,7 +133,7 @@ def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int,
 
 
 def test_a_run_that_is_killed_comes_back(ranks: Any, tmp_path: Path) -> None:
-    assert survive(ranks, tmp_path, [Cell((1, 2, 1), stage=1), Cell((2, 1, 1)), Cell()], kills=3, steps=24, seed=1) > 0
+    assert survive(ranks, tmp_path, [Cell((1, 2, 1), stage=1), Cell((2, 1, 1)), Cell()], kills=2, steps=12, seed=1) > 0
 
 
 @pytest.mark.exhaustive
@@ -242,7 +244,8 @@ def module_run(stage: int, kind: str, source: str, target: str, first: int, last
     module_steps(engine, first, last, grid.size)
     if target:
         assert engine.save_checkpoint(target)
-    return {**engine.module_state_dict(), **engine.gather()} if grid.rank == 0 else {}
+    found = {**engine.module_state_dict(), **engine.gather()}
+    return found if grid.rank == 0 else {}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,7 @@ def test_any_module_moves(ranks: Any, tmp_path: Path, kind: str, a: Any, b: Any,
 def same_grid(cell: Cell, job: Job, folder: str) -> bool:
     """On the grid it was saved on a run goes on bitwise as it would have."""
     one = make(cell, job)
-    for _ in range(3):
+    for _ in range(STEPS):
         one.train_batch()
     assert one.save_checkpoint(folder)
     scale = (one.loss_scale(), one.skipped_steps)
@@ -293,6 +296,6 @@ def same_grid(cell: Cell, job: Job, folder: str) -> bool:
 )
 def test_the_same_grid_goes_on_bitwise(ranks: Any, tmp_path: Path, cell: Cell, job: Job) -> None:
     assert all(ranks(cell.ranks, same_grid, cell, job, str(tmp_path), timeout=60))
-    kinds = {name.rpartition("/")[0] for name in tensors(tmp_path / "global_step3")}
+    kinds = {name.rpartition("/")[0] for name in tensors(tmp_path / f"global_step{STEPS}")}
     state = {"AdamW": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "Adafactor": {"row_var", "col_var", "variance"}}
     assert kinds == {"weights", *(f"optimizer/{key}" for key in state[job.optimizer])}

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checkpoint import Cell, Job, begin, make
 from torch import nn
+from typer.testing import CliRunner
 
 import triax
 from triax.engine import checkpoint_folder as folders
@@ -30,6 +31,8 @@ from triax.engine.checkpoint_file import CorruptError
 from triax.engine.checkpoint_index import read_index
 from triax.engine.checkpoint_read import CheckpointError, DamagedError, Reader
 from triax.engine.checkpoint_values import decode, encode
+from triax.engine.cli import app
+from triax.engine.config import ConfigError
 from triax.grid import Layout
 from triax.zero.flat import boxes
 from triax.zero.held import Range
@@ -383,3 +386,82 @@ def test_the_example_of_the_format_is_read_by_the_formats_library(saved: Path) -
                     place = tuple(slice(a, b) for a, b in box.box)
                     assert torch.equal(held.pop(box.key), reader.whole(name)[place])
         assert not held
+
+
+# -------------------------------------------------------------------------------------- one file, the command, docs
+
+
+def in_one_file(folder: str, cell: Cell) -> dict[str, torch.Tensor]:
+    engine = make(cell, Job(half="bf16", tied=False))
+    engine.train_batch()
+    assert engine.save_checkpoint(folder, "bf16") and engine.save_16bit_model(folder, "pytorch_model.bin")
+    weights = engine.gather()
+    return weights if engine.grid.rank == 0 else {}
+
+
+@pytest.mark.parametrize("cell", [Cell((2, 1, 2), stage=1), Cell((1, 2, 1), stage=3)])
+def test_whole_weights_in_one_file(ranks: Any, tmp_path: Path, cell: Cell) -> None:
+    weights = ranks(cell.ranks, in_one_file, str(tmp_path), cell, timeout=60)[0]
+    file = safetensors.torch.load_file(tmp_path / "pytorch_model.safetensors")
+    assert file.keys() == weights.keys() and not [*tmp_path.glob(".*")]
+    for name, weight in weights.items():
+        assert file[name].dtype == torch.bfloat16 and torch.equal(file[name], weight), name
+    assert not command("export", tmp_path / "bf16", tmp_path / "whole.safetensors")[0]
+    assert not command("export", tmp_path / "bf16", tmp_path / "half.safetensors", "--dtype", "bfloat16")[0]
+    masters = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    half = safetensors.torch.load_file(tmp_path / "half.safetensors")
+    for name, weight in weights.items():
+        assert masters[name].dtype == torch.float32 and torch.equal(masters[name].bfloat16(), weight)
+        assert torch.equal(half[name], weight)
+    assert any((masters[name] != weight.float()).any() for name, weight in weights.items())
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    failed = f"{done.exception}" if isinstance(done.exception, ConfigError) else ""
+    return done.exit_code, done.output + failed
+
+
+def test_the_command(saved: Path, tmp_path: Path) -> None:
+    engine = make(Cell(), Job(optimizer="SGD"))
+    for _ in range(3):
+        engine.train_batch()
+        assert engine.save_checkpoint(tmp_path)
+    code, text = command("show", saved)
+    size = sum(file.stat().st_size for file in (saved / "there").glob("*.safetensors"))
+    assert code == 0 and f"8 files of {size / 1e6:.3f} MB" in text
+    assert "step 2, saved on 2 pipe x 2 data x 2 tensor" in text and "weights/layers.0.weight" in text
+    assert f"{sum(p.numel() for p in engine.module.parameters()):,} parameters" in text
+    code, text = command("verify", saved)
+    assert code == 0 and f"8 files, {size / 1e6:.3f} MB, all as they were written" in text
+    code, text = command("diff", tmp_path / "global_step1", tmp_path / "global_step3")
+    lines = text.splitlines()
+    assert code == 1 and "step: 1 | 3" in lines and any("layers.0.weight: " in line for line in lines)
+    assert command("diff", tmp_path, tmp_path / "global_step3")[0] == 0
+    assert "optimizer/exp_avg/layers.0.weight: only in" in command("diff", tmp_path, saved)[1]
+    (tmp_path / "latest").write_text("global_step1")  # it stays in any case
+    assert "global_step2 would go" in command("prune", tmp_path, "--keep", 1, "--dry-run")[1]
+    assert command("prune", tmp_path, "--keep", 1)[0] == 0
+    assert folders.tags(tmp_path) == ["global_step1", "global_step3"]
+    with (tmp_path / "global_step1/rank-00000.safetensors").open("r+b") as file:
+        file.seek(20)
+        file.write(b"\x00")
+    code, text = command("verify", tmp_path)
+    assert code == 1 and "rank-00000.safetensors is damaged: its header" in text
+    assert "is damaged" in command("export", tmp_path, tmp_path / "m.safetensors")[1]
+    assert "give m.safetensors" in command("export", saved, "m.bin")[1]
+    assert "has no index.json" in command("show", tmp_path / "nothing")[1]
+
+
+def run_docs(source: str, folder: str) -> int:
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "docs/checkpoints.md", "exec"), space)
+    return int(space["engine"].global_steps)
+
+
+def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs/checkpoints.md").read_text()
+    source = text.split("```python\n# save.py\n")[1].split("```")[0]
+    assert ranks(2, run_docs, source, str(tmp_path)) == [4] * 2
+    assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 8]
