@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .engine import initialize as initialize
+    from .engine.checkpoint_weights import load_weights as load_weights
     from .engine.engine import Engine as Engine
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
@@ -66,6 +67,7 @@ _HOMES = {
     "save_hf": "models.hf",
     "config_from_hf": "models.hf",
     "initialize": "engine",
+    "load_weights": "engine.checkpoint_weights",
     "Engine": "engine.engine",
     "InferenceEngine": "engine.inference",
     "init_inference": "engine.inference",

@@ -206,14 +206,15 @@ def save(
         parts += extra if grid.rank == 0 else ()
         numbers, head = states.numbers(engine, held), describe(engine, tag, encoded)
     if not engine.config.checkpoint.async_:
-        problem = Writer(grid, folder, tag, parts, numbers, head, grid.world.all_gather_object, save_latest).run()
+        tell = grid.world.all_gather_object
+        problem = Writer(grid, folder, tag, parts, numbers, head, tell, save_latest, held.behind).run()
         if problem is None and done is not None:
             done()
         return problem
     behind = engine._behind = engine._behind or Behind(grid)
     meetings = (f"{name}/{number}" for name in [grid.meeting()] for number in count())
 
-    def tell(text: str) -> list[str | None]:
+    def meet(text: str) -> list[str | None]:
         return grid.meet(next(meetings), text, grid.timeout)
 
     def written(problem: str | None) -> None:
@@ -221,7 +222,7 @@ def save(
         if problem is None and done is not None:
             done()
 
-    behind.start(Writer(grid, folder, tag, behind.copied(parts), numbers, head, tell, save_latest), written)
+    behind.start(Writer(grid, folder, tag, behind.copied(parts), numbers, head, meet, save_latest), written)
     return before if engine.config.checkpoint.on_failure == "stop" else None
 
 

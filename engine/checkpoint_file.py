@@ -63,8 +63,15 @@ class Planned(NamedTuple):
     value: Callable[[], Tensor]
 
 
-def write_tensors(path: Path, planned: Sequence[Planned]) -> tuple[Span, list[Span]]:
+def write_tensors(
+    path: Path, planned: Sequence[Planned], after: Callable[[Tensor], None] | None = None
+) -> tuple[Span, list[Span]]:
     """Write a file and have it reach the disk.
+
+    Args:
+        path: of the file.
+        planned: what it holds, in order.
+        after: told of each tensor when it is written.
 
     Returns:
         Where its header is (from the file's first byte), and each tensor.
@@ -94,6 +101,8 @@ def write_tensors(path: Path, planned: Sequence[Planned]) -> tuple[Span, list[Sp
             crc = _write(file.fileno(), memoryview(raw(tensor)))
             spans.append(Span(at, at + math.prod(shape) * dtype.itemsize, crc))
             at = spans[-1].stop
+            if after is not None:
+                after(tensor)
         os.fsync(file.fileno())
     return head, spans
 

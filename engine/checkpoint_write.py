@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..grid import Grid
 from . import checkpoint_folder as folders
 from .checkpoint_boxes import everything, shape_of
@@ -32,6 +34,7 @@ class Writer:
         head: of the index; rank 0's counts.
         tell: what every rank says, in order; called as often on each.
         save_latest: name it in ``latest``.
+        after: told of each tensor when it is written.
     """
 
     def __init__(
@@ -44,11 +47,12 @@ class Writer:
         head: dict[str, Any],
         tell: Tell,
         save_latest: bool,
+        after: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._who, self._rank, self._size = grid.describe(), grid.rank, grid.size
         self._folder, self._tag, self._temporary = folder, tag, folders.part(folder, tag)
         self._parts, self._numbers, self._head = parts, numbers, head
-        self._tell, self._save_latest = tell, save_latest
+        self._tell, self._save_latest, self._after = tell, save_latest, after
 
     def run(self) -> str | None:
         """Write it; returns why it did not come to be, alike on every rank. What was there before is there then."""
@@ -84,7 +88,7 @@ class Writer:
                     f"{self._temporary}, which rank 0 made, is not here: save to a file system that every rank sees"
                 )
             time.sleep(0.05)
-        write_rank(self._temporary, self._rank, self._parts, self._numbers)
+        write_rank(self._temporary, self._rank, self._parts, self._numbers, self._after)
 
     def _commit(self) -> None:
         if self._rank == 0:
@@ -107,13 +111,19 @@ class Writer:
         return f"{type(error).__name__}: {error}"
 
 
-def write_rank(folder: Path, rank: int, parts: Sequence[Part], numbers: dict[str, Any]) -> None:
+def write_rank(
+    folder: Path,
+    rank: int,
+    parts: Sequence[Part],
+    numbers: dict[str, Any],
+    after: Callable[[Tensor], None] | None = None,
+) -> None:
     """One rank's file, and what rank 0 must know of it."""
     file = f"rank-{rank:05}.safetensors"
     written = [part for part in parts if part.value.numel()]
     keys = [part.name if part.box == everything(part.shape) else what(part.name, part.box) for part in written]
     planned = [Planned(k, shape_of(p.box), p.dtype, partial(_value, p)) for k, p in zip(keys, written, strict=True)]
-    header, spans = write_tensors(folder / file, planned)
+    header, spans = write_tensors(folder / file, planned, after)
     tensors: dict[str, Entry] = {}
     for part in parts:
         tensors.setdefault(part.name, Entry(part.shape, str(part.dtype).removeprefix("torch.")))

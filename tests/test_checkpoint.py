@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from triax.pipe.schedules import RECIPES
 # 8 entries, as long as the longest pipe axis; 8 heads for the widest tensor axis; 37 tokens divide by no axis.
 VOCABULARY, LENGTH, BATCH, SAMPLES = 37, 8, 8, 40
 BEFORE, AFTER = 3, 3
+SIZES = GPTConfig(VOCABULARY, LENGTH, 16, 4, 8, dropout=0.1)
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def dataset() -> TensorDataset:
 def make(cell: Cell, job: Job, folder: str = "", seed: int = 7, **more: Any) -> Any:
     grid = triax.Grid(*cell.grid, order=cell.order, timeout=60)
     if job.family == "gpt":
-        sizes = GPTConfig(VOCABULARY, LENGTH, 16, 4, 8, tie_embeddings=job.tied, dropout=0.1)
-        layers = gpt(sizes, sequence_parallel=cell.sequence_parallel)
+        layers = gpt(replace(SIZES, tie_embeddings=job.tied), sequence_parallel=cell.sequence_parallel)
     else:
         layers = llama(
             LlamaConfig(VOCABULARY, LENGTH, 16, 5, 8, kv_heads=2, head_dim=2, hidden=21, qkv_bias=True, dropout=0.1),

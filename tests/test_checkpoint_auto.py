@@ -233,7 +233,7 @@ def module_run(stage: int, kind: str, source: str, target: str, first: int, last
     grid = triax.Grid(timeout=60)
     model = net(seed=grid.rank + 3 * (source != ""))
     if source:
-        model.shift.zero_()  # a buffer, which the checkpoint has
+        model.get_buffer("shift").zero_()  # a buffer, which the checkpoint has
     sizes = {"train_batch_size": 2 * MICRO, "train_micro_batch_size_per_gpu": 2}
     settings = module_config(kind, 1, stage, **more) | sizes
     del settings["gradient_accumulation_steps"]

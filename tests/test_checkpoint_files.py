@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoint import Cell, Job, begin, make
+from test_checkpoint import SIZES, Cell, Job, begin, make
 from torch import nn
 from typer.testing import CliRunner
 
@@ -34,6 +34,7 @@ from triax.engine.checkpoint_values import decode, encode
 from triax.engine.cli import app
 from triax.engine.config import ConfigError
 from triax.grid import Layout
+from triax.models.gpt import gpt
 from triax.zero.flat import boxes
 from triax.zero.held import Range
 
@@ -465,3 +466,26 @@ def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
     source = text.split("```python\n# save.py\n")[1].split("```")[0]
     assert ranks(2, run_docs, source, str(tmp_path)) == [4] * 2
     assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 8]
+
+
+def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    grid = triax.Grid(pipe=2, timeout=60)
+    model = triax.PipelineModule(gpt(SIZES), grid=grid, seed=9, device="meta")
+    generator = triax.init_inference(model, checkpoint=saved, dtype=torch.float32)
+    weights = {p.layout.name: p.parameter.detach().clone() for p in model.placed()}
+    return weights, generator.generate([[1, 2, 3]], 4, temperature=0)
+
+
+def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path) -> None:
+    """On two stages, built from the meta device, in another dtype: the weights, and what they generate."""
+    engine = make(Cell(), Job(), seed=8)
+    engine.load_checkpoint(saved)
+    wanted = engine.gather()
+    first, second = ranks(2, without_an_engine, str(saved), timeout=60)
+    assert {**first[0], **second[0]}.keys() == wanted.keys()
+    for weights, _ in (first, second):
+        assert all(torch.equal(weight, wanted[name].float()) for name, weight in weights.items())
+    assert first[1] == second[1] == triax.init_inference(engine).generate([[1, 2, 3]], 4, temperature=0)
+    plain = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"does not have weights/weight \(2, 2\), weights/bias \(2,\)"):
+        triax.load_weights(plain, saved)

@@ -70,7 +70,7 @@ class Held:
         for bucket in self._replicas.buckets:
             home, first = _home(bucket)
             yield from self._ranges(bucket, home, first, mine)
-            bucket.memory.behind(home)
+            self.behind(home)
         for named in self._outside:
             flat = named.parameter.detach().view(-1)
             yield from self._share(named, flat) if mine else [Range(*_title(named), 0, flat.numel(), flat)]
@@ -174,6 +174,10 @@ class Held:
                     self._state(master)[key] = value.to(master.device)
                     return True
         return False
+
+    def behind(self, tensor: Tensor) -> None:
+        """A part of a value or of state is not needed for a while: what is kept on disk need not stay in memory."""
+        self._replicas._memory.behind(tensor)
 
     @torch.no_grad()
     def settle(self) -> None:
