@@ -123,7 +123,7 @@ class Automatic:
     def _tidy(self) -> None:
         """There is a new one: the oldest may go."""
         if self._keep is not None and self._engine.grid.rank == 0:
-            for tag in folders.prunable(self._folder, self._keep):
+            for tag in folders.prunable(self._folder, self._keep, plain=True):
                 shutil.rmtree(self._folder / tag, ignore_errors=True)
 
     def _hear(self, *_: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from .checkpoint_file import CorruptError
 from .checkpoint_index import NAME, Index, read_index
 
 LATEST = "latest"
+_PLAIN = re.compile(r"global_step\d+")
 
 
 def check_tag(tag: str) -> str:
@@ -123,10 +125,17 @@ def latest(folder: Path) -> str | None:
         return None
 
 
-def prunable(folder: Path, keep: int) -> list[str]:
-    """The tags of all but the last ``keep`` checkpoints, without the one that ``latest`` names."""
+def prunable(folder: Path, keep: int, plain: bool = False) -> list[str]:
+    """The tags of all but the last ``keep`` checkpoints, without the one that ``latest`` names.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many stay.
+        plain: look at those alone that nobody gave a name.
+    """
     named = latest(folder)
-    return [tag for tag in tags(folder)[:-keep] if tag != named]
+    found = [tag for tag in tags(folder) if not plain or _PLAIN.fullmatch(tag)]
+    return [tag for tag in found[:-keep] if tag != named]
 
 
 def verify(path: Path, index: Index) -> Iterator[str]:

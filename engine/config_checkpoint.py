@@ -33,7 +33,9 @@ class CheckpointConfig(Section):
     every: int | None = setting(
         None, "Save after so many steps into dir; and on SIGTERM, after the step under way, before leaving.", ge=1
     )
-    keep: int | None = setting(None, "Of the checkpoints in dir, keep so many of the last.", ge=1)
+    keep: int | None = setting(
+        None, "Of the checkpoints in dir that nobody gave a tag, keep so many of the last.", ge=1
+    )
     resume: Literal["auto"] | None = setting(
         None, "auto: initialize goes on from the newest checkpoint in dir that is whole, if there is one."
     )

@@ -211,4 +211,5 @@ def pairs(count: int) -> list[tuple[Cell, Cell, Job]]:
 @pytest.mark.parametrize("part", range(20))
 def test_two_hundred_pairs(ranks: Any, tmp_path: Path, part: int) -> None:
     for number, (a, b, job) in list(enumerate(pairs(200)))[part::20]:
+        (tmp_path / str(number)).mkdir()
         check(ranks, tmp_path / str(number), a, b, job, before=10, after=10)

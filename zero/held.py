@@ -72,8 +72,11 @@ class Held:
             yield from self._ranges(bucket, home, first, mine)
             self.behind(home)
         for named in self._outside:
-            flat = named.parameter.detach().view(-1)
+            own = named.parameter.detach()
+            flat = own.contiguous().view(-1)
             yield from self._share(named, flat) if mine else [Range(*_title(named), 0, flat.numel(), flat)]
+            if not mine and not own.is_contiguous():
+                own.copy_(flat.view(own.shape))  # what was written to it since
 
     def states(self) -> Iterator[tuple[str, Range]]:
         """The optimizer's state that is this rank's to write, with its keys."""
