@@ -123,6 +123,33 @@ def prune(
         typer.echo(f"{folder}: nothing to remove")
 
 
+@checkpoint.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="A folder that torch.distributed.checkpoint.save wrote.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write a checkpoint.")],
+    tag: Annotated[str, typer.Option(help="Its name there.")] = "imported",
+    weights: Annotated[str, typer.Option(help="What stands before the names of weights.")] = "model.",
+    optimizer: Annotated[str, typer.Option(help="And before those of the optimizer's state.")] = "optimizer.state.",
+    buffers: Annotated[list[str] | None, typer.Option(help="Names, as *.running_mean, of what is a buffer.")] = None,
+    unpickle: Annotated[bool, typer.Option("--unpickle", help="I trust whoever wrote it: it may run code.")] = False,
+) -> None:
+    """Make a checkpoint of torch's distributed checkpoint (DCP), whose metadata are a pickle."""
+    if not (source / ".metadata").is_file():
+        raise ConfigError(f"{source} is no folder of torch.distributed.checkpoint: it has no file .metadata")
+    if not unpickle:
+        raise ConfigError(
+            f"{source / '.metadata'} is a pickle, and reading one runs whatever code it holds: if you trust whoever "
+            "wrote it, pass --unpickle"
+        )
+    from .checkpoint_import import import_dcp
+
+    try:
+        left = import_dcp(source, folder, tag, weights, optimizer, buffers or [])
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from error
+    typer.echo(f"{folder / tag} written" + (f"; left out: {', '.join(left)}" if left else ""))
+
+
 def differences(a: Reader, b: Reader) -> list[str]:
     """A line for each thing in which two checkpoints differ."""
     import torch

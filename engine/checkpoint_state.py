@@ -222,10 +222,11 @@ def set_position(engine: Any, state: Mapping[str, Any]) -> list[str]:
     """Put back where the run is: steps, samples, the loader's place; returns what is other than it was."""
     notes = []
     for key, now in (("seed", engine.config.seed), ("train_batch_size", engine.batch.train)):
-        if state[key] != now:
+        if state.get(key, now) != now:
             notes.append(f"{key} was {state[key]}, and is {now}: what comes is not what would have come")
     engine.global_steps = state["global_steps"]
-    engine._samples, engine._since = state["global_samples"], state["global_steps"]
+    samples = state.get("global_samples", state["global_steps"] * engine.batch.train)
+    engine._samples, engine._since = samples, state["global_steps"]
     if not isinstance(type(engine).micro_steps, property):
         engine.micro_steps = state["global_steps"] * engine.batch.accumulation
     loader = engine.training_dataloader
@@ -235,7 +236,7 @@ def set_position(engine: Any, state: Mapping[str, Any]) -> list[str]:
     if "loader" in state and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(decode(state["loader"]))
     else:
-        loader.seek(state["global_samples"] // engine.batch.train)
+        loader.seek(samples // engine.batch.train)
     engine.rewind()
     return notes
 

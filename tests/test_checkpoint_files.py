@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checkpoint import SIZES, Cell, Job, begin, make
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
 import triax
@@ -489,3 +491,37 @@ def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path) -> N
     plain = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"does not have weights/weight \(2, 2\), weights/bias \(2,\)"):
         triax.load_weights(plain, saved)
+
+
+def test_a_checkpoint_of_torchs_is_imported(tmp_path: Path) -> None:
+    """Weights, moments, steps: the next steps are those that torch's own optimizer takes."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    code, text = command("import", tmp_path / "dcp", tmp_path / "runs")
+    assert code and "is a pickle" in text and "pass --unpickle" in text and not (tmp_path / "runs").exists()
+    assert "has no tensor net." in command("import", tmp_path / "dcp", tmp_path, "--unpickle", "--weights", "net.")[1]
+    buffers = [word for name in ("running_mean", "running_var", "num_batches") for word in ("--buffers", f"*.{name}*")]
+    code, text = command("import", tmp_path / "dcp", tmp_path / "runs", "--unpickle", *buffers)
+    assert code == 0 and "optimizer.param_groups" in text
+    other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    engine = triax.initialize(model=other, config=config)[0]
+    engine.load_checkpoint(tmp_path / "runs")
+    for _ in range(3):
+        step()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    assert engine.global_steps == 4
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(engine.module_state_dict()[name], tensor, rtol=0, atol=1e-12, msg=name)
