@@ -204,7 +204,8 @@ def restore(engine: Compat, reader: Reader, wanted: Wanted) -> None:
             notes.append(f"the optimizer was a {state['optimizer']}: its state is not loaded")
     if wanted.schedule:
         notes += states.set_schedule(engine, state)
-    notes += states.set_position(engine, state)
+    with agreed(grid):  # a loader may be of other data
+        notes += states.set_position(engine, state)
     if index.head["grid"] == grid.topology.axes:
         names = {name.split("/")[1]: name for name in index.tensors if name.startswith(f"{RANDOM}/")}
         mine = {kind: f"{RANDOM}/{kind}/{grid.rank:05}" for kind in names}

@@ -176,13 +176,14 @@ class Grid:
         return f"triax/meetings/{self._number}/{self._meetings}"
 
     def meet(self, name: str, text: str, seconds: float) -> list[str | None]:
-        """What each rank says at a meeting; None for those that do not come within ``seconds``.
+        """What each rank says at a meeting; None for those that do not come within ``seconds``, or ever: one failed.
 
         No collective: it may run in a thread, beside the training, under a name of its own. See ``meeting.py``.
         """
         if self._store is None:
             return [text]
-        return meet(self._store, name, self.rank, self.size, text, seconds)
+        over = self.reported_failure
+        return meet(self._store, name, self.rank, self.size, text, seconds, lambda: over() is not None)
 
     def close(self) -> None:
         """Leave the process group. Called at exit where the grid initialised it, and when a step fails.

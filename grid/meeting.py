@@ -7,12 +7,21 @@ rank may wait for seconds and name those that did not come, and a thread beside 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 _FIRST, _LONGEST = 0.0005, 0.02  # seconds between two looks
 
 
-def meet(store: Any, key: str, rank: int, size: int, text: str, seconds: float) -> list[str | None]:
+def meet(
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    text: str,
+    seconds: float,
+    over: Callable[[], bool] = lambda: False,
+) -> list[str | None]:
     """What each rank says; None for those that did not come within ``seconds``.
 
     Args:
@@ -21,12 +30,18 @@ def meet(store: Any, key: str, rank: int, size: int, text: str, seconds: float) 
         rank, size: this one, of how many.
         text: what this one says.
         seconds: how long to wait for the others.
+        over: asked about once a second; where it says so, nobody else is waited for.
     """
     keys = [f"{key}/{other}" for other in range(size)]
     store.set(keys[rank], text)
-    deadline, pause = time.monotonic() + seconds, _FIRST
+    now = time.monotonic()
+    deadline, ask, pause = now + seconds, now + 1.0, _FIRST
     while not store.check(keys):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > ask:
+            ask = now + 1.0
+            deadline = now - 1.0 if over() else deadline
+        if now > deadline:
             came = [store.check([each]) for each in keys]
             if all(came):
                 break

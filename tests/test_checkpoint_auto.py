@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import triax
+from triax.engine.checkpoint_behind import Behind
 from triax.engine.checkpoint_folder import tags
 from triax.engine.config import ConfigError, read_config
 
@@ -73,6 +75,33 @@ def behind_and_failing(folder: str) -> tuple[bool, str | None, float]:
 def test_what_fails_behind_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     for done, problem, loss in ranks(2, behind_and_failing, str(tmp_path), timeout=60):
         assert done and loss > 0 and problem is not None and "Not a directory" in problem
+
+
+def behind_and_alone(folder: str) -> tuple[str, str | None, float]:
+    engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"async": True})
+    engine.train_batch()
+    engine.save_checkpoint(folder, "good")
+    engine.wait_for_checkpoint()
+    engine._behind.start = lambda writer, done: engine.grid.rank == 0 and Behind.start(engine._behind, writer, done)
+    engine.save_checkpoint(folder, "bad")  # the other rank never writes
+    said, start = "", time.monotonic()
+    try:
+        engine.train_batch(iter(()) if engine.grid.rank else None)  # data end here alone, which the run can survive
+    except RuntimeError as error:
+        said = str(error)
+    try:
+        with engine._all_or_none():
+            raise ValueError("the run is over")
+    except RuntimeError as error:
+        said += str(error)
+    return said, engine.wait_for_checkpoint(), time.monotonic() - start
+
+
+def test_a_write_does_not_outlive_the_run(ranks: Any, tmp_path: Path) -> None:
+    """It waits for ranks that are slow, and not for those of a run that failed; what was there before is there."""
+    said, problem, _ = ranks(2, behind_and_alone, str(tmp_path), timeout=40)[0]
+    assert "the run is over" in said and problem is not None and "waited in vain for ranks 1" in problem
+    assert tags(tmp_path) == ["good"] and (tmp_path / "latest").read_text() == "good"
 
 
 # ------------------------------------------------------------------------------------------------- by themselves

@@ -478,7 +478,7 @@ def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[in
     return weights, generator.generate([[1, 2, 3]], 4, temperature=0)
 
 
-def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path) -> None:
+def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path, tmp_path: Path) -> None:
     """On two stages, built from the meta device, in another dtype: the weights, and what they generate."""
     engine = make(Cell(), Job(), seed=8)
     engine.load_checkpoint(saved)
@@ -488,6 +488,12 @@ def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path) -> N
     for weights, _ in (first, second):
         assert all(torch.equal(weight, wanted[name].float()) for name, weight in weights.items())
     assert first[1] == second[1] == triax.init_inference(engine).generate([[1, 2, 3]], 4, temperature=0)
+    model = triax.PipelineModule(gpt(SIZES), seed=9)
+    triax.load_weights(model, saved)
+    triax.save_hf(model, tmp_path)  # to Hugging Face
+    theirs = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(theirs["transformer.wte.weight"], wanted["layers.0.weight"].float())
+    assert torch.equal(theirs["transformer.h.0.attn.c_attn.weight"].T, wanted["layers.2.attention.qkv.weight"].float())
     plain = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"does not have weights/weight \(2, 2\), weights/bias \(2,\)"):
         triax.load_weights(plain, saved)

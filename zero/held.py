@@ -81,7 +81,7 @@ class Held:
     def states(self) -> Iterator[tuple[str, Range]]:
         """The optimizer's state that is this rank's to write, with its keys."""
         if isinstance(self._stepper, WholeStepper):
-            for parameter, master, _ in self._stepper._views:
+            for parameter, master, *_ in self._stepper._views:
                 for key, value in self._known(master).items():
                     if _elements(value, master.shape):
                         yield from ((key, part) for part in self._share(self._named[parameter], value.view(-1)))
@@ -97,7 +97,7 @@ class Held:
         Only an optimizer for whole tensors has any, and then every replica has it: the first one tells.
         """
         if isinstance(self._stepper, WholeStepper) and self._grid.data.is_first:
-            for parameter, master, _ in self._stepper._views:
+            for parameter, master, *_ in self._stepper._views:
                 for key, value in self._known(master).items():
                     if isinstance(value, Tensor) and value.dim() and value.shape != master.shape:
                         yield self._named[parameter].layout.name, key, value
@@ -121,7 +121,7 @@ class Held:
         """
         for key in keys:
             if isinstance(self._stepper, WholeStepper):
-                for parameter, master, _ in self._stepper._views:
+                for parameter, master, *_ in self._stepper._views:
                     named = self._named[parameter]
                     if (dtype := has(named.layout.name, key)) is not None:
                         flat = _room(self._state(master), key, master, dtype).view(-1)
@@ -172,7 +172,7 @@ class Held:
     def set_other(self, name: str, key: str, value: Tensor) -> bool:
         """Give an optimizer for whole tensors state of another shape than its parameter's; False: not held here."""
         if isinstance(self._stepper, WholeStepper):
-            for parameter, master, _ in self._stepper._views:
+            for parameter, master, *_ in self._stepper._views:
                 if self._named[parameter].layout.name == name:
                     self._state(master)[key] = value.to(master.device)
                     return True
@@ -224,7 +224,7 @@ class Held:
         if self._stepper is None:
             return
         if isinstance(self._stepper, WholeStepper):
-            for parameter, master, _ in self._stepper._views:
+            for parameter, master, *_ in self._stepper._views:
                 yield master, [self._named[parameter].layout.name]
             return
         for bucket in self._trained():
