@@ -24,8 +24,8 @@ from triax.models.llama import LlamaConfig, llama
 from triax.pipe.schedules import RECIPES
 
 # 8 entries, as long as the longest pipe axis; 8 heads for the widest tensor axis; 37 tokens divide by no axis.
-VOCABULARY, LENGTH, BATCH, SAMPLES = 37, 8, 8, 40
-BEFORE, AFTER = 3, 3
+VOCABULARY, LENGTH, BATCH, SAMPLES = 37, 8, 8, 24  # an epoch of 3 steps
+BEFORE, AFTER = 2, 2
 SIZES = GPTConfig(VOCABULARY, LENGTH, 16, 4, 8, dropout=0.1)
 
 
