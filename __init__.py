@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .engine import initialize as initialize
     from .engine import profiler as profiler
+    from .engine.checkpoint_weights import load_weights as load_weights
     from .engine.comms import log_summary as log_summary
     from .engine.data import RepeatingLoader as RepeatingLoader
     from .engine.engine import Engine as Engine
@@ -70,6 +71,7 @@ _HOMES = {
     "config_from_hf": "models.hf",
     "initialize": "engine",
     "RepeatingLoader": "engine.data",
+    "load_weights": "engine.checkpoint_weights",
     "Engine": "engine.engine",
     "InferenceEngine": "engine.inference",
     "init_inference": "engine.inference",

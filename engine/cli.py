@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .checkpoint_cli import checkpoint
 from .config import ConfigError
 from .config_cli import config
 from .formulas import BYTES, STATES, ModelStates, model_states
@@ -60,6 +61,7 @@ app.command()(schedule)
 app.command()(generate)
 app.command()(report)
 app.command(context_settings=CONTEXT)(run)
+app.add_typer(checkpoint)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from ..grid import Grid
 from ..zero.replicas import Replicas
 from . import comms
+from .checkpoint import Checkpoints
 from .config import Batch, Config, ConfigError, batch_sizes
 from .data import Loader, make_loader
 from .finite import Finite
@@ -20,7 +21,7 @@ from .observe import Observed
 from .precision import LossScaler
 
 
-class Compat(Observed):
+class Compat(Checkpoints, Observed):
     """What ``Engine`` says of itself, and the size of its batch."""
 
     config: Config
@@ -29,7 +30,10 @@ class Compat(Observed):
     global_steps: int
     optimizer: torch.optim.Optimizer | None
     training_dataloader: Any
+    module: Any
+    lr_scheduler: Any
     _replicas: Replicas
+    _all_or_none: Any
     _scaler: LossScaler | None
     _norm: float | None = None
     _late = False  # somebody asked for a norm when its gradients were gone: from then on each step has it

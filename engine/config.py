@@ -11,6 +11,7 @@ from pydantic import ValidationError, model_validator
 from ..pipe.schedules import NAMES
 from .choose import FILES
 from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
+from .config_checkpoint import CheckpointConfig
 from .config_profiling import AmpConfig, CommsLoggerConfig, FlopsProfilerConfig, TorchAutocastConfig
 from .config_sections import (
     ActivationCheckpointingConfig,
@@ -102,6 +103,7 @@ class Config(Section):
     comms_logger: CommsLoggerConfig = setting(CommsLoggerConfig(), "Collectives and messages, counted and timed.")
     tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
     csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each number, as DeepSpeed names them.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "How checkpoints are written and read.")
 
     json_monitor: MonitorConfig = setting(
         MonitorConfig(), "metrics.jsonl, a line a step, and run.json beside it: triax report makes a page of them."
@@ -121,7 +123,6 @@ class Config(Section):
     )
 
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
-    checkpoint: Any = refused("nothing here is set by it: leave it out; engine.gather() returns whole weights to save")
     gradient_allreduce_op: Any = refused(
         "gradients are summed, and divided by the weight of the batch: write mean", "mean"
     )
@@ -200,6 +201,12 @@ class Config(Section):
             raise ValueError(
                 "communication_data_type and torch_autocast.lower_precision_safe_modules both say in which dtype "
                 "gradients are summed over replicas: give one of them"
+            )
+        zero, section = self.zero_optimization, self.checkpoint
+        if section.async_ and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
+            raise ValueError(
+                "checkpoint.async copies what is written into the host's memory, and offload keeps it on nvme for "
+                "want of room there: leave out one of them"
             )
         schedule = self.pipeline.schedule
         if schedule not in NAMES and not schedule.endswith(FILES):
@@ -299,7 +306,8 @@ def _explain(error: Any) -> str:
     where = ".".join(place) or "the configuration"
     if error["type"] == "extra_forbidden":
         section = _section(place[:-1])
-        return no_such(".".join(place[:-1]) or "the configuration", place[-1], section.model_fields)
+        known = [field.alias or key for key, field in section.model_fields.items()]
+        return no_such(".".join(place[:-1]) or "the configuration", place[-1], known)
     if error["type"] == "missing":
         return f"{where} is missing: write it"
     given = error["input"]

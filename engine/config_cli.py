@@ -107,7 +107,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[st
     for name, field in fields:
         inner = inner_section(field.annotation)
         if inner is None:
-            yield prefix + name, field
+            yield prefix + (field.alias or name), field
         else:
             yield from keys(inner, f"{prefix}{name}.")
 
@@ -123,7 +123,7 @@ def _acting(section: Section) -> dict[str, Any]:
     for key, field in type(section).model_fields.items():
         if "x-status" not in extra_of(field):
             value = getattr(section, key)
-            values[key] = _acting(value) if isinstance(value, Section) else value
+            values[field.alias or key] = _acting(value) if isinstance(value, Section) else value
     return values
 
 

@@ -17,6 +17,7 @@ from ..grid import Grid
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
 from . import optimizers, schedulers
+from .checkpoint_auto import attach
 from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_config
 from .config_cli import resolved
 from .data import Loader
@@ -160,6 +161,7 @@ def initialize(
     else:
         engine = ModuleEngine(model, grid, checked, make, groups, training_data, lr_scheduler, collate_fn)
     instrument(engine)
+    attach(engine)
     unmoved = getattr(engine.lr_scheduler, "note", None)
     if unmoved is not None and grid.rank == 0:
         logging.getLogger("triax").warning("%s", unmoved)

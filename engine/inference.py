@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..grid.random import derive
 from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
 from .cache import KVCache
+from .checkpoint_weights import load_weights
 from .engine import Engine
 from .failure import all_or_none
 from .sampling import Sampling
@@ -30,6 +32,7 @@ def init_inference(
     dtype: torch.dtype | None = None,
     max_batch: int = 8,
     max_length: int | None = None,
+    checkpoint: str | Path | None = None,
 ) -> InferenceEngine:
     """Make an engine that generates. Every rank calls this, with the same arguments.
 
@@ -40,12 +43,18 @@ def init_inference(
         max_batch: sequences that run at once, on each replica.
         max_length: tokens of the longest sequence, prompt and all; None: as many as the model has positions. The cache
             takes what a call's longest sequence needs, in each of the places that it uses.
+        checkpoint: load these weights before, as ``load_weights`` does; not for a training engine, which has
+            ``load_checkpoint``.
 
     Raises:
         TypeError: the model is neither.
         ValueError: no layer has a cache, a size does not fit, or the weights are not here.
     """
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    if checkpoint is not None:
+        if not isinstance(model, PipelineModule):
+            raise ValueError("checkpoint= is for a PipelineModule: a training engine has load_checkpoint")
+        load_weights(model, checkpoint)
     if isinstance(model, Engine):
         if dtype is not None:
             raise ValueError(f"dtype={dtype} would change the weights that this engine trains: leave it out")

@@ -188,7 +188,8 @@ def of_pipeline(engine: Engine) -> None:
                 raise
             finally:
                 engine.record_timeline = recorded
-        for op, start, end in executor.spans:
+        assert engine.timeline is not None
+        for op, start, end in engine.timeline.rows[engine.grid.pipe.rank]:
             if engine.batch.accumulation == 1 or op.microbatch > 0:
                 (profile.forward if op.kind == "F" else profile.backward).append(end - start)
         profile.finish()

@@ -66,6 +66,8 @@ class Options(argparse.Namespace):
     data: list[str]
     validation: int
     validate_every: int
+    save: Path | None
+    resume: bool
     prompt: str
     sample: int
     temperature: float
@@ -125,6 +127,9 @@ def train(options: Options) -> None:
         config=engine_config(options),
     )
 
+    if options.resume and options.save is not None:
+        engine.load_checkpoint(options.save)
+
     def microbatches(rows: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A global batch of windows -> this replica's microbatches: inputs (micro, T), labels (micro, T)."""
         for part in replica_rows(rows, grid.data.rank, grid.data.size, options.microbatch):
@@ -149,8 +154,12 @@ def train(options: Options) -> None:
         f"{options.schedule} with {schedule.microbatches} microbatches of {options.microbatch}"
     )
     report.start()
+    if engine.global_steps >= options.steps:
+        report.say(f"{options.save} is of step {engine.global_steps}: give more --steps than that")
+        grid.close()
+        return
     clock = Clock(grid, options)
-    for step in range(1, options.steps + 1):
+    for step in range(engine.global_steps + 1, options.steps + 1):
         last = step == options.steps or clock.is_up()
         engine.record_timeline = last or step % 10 == 0
         if last and step < options.trace:
@@ -167,6 +176,8 @@ def train(options: Options) -> None:
             validation = validate()
             report.validated(step, validation)
             engine.monitor.write_events([("Validation/loss", validation, engine.global_samples)])
+            if options.save is not None:
+                engine.save_checkpoint(options.save)
             clock.skip()
         if last:
             break
@@ -285,6 +296,8 @@ def parse() -> Options:
     add("--clip", type=float, default=1.0, help="the longest gradient; 0: any (1)")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (0)")
     add("--time-limit", type=float, default=5.0, metavar="MINUTES", help="then end in good order; 0: no limit (5)")
+    add("--save", type=Path, metavar="FOLDER", help="checkpoints: each time it is measured (none)")
+    add("--resume", action="store_true", help="go on from the last one in --save, on whatever grid")
     add = parser.add_argument_group("the text").add_argument
     add("--data", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
     add("--validation", type=int, default=256, metavar="N", help="held-out sequences to measure (256)")
@@ -338,6 +351,8 @@ def check(options: Options) -> Topology:
             f"--prompt has {len(options.prompt.encode())} bytes: the sample needs one to follow, and the --sequence of "
             f"{options.sequence} room for another"
         )
+    if options.resume and options.save is None:
+        raise ValueError("--resume goes on from the last checkpoint of a folder: give that as --save too")
     for name in ("steps", "validation", "validate_every", "log_every", "temperature"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .axis import Axis
 from .environment import Environment, leave_name, read_environment, resident_peak
 from .logged import Log, attach
+from .meeting import meet
 from .threads import unobtrusive
 from .topology import DEFAULT_AXES, Topology
 from .traffic import Traffic
@@ -84,6 +85,7 @@ class Grid:
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
+        self._number, self._meetings = 0, 0
         self.traffic = Traffic()
         self.log: Log | None = None
         self.place = Place()
@@ -166,6 +168,15 @@ class Grid:
         """The GPU's name as its maker has it, ``NVIDIA H100 80GB HBM3``; ``cpu`` on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the GPU's generator; None on a CPU, where torch has one for the process."""
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put back what ``random_state`` returned."""
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+
     def report_failure(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""
         try:
@@ -197,6 +208,23 @@ class Grid:
         if reported is None and self._watch is not None and timed_out(error):
             reported = self._watch.find()
         return reported
+
+    def meeting(self) -> str:
+        """A name for the next meeting of all ranks, alike on each: they ask for names in the same order."""
+        if not self._number and self._store is not None:
+            self._number = self._store.add(f"triax/grids/{self.rank}", 1)  # several grids may share a store
+        self._meetings += 1
+        return f"triax/meetings/{self._number}/{self._meetings}"
+
+    def meet(self, name: str, text: str, seconds: float) -> list[str | None]:
+        """What each rank says at a meeting; None for those that do not come within ``seconds``, or ever: one failed.
+
+        No collective: it may run in a thread, beside the training, under a name of its own. See ``meeting.py``.
+        """
+        if self._store is None:
+            return [text]
+        over = self.reported_failure
+        return meet(self._store, name, self.rank, self.size, text, seconds, lambda: over() is not None)
 
     def close(self) -> None:
         """Leave the process group. Called at exit where the grid initialised it, and when a step fails.

@@ -54,6 +54,13 @@ def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
     assert plot.stat().st_size > 10_000
 
 
+def test_checkpoint_compares(tmp_path: Path) -> None:
+    args = ("--width", "32", "--layers", "2", "--rounds", "1", "--steps", "2", "--folder", str(tmp_path))
+    # What was loaded was what was saved, or it would have failed.
+    found = json.loads(run("checkpoint.py", *args))
+    assert found["ranks"] == 2 and len(found["median seconds"]) == 7 and found["bytes a parameter"]["triax"] > 12
+
+
 def test_tensor_compares_and_counts() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.

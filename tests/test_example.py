@@ -101,6 +101,7 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
         ("--heads 5", "5 heads do not divide a width of 128"),
         ("--sequence 9999 --data text", "too few for a sequence of 9999"),
         ("--steps 0", "--steps is 0"),
+        ("--resume", "give that as --save too"),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path: Path, options: str, words: str) -> None:
@@ -120,6 +121,21 @@ def test_under_torchrun(tmp_path: Path) -> None:
     bad = start(tmp_path, "--data text --pipe 3", torchrun)
     assert bad.returncode != 0
     assert bad.stderr.count("train_gpt.py: error: 3 pipe x 1 tensor take 3 processes a replica") == 1
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Half of it on four processes, the rest on one; a run that is done says so."""
+    options = f"--data text {SMALL} --dtype float64 --dropout 0.1 --sample 0 --validate-every 3 --save saved"
+    whole = start(tmp_path, f"{options} --pipe 2 --data-parallel 2 --zero 2 --name whole")
+    assert whole.returncode == 0, whole.stderr
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step3", "global_step6", "latest"]
+    done = start(tmp_path, f"{options} --resume --name done")
+    assert done.returncode == 0 and "saved is of step 6: give more --steps than that" in done.stdout
+    (tmp_path / "saved" / "latest").write_text("global_step3")
+    rest = start(tmp_path, f"{options} --resume --name rest")
+    assert rest.returncode == 0, rest.stderr
+    assert losses(tmp_path, "rest") == pytest.approx(losses(tmp_path, "whole")[3:], abs=1e-9, rel=0)
 
 
 def test_learning_rate_rises_then_falls() -> None:

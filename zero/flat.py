@@ -9,7 +9,8 @@ replicated with partial gradients), so that what differs between them is one sli
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,3 +101,27 @@ def _bucket(key: Hashable, items: list[Item], shards: int) -> FlatBucket:
         runs.append((start, at))
     step = shards * _ALIGN
     return FlatBucket(key, tuple(slots), tuple(runs), -(-at // step) * step, shards)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """The n-d boxes that a flat, row-major interval of a tensor is made of, in its order: 2n - 1 of them at the most.
+
+    >>> [*boxes((4, 3), 2, 9)]
+    [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from ((slice(first, first + 1), *rest) for rest in boxes(shape[1:], begin, end))
+        return
+    if begin:
+        yield from ((slice(first, first + 1), *rest) for rest in boxes(shape[1:], begin, inner))
+        first += 1
+    if first < last:
+        yield (slice(first, last), *(slice(0, length) for length in shape[1:]))
+    yield from ((slice(last, last + 1), *rest) for rest in boxes(shape[1:], 0, end))
