@@ -20,7 +20,6 @@ from .checkpoint_export import write_model
 from .checkpoint_read import CheckpointError, Reader, Wanted, agreed, open_checkpoint, restore
 from .checkpoint_values import encode
 from .checkpoint_write import Writer
-from .data import repeat
 
 if TYPE_CHECKING:
     from .compat import Compat
@@ -66,7 +65,7 @@ class Checkpoints:
             RuntimeError: ranks that did not call this within ``checkpoint.patience`` seconds.
         """
         engine: Compat = self  # type: ignore[assignment]
-        with engine._all_or_none():
+        with engine._all_or_none("save_checkpoint"):
             chosen = tag if tag is not None else f"global_step{engine.global_steps}"
             given = come_together(engine, "save_checkpoint", str(save_dir), str(chosen))
             chosen = _agreed_tag(engine, given)
@@ -116,7 +115,7 @@ class Checkpoints:
             RuntimeError: ranks that did not call this within ``checkpoint.patience`` seconds.
         """
         engine: Compat = self  # type: ignore[assignment]
-        with engine._all_or_none():
+        with engine._all_or_none("load_checkpoint"):
             self.wait_for_checkpoint()
             given = come_together(engine, "load_checkpoint", str(load_dir), "" if tag is None else str(tag))
             folder = Path(load_dir)
@@ -160,7 +159,7 @@ class Checkpoints:
             CheckpointError: on every rank, where one could not write.
         """
         engine: Compat = self  # type: ignore[assignment]
-        with engine._all_or_none():
+        with engine._all_or_none("save_16bit_model"):
             come_together(engine, "save_16bit_model", str(save_dir), save_filename)
             path = (Path(save_dir) / save_filename).with_suffix(".safetensors")
             dtype = engine._replicas.mode.weights or torch.bfloat16
@@ -168,10 +167,8 @@ class Checkpoints:
             return True
 
     def rewind(self) -> None:
-        """After a load: the next batch is that of the step, and gradients of a step under way are forgotten."""
+        """After a load: gradients of a step under way are forgotten."""
         engine: Any = self
-        if getattr(engine, "_own_data", None) is not None:
-            engine._own_data = repeat(engine.training_dataloader)
         if hasattr(engine, "_passes"):
             engine.zero_grad()
             engine._micro = 0

@@ -37,7 +37,7 @@ def attach(engine: Compat) -> None:
     if section.dir is None:
         return
     if section.resume == "auto":
-        with engine._all_or_none():
+        with engine._all_or_none("resume"):
             resume(engine, Path(section.dir))
     if section.every is None:
         return
@@ -88,7 +88,7 @@ class Automatic:
         self._engine, self._folder = engine, Path(section.dir or ".")
         self._every, self._keep, self._last = section.every, section.keep, engine.global_steps
         self.told = False
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flag = torch.zeros(1, dtype=torch.int64, device=engine.grid.device)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._hear)
 
@@ -132,6 +132,6 @@ class Automatic:
 
 def _then(step: Callable[..., Any], automatic: Automatic, *args: Any, **kwargs: Any) -> Any:
     result = step(*args, **kwargs)
-    with automatic._engine._all_or_none():
+    with automatic._engine._all_or_none("checkpoint"):
         automatic()
     return result

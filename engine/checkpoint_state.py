@@ -233,10 +233,13 @@ def set_position(engine: Any, state: Mapping[str, Any]) -> list[str]:
     if loader is None:
         engine.rewind()
         return notes
-    if "loader" in state and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(decode(state["loader"]))
-    else:
-        loader.seek(samples // engine.batch.train)
+    try:
+        if "loader" not in state or not hasattr(loader, "load_state_dict"):
+            loader.seek(samples // engine.batch.train)
+        else:
+            loader.load_state_dict(decode(state["loader"]))
+    except ValueError as error:  # other data: the weights are loaded all the same
+        notes.append(f"training_data begins anew: {error}")
     engine.rewind()
     return notes
 
