@@ -219,6 +219,46 @@ def test_collectives_are_in_the_trace_with_their_bytes(run: tuple[list[dict[str,
         assert waits == {e["id"] for e in events if e["ph"] == "e" and e["pid"] == rank}
 
 
+class Failing(nn.Module):
+    """Its sixth call fails, on one replica."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.calls, self.fails = 0, fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.fails and self.calls == 6:
+            raise ArithmeticError("boom")
+        return x
+
+
+def failing() -> str:
+    grid = triax.Grid(2, 2, 1, timeout=60)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Failing(grid.data.rank == 1), nn.Linear(4, 4)]
+    model = triax.PipelineModule(layers, grid=grid, loss_fn=lambda y, _: y.square().mean(), partition="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 16},
+        "wall_clock_breakdown": True,
+    }
+    made, *_ = triax.initialize(model=model, config=config)
+    data = cycle([(torch.ones(2, 4), torch.ones(2))])
+    made.train_batch(data)
+    with pytest.raises(RuntimeError) as error:
+        made.train_batch(data)
+    return str(error.value)
+
+
+def test_a_rank_that_fails_while_it_is_recorded_stops_the_others(ranks: Any) -> None:
+    """What was recorded keeps no connection open: the others would wait on it."""
+    words = "rank 3 (pipe 1, data 1, tensor 0) failed at 1F1: ArithmeticError: boom"
+    messages = ranks(4, failing, timeout=30)
+    assert messages[3] == words and all(words in message for message in messages)
+
+
 # --------------------------------------------------------------------------------------------- what is written
 
 
