@@ -25,7 +25,16 @@ _ALSO = {
 _SCALE = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "dynamic"}, {"type": "null"}]}
 
 
-class FlopsProfilerConfig(Section):
+class _Switch(Section):
+    """A section for which ``false`` and ``null`` are as good as ``{"enabled": false}``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off(cls, values: Any) -> Any:
+        return {} if values is None or values is False else values
+
+
+class FlopsProfilerConfig(_Switch):
     """``flops_profiler``: a report of one step's operations, parameters and times, by module."""
 
     enabled: bool = setting(False, "Report one step's floating-point operations and times, by module.")
@@ -39,7 +48,7 @@ class FlopsProfilerConfig(Section):
     output_file: str | None = setting(None, "Write the report to this file; by default it is printed.")
 
 
-class CommsLoggerConfig(Section):
+class CommsLoggerConfig(_Switch):
     """``comms_logger``: every collective and message, counted and timed."""
 
     enabled: bool = setting(False, "Count and time every collective and message, for engine.log_summary().")
@@ -68,7 +77,7 @@ class CommsLoggerConfig(Section):
         return frozenset(OPS if self.prof_all else (_ALSO.get(name, name) for name in self.prof_ops))
 
 
-class TorchAutocastConfig(Section):
+class TorchAutocastConfig(_Switch):
     """``torch_autocast``: the forward pass runs under ``torch.autocast``."""
 
     enabled: bool = setting(False, "Run the forward pass under torch.autocast; weights stay as they are.")
@@ -82,7 +91,7 @@ class TorchAutocastConfig(Section):
     )
 
 
-class AmpConfig(Section):
+class AmpConfig(_Switch):
     """``amp``: apex's. Its O1 is autocast to float16 with a loss scale, which torch has itself."""
 
     enabled: bool = setting(

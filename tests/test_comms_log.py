@@ -195,6 +195,12 @@ def module_logged() -> str:
     return text
 
 
+def test_sections_that_ask_for_nothing() -> None:
+    for key in ("comms_logger", "flops_profiler", "torch_autocast", "amp"):
+        for nothing in (None, False, {}, {"enabled": False}):
+            assert not getattr(read_config({"train_batch_size": 1, key: nothing}), key).enabled
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
