@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..pipe.backward import Deferred, SplitBackward
 from .config import Config, ConfigError, Fp16Config
 from .config_base import no_such
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .module_engine import ModuleEngine
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -29,33 +22,6 @@ def autocast_dtype(config: Config) -> torch.dtype | None:
     if config.torch_autocast.enabled:
         return _DTYPES[config.torch_autocast.dtype]
     return torch.float16 if config.amp.enabled and config.amp.opt_level == "O1" else None
-
-
-def install(engine: Engine | ModuleEngine) -> None:
-    """Have the engine's forward passes run under autocast, if its configuration says so.
-
-    Autograd keeps the narrow copies of weights that autocast makes, for the backward pass. In stage 3 of ZeRO no rank
-    has room for all of them: there each product of a ``PipelineModule`` keeps the weight itself, which is gathered when
-    its turn comes, and casts it once more.
-    """
-    dtype, kind = autocast_dtype(engine.config), engine.grid.device.type
-    if dtype is None:
-        return
-    if not hasattr(engine, "_executor"):
-        forward = engine.forward
-
-        def narrowed(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(kind, dtype=dtype):
-                return forward(*args, **kwargs)
-
-        engine.forward = narrowed  # type: ignore[method-assign]
-        return
-    wrap = engine._executor.wrap
-    wrap("F", lambda op: torch.autocast(kind, dtype=dtype))
-    if engine.config.zero_optimization.stage == 3:
-        # A split that puts nothing off: its nodes keep weights. What a backward pass computes again, it splits alike.
-        for each in ("F", "B", "I"):
-            wrap(each, lambda op: SplitBackward(Deferred()))
 
 
 def scaling(config: Config) -> Fp16Config | None:

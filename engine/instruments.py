@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..pipe.backward import Deferred, SplitBackward
-from . import breakdown, comms, profile_step, state
+from . import comms, memory_breakdown, profile_step, state
 from .autocast import autocast_dtype
 from .engine import Engine
 from .module_engine import ModuleEngine
@@ -27,7 +27,7 @@ def instrument(engine: Engine | ModuleEngine) -> None:
     if config.flops_profiler.enabled:
         _either(engine, profile_step)
     if config.memory_breakdown:
-        _either(engine, breakdown)
+        _either(engine, memory_breakdown)
     if config.dump_state:
         state.dump(engine)
 

@@ -61,22 +61,22 @@ class FlopsProfiler:
         self.stop_profile()
         self.reset_profile()
 
-    def get_total_flops(self, as_string: bool = False) -> int | str:
+    def get_total_flops(self, as_string: bool = False) -> Any:
         """Floating-point operations of the forward passes."""
         flops = self._root().flops
         return units.count(flops, "FLOPS") if as_string else round(flops)
 
-    def get_total_macs(self, as_string: bool = False) -> int | str:
+    def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiply-accumulates of the forward passes."""
         macs = self._root().flops / 2
         return units.count(macs, "MACs") if as_string else round(macs)
 
-    def get_total_params(self, as_string: bool = False) -> int | str:
+    def get_total_params(self, as_string: bool = False) -> Any:
         """The module's parameters."""
         params = self._root().params
         return units.count(params) if as_string else params
 
-    def get_total_duration(self, as_string: bool = False) -> float | str:
+    def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds of the forward passes."""
         seconds = self._root().seconds
         return units.duration(seconds) if as_string else seconds

@@ -148,9 +148,10 @@ def close(made: Any, tie: bool = False) -> None:
     truth_loss, truth = plain(initial, None, tie)
     assert loss == pytest.approx(plain_loss, rel=ROUNDING) and loss == pytest.approx(truth_loss, rel=ROUNDING)
     assert further(found, narrow) < further(narrow, truth)
+    nothing = dict.fromkeys(truth, torch.zeros(()))
     error, theirs, whole = (
-        sum((a[n] - b[n]).double().square().sum() for n in truth).sqrt()
-        for a, b in ((found, truth), (narrow, truth), (truth, dict.fromkeys(truth, torch.zeros(()))))
+        torch.stack([(a[n] - b[n]).double().norm() for n in truth]).norm()
+        for a, b in ((found, truth), (narrow, truth), (truth, nothing))
     )
     assert error < theirs + ROUNDING / 4 * whole
 

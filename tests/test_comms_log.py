@@ -85,6 +85,7 @@ def counted(shape: tuple[int, int, int], stage: int, section: Any) -> Any:
     grid = Grid(*shape, timeout=60)
     made = engine(grid, section, stage)
     step(made)
+    assert grid.log is not None
     grid.log.clear()  # of what only the first step has: stages tell each other shapes
     for _ in range(2):
         step(made)
@@ -144,6 +145,7 @@ def chosen(section: Any) -> Any:
     grid = Grid(timeout=60)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         step(engine(grid, section))
+    assert grid.log is not None
     return {call.op for call in grid.log.seconds}, {c.caller for c in grid.log.seconds}, printed.getvalue()
 
 
