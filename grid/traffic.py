@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -46,6 +48,18 @@ class Traffic:
         entry = self._sent[axis, collective]
         entry[0] += 1
         entry[1] += size
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent within is not counted: a check is no part of a step."""
+        before, flights = {key: list(entry) for key, entry in self._sent.items()}, self.flights
+        self.flights = None
+        try:
+            yield
+        finally:
+            self._sent.clear()
+            self._sent.update(before)
+            self.flights = flights
 
     def clear(self) -> None:
         """Start again from nothing."""
