@@ -239,6 +239,11 @@ def _run(
             return outcome
         except JobEnded as end:
             return Outcome(1, str(end), cause=False)
+        except RuntimeError as error:
+            if hosts is None:
+                raise
+            said = str(error).strip().partition("\n")[0]
+            return Outcome(1, f"the launcher of {hosts.names[hosts.node]} lost the others: {said}", cause=False)
         finally:
             if agent is not None:
                 agent.close(why)
