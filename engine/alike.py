@@ -15,7 +15,8 @@ def same(axis: Axis, facts: Any, device: torch.device) -> bool:
     """Whether every rank of an axis has the same facts, which have a ``repr``. Collective: 16 bytes."""
     digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest], device=device)
-    axis.all_reduce(both, op="max")
+    with axis.traffic.aside():
+        axis.all_reduce(both, op="max")
     return bool(both[0] == -both[1])
 
 
@@ -29,7 +30,8 @@ def unlike(grid: Grid, looks: list[str], over: Axis) -> str | None:
     """
     differs = torch.tensor([0 if same(grid.tensor, looks, grid.device) else 1], device=grid.device)
     if over is not grid.tensor:
-        over.all_reduce(differs, op="max")
+        with over.traffic.aside():
+            over.all_reduce(differs, op="max")
     if not int(differs):
         return None
     told = over.all_gather_object((grid.rank, grid.tensor.ranks, looks))

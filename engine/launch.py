@@ -143,6 +143,9 @@ def outcome_of(
                 old.unlink()
         told = {**defaults, **(environment or {})} if hosts is not None or environment else {}
         folder = str(logs) if logs else None
+        if rendezvous is not None:
+            # In torch 2.13 a host that joins later waits for ever for the address of the store that the agents share.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         shown = None if tee is None else tuple(tee)
         job = Job(target, args, temp, folder, threads, shown, told)
         tail = Tail(logs, tee, Path(temp)) if logs is not None and tee else None
@@ -236,6 +239,11 @@ def _run(
             return outcome
         except JobEnded as end:
             return Outcome(1, str(end), cause=False)
+        except RuntimeError as error:
+            if hosts is None:
+                raise
+            said = str(error).strip().partition("\n")[0]
+            return Outcome(1, f"the launcher of {hosts.names[hosts.node]} lost the others: {said}", cause=False)
         finally:
             if agent is not None:
                 agent.close(why)

@@ -103,12 +103,12 @@ class HostRendezvous(RendezvousHandler):
                 raise JobEnded(pulse.closed)
             if time.monotonic() > deadline:
                 raise JobEnded(self._close(f"{hosts.names[0]} has not answered for {hosts.patience:g} s"))
-            with contextlib.suppress(_Unreachable):
+            with contextlib.suppress(_Unreachable, TimeoutError, RuntimeError):
                 place = pulse.ask(self._meet)
                 if place is not None:
+                    store: Store = PrefixStore(f"agents/{wanted}", within(hosts.lost, pulse.connect))
                     break
             time.sleep(0.05)
-        store: Store = PrefixStore(f"agents/{wanted}", pulse.connect())
         return RendezvousInfo(store, hosts.node, len(hosts.names), RendezvousStoreInfo(*place))
 
     def _join(self, store: Store, least: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -57,6 +59,18 @@ class Traffic:
     def bytes(self, axis: str, collective: str) -> float:
         """What was sent of one kind so far."""
         return self._sent[axis, collective][1] if (axis, collective) in self._sent else 0.0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent within is not counted: a check is no part of a step."""
+        before, flights = {key: list(entry) for key, entry in self._sent.items()}, self.flights
+        self.flights = None
+        try:
+            yield
+        finally:
+            self._sent.clear()
+            self._sent.update(before)
+            self.flights = flights
 
     def clear(self) -> None:
         """Start again from nothing."""

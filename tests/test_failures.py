@@ -303,7 +303,10 @@ def test_ranks_that_differ_are_refused_before_they_hang(ranks: Any, kind: str, w
 
 def compared() -> list[bool]:
     grid = Grid(timeout=20)
-    return [same(grid.world, facts, grid.device) for facts in ("x", grid.rank, grid.rank // 2, [1, {"a": 2}])]
+    grid.traffic.add("tensor", "send", 3.0)
+    found = [same(grid.world, facts, grid.device) for facts in ("x", grid.rank, grid.rank // 2, [1, {"a": 2}])]
+    assert grid.traffic.report() == {"tensor": {"send": (1, 3.0)}}  # checks are not counted
+    return found
 
 
 def test_what_is_the_same_on_all_ranks(ranks: Any) -> None:

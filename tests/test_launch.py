@@ -94,7 +94,7 @@ def test_killed_first_rank_is_named(run: Any) -> None:
 def test_silent_exit_is_named(run: Any) -> None:
     code, _, err = run("if grid.rank == 1: os._exit(3)\nforever()", topology=None)
     assert code == 1
-    assert last_line(err).startswith("rank 1 died: exit status 3, without an exception")
+    assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: exit status 3, without an exception")
 
 
 def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
