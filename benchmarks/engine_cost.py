@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 import triax
 
 BARE = "bare loop"
-OPTIONS = {"lr": 1e-4, "weight_decay": 0.01}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 LIMIT = 0.01  # the gradient's norm is above it: clipping acts
 CHECKED = 3  # steps after which the weights are compared
 

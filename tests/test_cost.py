@@ -125,8 +125,9 @@ def test_memory_that_others_read_is_left_alone(ranks: Any, size: int, passes: in
 
 
 def test_a_gradient_that_fills_its_bucket_is_not_copied() -> None:
+    weight = (linear := nn.Linear(SIDE, SIDE)).weight
     engine, *_ = triax.initialize(
-        model=nn.Sequential(nn.Linear(SIDE, SIDE)),
+        model=nn.Sequential(linear),
         config={
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 2,
@@ -134,7 +135,6 @@ def test_a_gradient_that_fills_its_bucket_is_not_copied() -> None:
         },
         grid=Grid(),
     )
-    weight = engine.module[0].weight
     left: list[int] = []
     # Torch calls hooks in the order in which they were added: the engine's has been called by then.
     weight.register_post_accumulate_grad_hook(lambda p: left.append(p.grad.data_ptr()))
@@ -143,6 +143,7 @@ def test_a_gradient_that_fills_its_bucket_is_not_copied() -> None:
         for _ in range(2):
             engine.backward(engine(torch.randn(4, SIDE)).square().mean())
             engine.step()
+        assert weight.grad is not None
         assert left[-1] == left[-2] == bucket.owned_gradient.data_ptr() == weight.grad.data_ptr()
         assert bucket.gradients is not None and bucket.gradients.untyped_storage().nbytes() == 4 * SIDE * SIDE
         assert engine.global_steps == step + 1
@@ -162,9 +163,9 @@ def test_gradients_can_be_asked_for_before_there_are_any() -> None:
 
 def test_a_step_without_a_gradient_where_there_was_one() -> None:
     """What a step did not use stands still, and its gradient is zero, not that of the step before."""
-    model = nn.ModuleList([nn.Linear(SIDE, SIDE) for _ in range(2)])
+    model = [nn.Linear(SIDE, SIDE) for _ in range(2)]
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    engine, *_ = triax.initialize(model=model, config=config, grid=Grid())
+    engine, *_ = triax.initialize(model=nn.ModuleList(model), config=config, grid=Grid())
     for used in ((0, 1), (1,)):
         before = model[0].weight.detach().clone()
         engine.backward(torch.stack([model[i](torch.ones(2, SIDE)).sum() for i in used]).sum())
@@ -181,7 +182,7 @@ def test_a_step_without_a_gradient_where_there_was_one() -> None:
 def trained(stage: int, **config: Any) -> Any:
     torch.manual_seed(1)
     model = PipelineModule([nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)], grid=Grid(), loss_fn=nn.MSELoss())
-    base = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    base: dict[str, Any] = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     base |= {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": stage}}
     return triax.initialize(model=model.double(), config={**base, **config})[0]
 

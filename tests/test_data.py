@@ -191,7 +191,7 @@ def collate(samples: list[Any]) -> Any:
 def engine(grid: Grid, **config: Any) -> Any:
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     model = PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64)
-    base = {"train_batch_size": TRAIN, "train_micro_batch_size_per_gpu": MICRO, "seed": 3}
+    base: dict[str, Any] = {"train_batch_size": TRAIN, "train_micro_batch_size_per_gpu": MICRO, "seed": 3}
     base |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     return triax.initialize(model=model, config={**base, **config}, training_data=dataset(), collate_fn=collate)[0]
 

@@ -1,4 +1,4 @@
-"""examples/deepspeed: the programs of DeepSpeed's tutorials, with another import, against plain PyTorch."""
+"""examples/from_deepspeed: the programs of DeepSpeed's tutorials, with another import, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triax.engine.data import make_loader
 from triax.engine.lr_schedules import WarmupLR
 from triax.grid import Grid
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "deepspeed"
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "from_deepspeed"
 
 
 def run(script: str, *options: str) -> Any:

@@ -1,7 +1,8 @@
 """The AlexNet of DeepSpeed's pipeline tutorial, thinner, on pictures that numpy draws.
 
-    torchrun --nproc-per-node 4 examples/deepspeed/alexnet.py -p 2 --deepspeed_config examples/deepspeed/alexnet.json
-    python examples/deepspeed/alexnet.py -p 0 ...         # without a pipeline: forward, backward, step
+    cd examples/from_deepspeed
+    torchrun --nproc-per-node 4 alexnet.py -p 2 --deepspeed_config alexnet.json
+    python alexnet.py -p 0 --deepspeed_config alexnet.json     # without a pipeline: forward, backward, step
 
 ``--specs`` builds each layer where it runs (``LayerSpec``), instead of all of them everywhere.
 """
@@ -74,7 +75,7 @@ class AlexNetPipe(PipelineModule):
 
     def __init__(self, num_classes: int = CLASSES, dropout: float = 0.5, **kwargs: Any) -> None:
         self.num_classes = num_classes
-        specs = [
+        specs: list[Any] = [
             LayerSpec(nn.Conv2d, 3, 8, kernel_size=11, stride=4, padding=2),
             LayerSpec(nn.ReLU, inplace=True),
             LayerSpec(nn.MaxPool2d, kernel_size=3, stride=2),

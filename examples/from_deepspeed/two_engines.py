@@ -1,7 +1,7 @@
 """Several engines and one loss, as DeepSpeed's documentation of the training API shows it.
 
-python examples/deepspeed/two_engines.py
-torchrun --nproc-per-node 4 examples/deepspeed/two_engines.py
+python examples/from_deepspeed/two_engines.py
+torchrun --nproc-per-node 4 examples/from_deepspeed/two_engines.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """DeepSpeed's getting-started loop, with another import.
 
-python examples/deepspeed/simple_model.py --deepspeed_config examples/deepspeed/getting_started.json
-torchrun --nproc-per-node 4 examples/deepspeed/simple_model.py --deepspeed_config examples/deepspeed/offload.json
+cd examples/from_deepspeed
+python simple_model.py --deepspeed_config getting_started.json
+torchrun --nproc-per-node 4 simple_model.py --deepspeed_config offload.json
 """
 
 from __future__ import annotations
