@@ -111,7 +111,7 @@ def measure(options: Any, folder: str) -> None:
 
     def load_theirs() -> None:
         weights, state = get_state_dict(other, other_optimizer)
-        both = {"model": weights, "optimizer": state}
+        both: dict[str, Any] = {"model": weights, "optimizer": state}
         dcp.load(both, checkpoint_id=f"{folder}/dcp")
         set_state_dict(other, other_optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
 

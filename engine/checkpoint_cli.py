@@ -30,7 +30,7 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="A line for eac
     reader = _open(path)
     index, out = reader.index, Console(soft_wrap=True, highlight=False)
     grid = " x ".join(f"{size} {axis}" for axis, size in index.head["grid"].items())
-    out.print(f"{reader.path}: step {index.head['step']}, saved on {grid}")
+    out.print(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
     out.print(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
     totals: dict[str, int] = {}
     table = Table(title_justify="left")
