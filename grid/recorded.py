@@ -6,6 +6,7 @@ So an axis that is not recorded has nothing to ask itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 
 class RecordedAxis(Axis):
-    """An axis that leaves a ``Flight`` of each collective in ``traffic.flights``, with marks of ``traffic.clock``."""
+    """An axis that leaves a ``Flight`` of each collective in ``traffic.flights``, with marks of ``traffic.clock``.
+
+    Attributes:
+        was: the class that the axis has when it is not recorded.
+    """
+
+    was: type[Axis] = Axis
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
         """As ``Axis.all_reduce``."""
@@ -83,8 +90,8 @@ class _Watched:
 def start_recording(grid: Grid) -> Clock:
     """From here on, and until ``stop_recording``, the grid's axes record; what was recorded before is forgotten."""
     for axis in grid.axes():
-        if type(axis) is Axis:
-            axis.__class__ = RecordedAxis
+        if not isinstance(axis, RecordedAxis):
+            axis.__class__ = _recorded(type(axis))
     grid.traffic.clock, grid.traffic.flights = Clock(grid.device), []
     return grid.traffic.clock
 
@@ -93,4 +100,10 @@ def stop_recording(grid: Grid) -> None:
     """No more; ``grid.traffic.flights`` keeps what was recorded."""
     for axis in grid.axes():
         if isinstance(axis, RecordedAxis):
-            axis.__class__ = Axis  # type: ignore[assignment]
+            axis.__class__ = axis.was
+
+
+@cache
+def _recorded(kind: type[Axis]) -> type[Axis]:
+    """The class of axes that are recorded, and do besides what they did: an axis may be logged too (``logged.py``)."""
+    return RecordedAxis if kind is Axis else type(f"Recorded{kind.__name__}", (RecordedAxis, kind), {"was": kind})

@@ -18,6 +18,7 @@ from triax.engine.comms import bandwidths, stragglers, table
 from triax.engine.config import ConfigError, read_config
 from triax.grid import Axis
 from triax.grid.logged import Call, Log, LoggedAxis
+from triax.grid.recorded import start_recording, stop_recording
 
 WIDTH, MICRO, COUNT = 8, 2, 3
 
@@ -139,6 +140,23 @@ def later_groups() -> tuple[bool, int]:
 
 def test_groups_made_later_and_what_is_under_way(ranks: Any) -> None:
     assert ranks(2, later_groups) == [(True, 2)] * 2
+
+
+def recorded_too() -> tuple[int, int, bool]:
+    grid = Grid(data=2)
+    log = Log({"all_reduce"}, grid.synchronise)
+    grid.log_communication(log)
+    before = type(grid.data)
+    start_recording(grid)
+    grid.data.all_reduce(torch.zeros(8))
+    stop_recording(grid)
+    grid.data.all_reduce(torch.zeros(8))
+    return len(grid.traffic.flights or []), sum(len(each) for each in log.seconds.values()), type(grid.data) is before
+
+
+def test_a_recorded_axis_is_logged_all_the_same(ranks: Any) -> None:
+    """A breakdown of the wall clock beside the communication log: each sees every call, and goes alone."""
+    assert ranks(2, recorded_too) == [(1, 2, True)] * 2
 
 
 def chosen(section: Any) -> Any:
