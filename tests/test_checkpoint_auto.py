@@ -91,7 +91,7 @@ def behind_and_alone(folder: str) -> tuple[str, str | None, float]:
     except RuntimeError as error:
         said = str(error)
     try:
-        with engine._all_or_none():
+        with engine._all_or_none("train_batch"):
             raise ValueError("the run is over")
     except RuntimeError as error:
         said += str(error)

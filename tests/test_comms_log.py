@@ -176,7 +176,7 @@ def test_some_ops_verbosely_and_their_callers(ranks: Any) -> None:
         "debug": True,
     }
     (ops, callers, printed), (_, _, other) = ranks(2, chosen, section)
-    assert ops == {"all_gather", "all_reduce"} and {"publish", "_train_batch"} <= callers and other == ""
+    assert ops == {"all_gather", "all_reduce"} and {"publish", "totals"} <= callers and other == ""
     assert re.search(r"^comm op: all_gather \[Caller Func: publish\] over data \| time \(ms\): ", printed, re.MULTILINE)
     assert "msg size: 512 B | algbw (Gbps): " in printed
 
