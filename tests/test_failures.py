@@ -111,7 +111,7 @@ OP = {"pipe": "1F1", "module": "forward of microbatch 1"}
 NAME = {"pipe": "rank 1 (pipe 1, data 0, tensor 0)", "module": "rank 1 (pipe 0, data 1, tensor 0)"}
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", ["pipe", pytest.param("module", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_hangs_is_named_with_its_op_and_its_line(launched: Any, kind: str) -> None:
     outcome, printed = launched(trapped, kind, "sleeps")
     assert outcome.code == 1
@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_is_named_with_its_op_and_its_line(launched: Any, kind
     )
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", [pytest.param("pipe", marks=pytest.mark.exhaustive), "module"])
 def test_a_rank_that_is_killed_is_named_with_its_place(launched: Any, kind: str) -> None:
     outcome, _ = launched(trapped, kind, "is killed")
     assert outcome.code == 128 + signal.SIGKILL
