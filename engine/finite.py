@@ -76,8 +76,10 @@ class Losses:
     """
 
     def __init__(self, grid: Grid) -> None:
+        self.sum = torch.zeros((), dtype=torch.float64, device=grid.device)
+        self.count = 0
         self._grid = grid
-        self.clear()
+        self._each: list[Tensor] = []
 
     def add(self, loss: Tensor) -> Tensor:
         """One more; returns it."""
@@ -88,8 +90,8 @@ class Losses:
 
     def clear(self) -> None:
         """A step begins."""
-        self.sum = torch.zeros((), dtype=torch.float64, device=self._grid.device)
-        self._each: list[Tensor] = []
+        self.sum = torch.zeros_like(self.sum)
+        self._each = []
         self.count = 0
 
     def describe(self, squares: Tensor) -> str | None:

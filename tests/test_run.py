@@ -204,7 +204,6 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
 
 # ---------------------------------------------------------------------------------------------------- two hosts
 
-Run = Callable[..., "contextlib.AbstractContextManager[subprocess.Popen[str]]"]
 ELSEWHERE = "env HOST={host} sh -c {command}"  # a host that is this one
 
 
