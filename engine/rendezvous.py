@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -91,8 +92,8 @@ class HostRendezvous(RendezvousHandler):
             if wanted > self._attempts:
                 raise JobEnded(self._close(f"{hosts.names[hosts.node]} was started again, and no restart is left"))
             with contextlib.suppress(_Unreachable):
-                wanted = pulse.ask(lambda store, least=wanted: self._join(store, least))
-                here = pulse.ask(lambda store, n=wanted: _present(store, n, len(hosts.names)))
+                wanted = pulse.ask(partial(self._join, least=wanted))
+                here = pulse.ask(partial(_present, attempt=wanted, hosts=len(hosts.names)))
                 missing = [name for name, there in zip(hosts.names, here, strict=True) if not there]
             if missing:
                 time.sleep(0.1)

@@ -123,14 +123,13 @@ def compare(grid: Grid, axis: Axis, facts: Facts) -> None:
 
 def _describe(grid: Grid, facts: Mapping[int, Facts], different: list[str]) -> str:
     """The ranks that differ from most, or from the first one, and in what."""
-    said, odd = [], {}
+    said = []
     for key in different[:_SHOWN]:
         values = {rank: theirs.get(key) for rank, theirs in facts.items()}
         ((usual, count), *_) = Counter(values.values()).most_common(1)
         if 2 * count <= len(values):
             usual = values[next(iter(values))]
         rank, value = next((rank, value) for rank, value in values.items() if value != usual)
-        odd.setdefault(rank, None)
         like = next(rank for rank, value in values.items() if value == usual)
         if key.endswith(".py") or key == "triax":
             said.append(f"{grid.describe(rank)} runs another {key} than rank {like}")

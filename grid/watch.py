@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -143,12 +144,14 @@ class Watch:
 
     def _hear(self, size: int) -> dict[int, tuple[bool, str]]:
         """Where each rank stands, of those that answer in time."""
-        deadline, stands = time.monotonic() + _ANSWER + self._beat, {}
+        deadline = time.monotonic() + _ANSWER + self._beat
+        stands: dict[int, tuple[bool, str]] = {}
         while len(stands) < size and time.monotonic() < deadline:
             for rank in set(range(size)) - set(stands):
                 key = f"{_STAND}/{rank}"
-                if within(_STORE, lambda key=key: self._store.check([key])):  # type: ignore[misc]
-                    stands[rank] = tuple(json.loads(self._store.get(key)))
+                if within(_STORE, partial(self._store.check, [key])):
+                    waiting, text = json.loads(self._store.get(key))
+                    stands[rank] = bool(waiting), str(text)
             time.sleep(0.05)
         return stands
 
@@ -206,7 +209,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     good, value = found[0]
     if not good:
         raise value
-    return value  # type: ignore[no-any-return]
+    result: T = value
+    return result
 
 
 def _ours(file: str) -> bool:

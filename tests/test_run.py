@@ -123,8 +123,11 @@ def test_a_module_its_arguments_logs_and_the_cause_of_a_failure_last(tmp_path: P
     assert "Traceback" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
-def restarted(ranks: Any, folder: Path, times: int, capfd: pytest.CaptureFixture[str]) -> None:
-    code = launch(written(folder, FALLS), times, ranks=3, logs=folder / "logs", tee=(), restarts=times)
+@pytest.mark.exhaustive
+def test_ten_kills_in_a_row(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """torchrun's workers, started again on gloo, read the dead ones' addresses: 5 of 6 times they never met."""
+    times = 10
+    code = launch(written(tmp_path, FALLS), times, ranks=3, logs=tmp_path / "logs", tee=(), restarts=times)
     said = capfd.readouterr().err.strip().splitlines()
     assert code == 0, said
     assert said == [
@@ -133,19 +136,9 @@ def restarted(ranks: Any, folder: Path, times: int, capfd: pytest.CaptureFixture
         for number in range(1, times + 1)
     ]
     for rank in range(3):
-        log = (folder / "logs" / f"rank-{rank}.log").read_text()
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         assert log.count(f"rank {rank} of 3, attempt {times}") == 1
         assert log.endswith(f"rank {rank} is at the end\n")
-
-
-def test_killed_ranks_start_again(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    restarted(ranks, tmp_path, 2, capfd)
-
-
-@pytest.mark.exhaustive
-def test_ten_kills_in_a_row(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """torchrun's workers, started again on gloo, read the dead ones' addresses: 5 of 6 times they never met."""
-    restarted(ranks, tmp_path, 10, capfd)
 
 
 def test_restarts_come_to_an_end(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +204,6 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
 
 # ---------------------------------------------------------------------------------------------------- two hosts
 
-Run = Callable[..., "contextlib.AbstractContextManager[subprocess.Popen[str]]"]
 ELSEWHERE = "env HOST={host} sh -c {command}"  # a host that is this one
 
 
@@ -400,11 +392,8 @@ def as_srun(rank: int, size: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [as_mpirun, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (as_mpich, as_srun))],
-    ids=["mpirun", "mpich", "srun"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variables", [as_mpirun, as_mpich, as_srun], ids=["mpirun", "mpich", "srun"])
 def test_a_script_joins_under_other_launchers(variables: Callable[[int, int], dict[str, str]], tmp_path: Path) -> None:
     """Two processes as the launcher starts them, with its variables and no others."""
     script = tmp_path / "script.py"
