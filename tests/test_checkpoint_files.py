@@ -30,7 +30,7 @@ from triax.engine import checkpoint_folder as folders
 from triax.engine.checkpoint_boxes import everything, overlap, pieces
 from triax.engine.checkpoint_export import runs
 from triax.engine.checkpoint_file import CorruptError
-from triax.engine.checkpoint_index import read_index
+from triax.engine.checkpoint_index import Entry, Index, read_index
 from triax.engine.checkpoint_read import CheckpointError, DamagedError, Reader
 from triax.engine.checkpoint_values import decode, encode
 from triax.engine.cli import app
@@ -165,7 +165,9 @@ def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
             with pytest.raises(CorruptError, match=r"index\.json is damaged"):
                 read_index(folder)
         else:
-            problems = [*folders.verify(folder, index)] if place % 40 == 0 else _affected(folder, path.name, place)
+            problems = (
+                [*folders.verify(folder, index)] if place % 40 == 0 else _affected(folder, index, path.name, place)
+            )
             assert len(problems) == 1 and path.name in problems[0] and "is damaged" in problems[0]
         with path.open("r+b") as file:
             file.seek(place)
@@ -173,13 +175,14 @@ def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
     assert not [*folders.verify(folder, index)]
 
 
-def _affected(folder: Path, file: str, place: int) -> list[str]:
+def _affected(folder: Path, index: Index, file: str, place: int) -> list[str]:
     """``verify`` of what holds one byte of a file."""
-    index = read_index(folder)
-    for entry in index.tensors.values():
-        entry.boxes[:] = [b for b in entry.boxes if b.file == file and b.span.start <= place < b.span.stop]
-    index.files = {file: index.files[file]}
-    return [*folders.verify(folder, index)]
+    tensors = {
+        name: Entry(entry.shape, entry.dtype, here)
+        for name, entry in index.tensors.items()
+        if (here := [box for box in entry.boxes if box.file == file and box.span.start <= place < box.span.stop])
+    }
+    return [*folders.verify(folder, Index(index.head, tensors, {file: index.files[file]}))]
 
 
 def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
