@@ -100,10 +100,10 @@ def stop_recording(grid: Grid) -> None:
     """No more; ``grid.traffic.flights`` keeps what was recorded."""
     for axis in grid.axes():
         if isinstance(axis, RecordedAxis):
-            axis.__class__ = axis.was
+            axis.__class__ = axis.was  # type: ignore[assignment]
 
 
 @cache
-def _recorded(kind: type[Axis]) -> type[Axis]:
+def _recorded(kind: Any) -> Any:
     """The class of axes that are recorded, and do besides what they did: an axis may be logged too (``logged.py``)."""
     return RecordedAxis if kind is Axis else type(f"Recorded{kind.__name__}", (RecordedAxis, kind), {"was": kind})
