@@ -91,7 +91,7 @@ def start_recording(grid: Grid) -> Clock:
     """From here on, and until ``stop_recording``, the grid's axes record; what was recorded before is forgotten."""
     for axis in grid.axes():
         if not isinstance(axis, RecordedAxis):
-            axis.__class__ = _recorded(type(axis))
+            axis.__class__ = _recorded(type(axis))  # type: ignore[arg-type]
     grid.traffic.clock, grid.traffic.flights = Clock(grid.device), []
     return grid.traffic.clock
 
