@@ -600,7 +600,8 @@ def overflowing(config: dict[str, Any]) -> float | None:
         [LayerSpec(nn.Linear, 1, 1, bias=False)], grid=grid, loss_fn=lambda out, _: 40000.0 * out.sum()
     )
     base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
-    made = triax.initialize(model=model, config={**base, "communication_data_type": "fp16", **config})[0]
+    base |= {"communication_data_type": "fp16", "nan_loss": "ignore"}
+    made = triax.initialize(model=model, config={**base, **config})[0]
     made.train_batch(iter([(torch.ones(1, 1), torch.ones(1, 1))]))
     return made.get_global_grad_norm()
 
