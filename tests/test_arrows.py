@@ -33,7 +33,7 @@ MAY_NEED_TORCH: dict[str, tuple[str, ...]] = {
     "grid": ("autocast", "axis", "clock", "grid", "layout", "logged", "mark", "nest", "random", "recorded"),
     "pipe": (
         *("backward", "boundary", "executor", "frame", "meta", "module", "nest", "p2p", "recompute", "replay"),
-        *("saved", "spec", "ties"),
+        *("dialect", "saved", "spec", "ties"),
     ),
     "plan": (),
 }
