@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, layout_of
 from ..pipe.module import PipelineModule
 from .alike import same
+from .choose import FILES
 from .config import Config, ConfigError
 
 Facts = dict[str, str]  # what it is called in a message -> what it is
 
-_MAY_DIFFER = ("dump_state", "log_level")  # and nvme_path: each host may have its own disk
+_MAY_DIFFER = ("dump_state", "log_level")
+# Each host may have its own disk, and only rank 0 writes what the others name.
+_PATHS = ("nvme_path", "output_path", "output_file", "job_name")
 _PACKAGE = Path(__file__).resolve().parent.parent
 _FOLDERS = ("grid", "pipe", "tensor_parallel", "zero", "models", "engine")
 _SHOWN = 3
@@ -60,7 +63,9 @@ def settings(config: Config) -> Facts:
             for key, inner in value.items():
                 if prefix or key not in _MAY_DIFFER:
                     walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        elif not prefix.endswith("nvme_path"):
+        elif prefix == "pipeline.schedule" and value.endswith(FILES) and (file := Path(value)).is_file():
+            found["the file that pipeline.schedule names"] = _hash(value, file.stat().st_mtime_ns)  # wherever it lies
+        elif not prefix.endswith(_PATHS):
             found[prefix] = repr(value)
 
     walk("", config.model_dump())
