@@ -9,6 +9,8 @@ zero/NAME/step.pt                    the steps that its optimizer has taken; not
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -49,17 +51,19 @@ def import_universal(
     states, left = _states(source)
     shapes = {name: tuple(shape) for group in states.get("param_shapes") or [] for name, shape in group.items()}
     shared, module = states.get("shared_params") or {}, states.get("module") or {}
-    known = set(states.get("buffer_names") or [])
-    parts: list[Part] = []
+    kept = [name for name in dict.fromkeys(states.get("buffer_names") or []) if isinstance(module.get(name), Tensor)]
+    parts: list[Part] = [part(f"{BUFFERS}/{_layers(named(name, renames or {}))}", module[name]) for name in kept]
     numbers: dict[str, dict[str, Any]] = {}
     taken = states.get("global_steps", 0) - states.get("skipped_steps", 0)
     for place in sorted(path for path in (source / "zero").iterdir() if path.is_dir()):
         if place.name in shared:
             left.append(f"{place.name} (the same as {shared[place.name]})")
             continue
+        if place.name in kept:  # in fp32 there, whatever it is
+            continue
         name = _layers(named(place.name, renames or {}))
-        if place.name in known or any(fnmatchcase(name, pattern) for pattern in buffers):
-            parts.append(part(f"{BUFFERS}/{name}", module.get(place.name, _tensor(place, "fp32", shapes))))
+        if any(fnmatchcase(name, pattern) for pattern in buffers):
+            parts.append(part(f"{BUFFERS}/{name}", _tensor(place, "fp32", shapes)))
             continue
         keys = sorted(file.stem for file in place.glob("*.pt"))
         if "fp32" not in keys:
@@ -75,6 +79,10 @@ def import_universal(
         step = _read(place / "step.pt") if "step" in keys else taken
         if moments:
             numbers.setdefault(name, {})["step"] = encode(torch.tensor(float(step)))
+    for name, shape in (states.get("frozen_param_shapes") or {}).items():
+        if not (source / "zero" / name).is_dir():  # stage 3 has it in parts, padded
+            whole = torch.cat(states["fragments"][name]).reshape(-1)[: math.prod(shape)].view(tuple(shape))
+            parts.append(part(f"{WEIGHTS}/{_layers(named(name, renames or {}))}", whole))
     if not any(each.name.startswith(f"{WEIGHTS}/") for each in parts):
         raise ValueError(f"{source / 'zero'} has no folder of a parameter")
     if (source / "zero" / "optimizer_state.pt").is_file():
@@ -88,10 +96,10 @@ def import_universal(
 
 
 def _states(source: Path) -> tuple[dict[str, Any], list[str]]:
-    """What the model's files say of the run, and which of them could not be read."""
+    """What the model's files say of the run, in the order of their ranks; and which of them could not be read."""
     found: dict[str, Any] = {}
     left = []
-    for file in sorted(source.glob(f"*{STATES}")):
+    for file in sorted(source.glob(f"*{STATES}"), key=lambda path: [*map(int, re.findall(r"\d+", path.name))]):
         try:
             states = _read(file)
         except ValueError:
@@ -101,6 +109,9 @@ def _states(source: Path) -> tuple[dict[str, Any], list[str]]:
             states[key] = [*(found.get(key) or []), *(states.get(key) or [])]
         for key in ("shared_params", "module"):
             states[key] = {**(found.get(key) or {}), **(states.get(key) or {})}
+        fragments = states["fragments"] = found.get("fragments", {})
+        for name, fragment in (states.pop("frozen_param_fragments", None) or {}).items():
+            fragments.setdefault(name, []).append(fragment)
         found = states
     return found, left
 

@@ -24,14 +24,14 @@ STEPS, AFTER, RATE = 3, 3, 0.01
 
 
 class Net(nn.Module):
-    """Buffers of two kinds, a parameter that is used twice, and one that no gradient reaches."""
+    """Buffers of two kinds, a parameter that is used twice, one that no gradient reaches, one that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
         self.again = nn.Linear(4, 6)
         self.again.weight = self.first.weight
-        self.idle = nn.Parameter(torch.ones(3))
+        self.idle, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.arange(5.0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 4) -> (B, 4)."""
@@ -83,7 +83,8 @@ def universal(folder: Path, stage: int) -> nn.Module:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, at / 5))
+    # WarmupLR of DeepSpeed: its last_batch_iteration is one less than the steps taken.
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, max(0, at - 1) / 5))
     train(model, optimizer, 0, STEPS, warm)
     place = folder / "step3_universal"
     names = dict(model.named_parameters())
@@ -95,7 +96,8 @@ def universal(folder: Path, stage: int) -> nn.Module:
             value = value.reshape(-1) if stage == 3 else {"cat_dim": 0, "param": value}
         torch.save(value, place / "zero" / name / f"{key}.pt")
 
-    for name, parameter in names.items():
+    trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
+    for name, parameter in trained.items():
         state = optimizer.state.get(parameter, {})
         if stage < 3 and not state:
             continue  # its fragments are of what has a gradient; the rest comes from the module, below
@@ -113,7 +115,7 @@ def universal(folder: Path, stage: int) -> nn.Module:
     states = {
         "module": model.state_dict() if stage < 3 else {name: model.state_dict()[name] for name in buffers},
         "buffer_names": buffers,
-        "param_shapes": [{name: parameter.shape for name, parameter in names.items()}],
+        "param_shapes": [{name: parameter.shape for name, parameter in trained.items()}],
         "shared_params": {"again.weight": "first.weight"},
         "lr_scheduler": {"last_batch_iteration": STEPS - 1},
         "global_steps": STEPS,
@@ -121,8 +123,13 @@ def universal(folder: Path, stage: int) -> nn.Module:
         "global_samples": 8 * STEPS,
         "ds_config": {"scheduler": {"type": "WarmupLR", "params": {}}},
     }
-    rank = "mp_rank_00" if stage < 3 else "zero_pp_rank_0_mp_rank_00"
-    torch.save(states, place / f"{rank}_model_states.pt")
+    if stage < 3:
+        torch.save(states, place / "mp_rank_00_model_states.pt")
+    else:  # a file of each rank, with its part of what is not trained
+        states["frozen_param_shapes"] = {"frozen": torch.Size([5])}
+        for rank, part in enumerate(torch.cat([model.frozen.detach(), torch.zeros(7)]).view(12, 1)):
+            file = place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            torch.save({**states, "frozen_param_fragments": {"frozen": part.clone()}}, file)
     (folder / "latest_universal").write_text(place.name)
     train(model, optimizer, STEPS, STEPS + AFTER, warm)
     return model
@@ -309,7 +316,7 @@ def test_exports_refused(tmp_path: Path) -> None:
     assert "does not tell what model it is of: pass --config" in command(*words, "--format", "hf")[1]
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     said = command(*words, "--format", "hf", "--config", tmp_path / "config.json")[1]
-    assert "names do not say what weight is in Hugging Face's model" in said
+    assert "names do not say what bias is in Hugging Face's model" in said
     file = tmp_path / "m.safetensors"
     assert "--config is for --format hf" in command(*words[:2], file, "--config", tmp_path / "config.json")[1]
     shutil.rmtree(tmp_path / "runs")
