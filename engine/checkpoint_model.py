@@ -41,7 +41,7 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     """
     specs: Any = getattr(module, "specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     if hasattr(config, "to_dict"):
         found = config.to_dict()
         found["architectures"] = found.get("architectures") or [type(inner).__name__]

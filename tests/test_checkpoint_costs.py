@@ -72,7 +72,8 @@ def status(key: str) -> int:
 
 
 def grown(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
-    trained = engine(width, 1, **{"async": behind})
+    section: dict[str, Any] = {"async": behind}
+    trained = engine(width, 1, **section)
 
     def largest(*tags: str) -> int:
         """Bytes of this process at its largest, in two steps, with a save before each."""
@@ -127,7 +128,7 @@ def loaded(folder: str) -> tuple[int, int]:
     def _mapped(tensor: Tensor) -> bool:
         return any(start <= tensor.data_ptr() < stop for start, stop in maps)
 
-    Folder._map, Tensor.copy_ = mapped, counted  # type: ignore[method-assign]
+    Folder._map, Tensor.copy_ = mapped, counted  # type: ignore[method-assign, assignment]
     try:
         trained.load_checkpoint(folder)
     finally:

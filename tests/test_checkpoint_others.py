@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import triax
+from triax.models.config import RopeScaling
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.models.llama import LlamaConfig, llama
 
@@ -226,7 +227,7 @@ def test_a_checkpoint_that_fsdp_wrote_on_two_ranks(ranks: Any, tmp_path: Path) -
 MODELS: dict[str, Any] = {
     "gpt2": GPTConfig(53, 16, 24, 2, 4, tie_embeddings=True),
     "gpt2-untied": GPTConfig(47, 16, 24, 2, 4, tie_embeddings=False, mlp_ratio=2),
-    "llama": LlamaConfig(53, 32, 24, 3, 4, kv_heads=2, hidden=40, rope_scaling=triax.models.config.RopeScaling()),
+    "llama": LlamaConfig(53, 32, 24, 3, 4, kv_heads=2, hidden=40, rope_scaling=RopeScaling()),
     "qwen2": LlamaConfig(53, 32, 24, 2, 4, kv_heads=2, hidden=40, qkv_bias=True, tie_embeddings=True),
 }
 
@@ -288,7 +289,7 @@ def test_transformers_reads_what_is_exported(
 def test_a_model_of_transformers_own(tmp_path: Path) -> None:
     import transformers
 
-    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
     torch.manual_seed(0)
     theirs: Any = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
@@ -300,7 +301,7 @@ def test_a_model_of_transformers_own(tmp_path: Path) -> None:
     engine.step()
     assert engine.save_checkpoint(tmp_path / "runs")
     assert command("export", tmp_path / "runs", tmp_path / "hf", "--format", "hf")[0] == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(again) is transformers.Qwen3ForCausalLM
     wanted = engine.module_state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
