@@ -4,14 +4,17 @@ host whose ranks are done goes on listening until the others' are.
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
@@ -32,7 +35,7 @@ class Agent(LocalElasticAgent):
         again: called before each time, with the exit codes of the ranks that failed here and the number of the
             attempt; or with what another host said of it.
         logs: torch's, which redirect nothing: ranks do that themselves.
-        stop: seconds that ranks get to end.
+        limits: seconds that ranks get to end: when others have failed, and when this process is told to stop.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Agent(LocalElasticAgent):
         restarts: int,
         again: Callable[[Exits | str, int], object],
         logs: LogsSpecs,
-        stop: int,
+        limits: tuple[int, float],
         local_address: str | None,
     ) -> None:
         spec = WorkerSpec(
@@ -56,6 +59,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.1,
             local_addr=local_address,
         )
+        stop, self._grace = limits
         super().__init__(spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=stop)
         self._job, self._again, self._handler = job, again, handler
         self._hosts = handler if isinstance(handler, HostRendezvous) else None
@@ -76,6 +80,8 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Also writes down the attempt, for the ranks: see ``run_rank``."""
         self._ended = None
+        for told in Path(self._job.folder).glob("rank-*.json"):  # by ranks that left because a host came or went
+            told.unlink(missing_ok=True)
         if self._hosts is not None:
             self._hosts.arrive(False)
         super()._rendezvous(worker_group)
@@ -86,6 +92,10 @@ class Agent(LocalElasticAgent):
             # torch's own: what one host counts as a restart is to another one a change of members.
             attempt = self._handler._state_holder.state.round  # type: ignore[attr-defined]
         attempt_file(self._job.folder).write_text(str(attempt))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        told = isinstance(sys.exception(), SignalException)
+        super()._shutdown(death_sig, self._grace if told else timeout)  # type: ignore[arg-type]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._stop_limit)

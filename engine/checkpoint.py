@@ -17,6 +17,7 @@ from . import checkpoint_state as states
 from .checkpoint_behind import Behind, failure, report
 from .checkpoint_boxes import everything
 from .checkpoint_export import write_model
+from .checkpoint_model import describe as describe_model
 from .checkpoint_read import CheckpointError, Reader, Wanted, agreed, open_checkpoint, restore
 from .checkpoint_values import encode
 from .checkpoint_write import Writer
@@ -137,7 +138,8 @@ class Checkpoints:
                 weights_only=load_module_only,
                 verify=engine.config.checkpoint.verify,
             )
-            reader = open_checkpoint(engine.grid, folder / chosen, wanted)
+            path = engine.grid.world.all_gather_object(folders.place(folder, chosen))[0]
+            reader = open_checkpoint(engine.grid, path, wanted)
             return load(engine, reader, wanted)
 
     def save_16bit_model(
@@ -240,6 +242,7 @@ def describe(engine: Compat, tag: str, client: Any) -> dict[str, Any]:
         "grid": engine.grid.topology.axes,
         "config": engine.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "dtype": str(engine._replicas.mode.weights or "").removeprefix("torch.") or None,
+        "model": describe_model(engine.module),
         "run": states.run_state(engine),
         "client_state": client,
     }

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -56,6 +56,7 @@ def resume(engine: Compat, folder: Path) -> None:
     grid = engine.grid
     found = None
     if grid.rank == 0:
+        folders.restore(folder)
         for tag, reason in folders.unreadable(folder):
             _LOG.warning("%s is passed over: %s", folder / tag, reason)
         found = folders.tags(folder)[::-1]
@@ -124,7 +125,8 @@ class Automatic:
         """There is a new one: the oldest may go."""
         if self._keep is not None and self._engine.grid.rank == 0:
             for tag in folders.prunable(self._folder, self._keep, plain=True):
-                shutil.rmtree(self._folder / tag, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    folders.remove(self._folder, tag)
 
     def _hear(self, *_: Any) -> None:
         self.told = True

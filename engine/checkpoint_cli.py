@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,25 +67,38 @@ def verify(path: Where) -> None:
 @checkpoint.command()
 def export(
     path: Where,
-    file: Annotated[Path, typer.Argument(help="What to write: model.safetensors, say.")],
+    target: Annotated[Path, typer.Argument(help="What to write: model.safetensors, say; a folder for --format hf.")],
     dtype: Annotated[str | None, typer.Option(help="Of weights, as bfloat16; that in which they are kept.")] = None,
+    format: Annotated[
+        str, typer.Option(help="safetensors: one file; hf: a folder for transformers; another that a package offers.")
+    ] = "safetensors",
+    config: Annotated[
+        Path | None, typer.Option(help="For hf: the model's config.json, where the checkpoint does not tell.")
+    ] = None,
 ) -> None:
-    """Write whole weights and buffers to one safetensors file, one tensor after the other."""
+    """Write whole weights and buffers, one tensor after the other: to one safetensors file, or for Hugging Face."""
     from .checkpoint_export import export as write
     from .checkpoint_file import DTYPES
     from .checkpoint_folder import verify as problems
+    from .checkpoint_model import export_model, exporter
 
     if dtype is not None and (dtype not in DTYPES or not DTYPES[dtype].is_floating_point):
         raise ConfigError(f"--dtype {dtype} is none of float32, float64, bfloat16 and float16")
-    if file.suffix != ".safetensors":
+    plain, kept = format == "safetensors", None if dtype is None else DTYPES[dtype]
+    make = None if plain else exporter(format)
+    if plain and target.suffix != ".safetensors":
         raise ConfigError(
-            f"{file}: what is written is in the format of safetensors: give {file.with_suffix('.safetensors')}"
+            f"{target}: what is written is in the format of safetensors: give {target.with_suffix('.safetensors')}, or "
+            "--format hf for a folder"
         )
+    if plain and config is not None:
+        raise ConfigError("--config is for --format hf")
     reader = _open(path)
     for problem in problems(reader.path, reader.index):
         raise ConfigError(problem)
-    written = write(reader, file, None if dtype is None else DTYPES[dtype])
-    typer.echo(f"{file}: {len(written)} tensors, {file.stat().st_size / 1e6:.3f} MB")
+    written = write(reader, target, kept) if make is None else export_model(make, reader, target, kept, config)
+    files = [target] if plain else sorted(target.glob("*.safetensors"))
+    typer.echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
 
 
 @checkpoint.command()
@@ -110,14 +122,14 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Remove all but the last checkpoints. That which ``latest`` names stays in any case."""
-    from .checkpoint_folder import prunable
+    from .checkpoint_folder import prunable, remove
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder")
     gone = prunable(folder, keep)
     for tag in gone:
         if not dry_run:
-            shutil.rmtree(folder / tag)
+            remove(folder, tag)
         typer.echo(f"{folder / tag} {'would go' if dry_run else 'removed'}")
     if not gone:
         typer.echo(f"{folder}: nothing to remove")
@@ -125,29 +137,63 @@ def prune(
 
 @checkpoint.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(help="A folder that torch.distributed.checkpoint.save wrote.")],
+    source: Annotated[
+        Path, typer.Argument(help="A folder of torch.distributed.checkpoint's, or one in DeepSpeed's universal format.")
+    ],
     folder: Annotated[Path, typer.Argument(help="Where to write a checkpoint.")],
     tag: Annotated[str, typer.Option(help="Its name there.")] = "imported",
-    weights: Annotated[str, typer.Option(help="What stands before the names of weights.")] = "model.",
-    optimizer: Annotated[str, typer.Option(help="And before those of the optimizer's state.")] = "optimizer.state.",
+    weights: Annotated[str, typer.Option(help="DCP: what stands before the names of weights.")] = "model.",
+    optimizer: Annotated[
+        str, typer.Option(help="DCP: and before those of the optimizer's state.")
+    ] = "optimizer.state.",
     buffers: Annotated[list[str] | None, typer.Option(help="Names, as *.running_mean, of what is a buffer.")] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(help="OLD=NEW: names that begin with OLD begin with NEW here.")
+    ] = None,
     unpickle: Annotated[bool, typer.Option("--unpickle", help="I trust whoever wrote it: it may run code.")] = False,
 ) -> None:
-    """Make a checkpoint of torch's distributed checkpoint (DCP), whose metadata are a pickle."""
-    if not (source / ".metadata").is_file():
-        raise ConfigError(f"{source} is no folder of torch.distributed.checkpoint: it has no file .metadata")
+    """Make a checkpoint of torch's distributed checkpoint (DCP) or DeepSpeed's universal one, which are pickles."""
+    source, is_dcp = _foreign(source)
+    renames = dict(word.split("=", 1) for word in rename or [] if "=" in word)
+    if len(renames) != len(rename or []):
+        raise ConfigError(f"--rename {' --rename '.join(rename or [])}: write OLD=NEW, each OLD once")
     if not unpickle:
+        what = f"{source / '.metadata'} is a pickle" if is_dcp else f"the files of {source} are pickles"
         raise ConfigError(
-            f"{source / '.metadata'} is a pickle, and reading one runs whatever code it holds: if you trust whoever "
-            "wrote it, pass --unpickle"
+            f"{what}, and reading one runs whatever code it holds: if you trust whoever wrote it, pass --unpickle"
         )
     from .checkpoint_import import import_dcp
+    from .checkpoint_universal import import_universal
 
     try:
-        left = import_dcp(source, folder, tag, weights, optimizer, buffers or [])
+        if is_dcp:
+            left = import_dcp(source, folder, tag, weights, optimizer, buffers or [], renames)
+        else:
+            left = import_universal(source, folder, tag, buffers or [], renames)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
     typer.echo(f"{folder / tag} written" + (f"; left out: {', '.join(left)}" if left else ""))
+
+
+def _foreign(source: Path) -> tuple[Path, bool]:
+    """The folder of a checkpoint of others, and whether it is DCP's."""
+    named = source / "latest_universal"
+    if named.is_file():
+        source = source / named.read_text(encoding="utf-8").strip()
+    if (source / ".metadata").is_file():
+        return source, True
+    if (source / "zero").is_dir():
+        return source, False
+    if [*source.glob("*_optim_states.pt")]:
+        raise ConfigError(
+            f"{source} is as DeepSpeed's ranks wrote it: make it universal first, python -m "
+            f"deepspeed.checkpoint.ds_to_universal --input_folder {source} --output_folder {source}_universal, and "
+            "import that"
+        )
+    raise ConfigError(
+        f"{source} is no folder of torch.distributed.checkpoint, which has a file .metadata, and none in DeepSpeed's "
+        "universal format, which has a folder zero"
+    )
 
 
 def differences(a: Reader, b: Reader) -> list[str]:
@@ -182,7 +228,7 @@ def differences(a: Reader, b: Reader) -> list[str]:
 
 def _open(path: Path) -> Reader:
     from .checkpoint_file import CorruptError
-    from .checkpoint_folder import latest
+    from .checkpoint_folder import latest, place
     from .checkpoint_index import NAME, read_index
     from .checkpoint_read import Reader
 
@@ -191,7 +237,7 @@ def _open(path: Path) -> Reader:
         tag = latest(path) if path.is_dir() else None
         if tag is None:
             raise ConfigError(f"{path} is no checkpoint (it has no {NAME}), and has no file 'latest' that names one")
-        found = path / tag
+        found = place(path, tag)
     try:
         return Reader(found, read_index(found))
     except (CorruptError, OSError) as error:

@@ -4,11 +4,13 @@ runs/                   what save_checkpoint is given
   latest                the tag of the last one
   global_step10/        one checkpoint: index.json and the ranks' files
   .global_step20.part/  one that is being written; it is renamed once everything is on the disk
+  .best.old/            one that another of its name is about to replace
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -43,50 +45,114 @@ def part(folder: Path, tag: str) -> Path:
 def begin(folder: Path, tag: str) -> None:
     """Make the folder to write to; what is left of an earlier attempt goes."""
     folder.mkdir(parents=True, exist_ok=True)
-    for tagged in (part(folder, tag), folder / f".{tag}.old"):
+    restore(folder)
+    for tagged in (part(folder, tag), old(folder, tag)):
         if tagged.exists():
             shutil.rmtree(tagged)
     part(folder, tag).mkdir()
 
 
 def commit(folder: Path, tag: str, save_latest: bool) -> None:
-    """All of it is written: have it take its name. One of that name is replaced, and there until then."""
-    temporary, final, old = part(folder, tag), folder / tag, folder / f".{tag}.old"
-    sync(temporary)
-    if final.exists():
-        final.rename(old)
-    temporary.rename(final)
+    """All of it is written: have it take its name. One of that name is replaced, and there until then.
+
+    Raises:
+        OSError: it has not taken its name, and everything is as it was.
+    """
+    temporary, final, before = part(folder, tag), folder / tag, old(folder, tag)
+    sync(temporary, strict=True)
+    named = _write_beside(folder / LATEST, tag.encode()) if save_latest else None
+    replaces = final.exists()
+    if replaces:
+        final.rename(before)
+    try:
+        temporary.rename(final)
+        try:
+            if named is not None:
+                named.replace(folder / LATEST)
+        except OSError:
+            final.rename(temporary)
+            raise
+    except OSError:
+        if replaces:
+            before.rename(final)
+        raise
     sync(folder)
-    if save_latest:
-        write_text(folder / LATEST, tag)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def old(folder: Path, tag: str) -> Path:
+    """Where a checkpoint is while another one takes its name."""
+    return folder / f".{tag}.old"
+
+
+def remove(folder: Path, tag: str) -> None:
+    """Remove a checkpoint: it is there, or not, and never in part."""
+    gone = folder / f".{tag}.gone"
+    (folder / tag).rename(gone)
+    shutil.rmtree(gone)
+
+
+def restore(folder: Path) -> None:
+    """After a kill, for the job that writes: those whose place another was about to take have their names again."""
+    for gone in folder.glob(".*.gone"):
+        shutil.rmtree(gone, ignore_errors=True)
+    for before in folder.glob(".*.old"):
+        final = folder / before.name.removeprefix(".").removesuffix(".old")
+        with contextlib.suppress(OSError):  # nobody may write here
+            if final.exists():
+                shutil.rmtree(before)
+            else:
+                before.rename(final)
+
+
+def place(folder: Path, tag: str) -> Path:
+    """Where a checkpoint is to be read: another one may be about to take its name, or the run was killed then."""
+    before = old(folder, tag)
+    return before if before.is_dir() and not (folder / tag).exists() else folder / tag
 
 
 def discard(folder: Path, tag: str) -> None:
     """Remove what was written of a checkpoint that does not come to be."""
     shutil.rmtree(part(folder, tag), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / f".{LATEST}.part").unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str | bytes) -> None:
     """Write a small file: it is the old one or the new one, never half of it."""
+    _write_beside(path, text.encode() if isinstance(text, str) else text).replace(path)
+    sync(path.parent)
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    """The same, but for its name."""
     temporary = path.with_name(f".{path.name}.part")
-    data = text.encode() if isinstance(text, str) else text
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
-    sync(path.parent)
+    return temporary
 
 
-def sync(folder: Path) -> None:
-    """Have a folder's names reach the disk."""
-    with contextlib.suppress(OSError):  # some file systems do not know this of folders
+def sync(folder: Path, strict: bool = False) -> None:
+    """Have a folder's names reach the disk.
+
+    Args:
+        folder: of them.
+        strict: a disk that says no is an error; not so a file system that does not know this of folders.
+
+    Raises:
+        OSError: where ``strict``.
+    """
+    try:
         opened = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(opened)
         finally:
             os.close(opened)
+    except OSError as error:
+        if strict and error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
 
 
 def tags(folder: Path) -> list[str]:

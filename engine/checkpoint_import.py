@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ def import_dcp(
     weights: str = "model.",
     optimizer: str = "optimizer.state.",
     buffers: Sequence[str] = (),
+    renames: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Read all tensors of a DCP folder, on one process, and write them as a checkpoint.
 
@@ -37,6 +38,7 @@ def import_dcp(
         weights: what stands before the names of weights.
         optimizer: what stands before the names of the optimizer's state: a parameter's name, a dot and a key follow.
         buffers: patterns of names, of what is a buffer and no parameter.
+        renames: what names begin with, once that is taken off -> what they begin with here.
 
     Returns:
         The names of what was left out.
@@ -60,34 +62,67 @@ def import_dcp(
     for name, value in tensors.items():
         if name.startswith(optimizer):
             parameter, _, key = name.removeprefix(optimizer).rpartition(".")
+            parameter = named(parameter, renames or {})
             if value.dim() == 0:
                 numbers.setdefault(parameter, {})[key] = encode(value)
             else:
-                parts.append(_part(f"{OPTIMIZER}/{key}/{parameter}", value))
+                parts.append(part(f"{OPTIMIZER}/{key}/{parameter}", value))
         elif name.startswith(weights):
-            short = name.removeprefix(weights)
+            short = named(name.removeprefix(weights), renames or {})
             buffer = any(fnmatchcase(short, pattern) for pattern in buffers)
-            parts.append(_part(f"{BUFFERS if buffer else WEIGHTS}/{short}", value))
-    if not any(part.name.startswith(WEIGHTS) for part in parts):
+            parts.append(part(f"{BUFFERS if buffer else WEIGHTS}/{short}", value))
+    if not any(each.name.startswith(WEIGHTS) for each in parts):
         raise ValueError(f"{source} has no tensor {weights}...: it has {', '.join([*entries][:6])}, ...")
     steps = [tensors[name] for name in tensors if name.startswith(optimizer) and name.endswith(".step")]
     step = int(max(map(float, steps), default=0))
+    write(folder, tag, parts, numbers, {"global_steps": step}, {"from": f"DCP, {source}"})
+    taken = (weights, optimizer)
+    return [name for name in entries if name not in tensors or not name.startswith(taken)]
+
+
+def write(
+    folder: Path,
+    tag: str,
+    parts: Sequence[Part],
+    numbers: dict[str, dict[str, Any]],
+    run: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> None:
+    """Write whole tensors as a checkpoint, on one process.
+
+    Args:
+        folder, tag: where.
+        parts: whole tensors.
+        numbers: for each parameter what its optimizer's state has of numbers.
+        run: where the run was.
+        versions: whose they are.
+
+    Raises:
+        RuntimeError: it could not be written.
+    """
     head = {
         "tag": tag,
-        "step": step,
-        "versions": {"torch": torch.__version__, "from": f"DCP, {source}"},
+        "step": run["global_steps"],
+        "versions": {"torch": torch.__version__, **versions},
         "grid": {},
         "config": {},
         "dtype": None,
-        "run": {"global_steps": step},
+        "run": dict(run),
         "client_state": {},
     }
     problem = Writer(Grid(), folder, tag, parts, numbers, head, lambda text: [text], True).run()
     if problem is not None:
         raise RuntimeError(problem)
-    taken = (weights, optimizer)
-    return [name for name in entries if name not in tensors or not name.startswith(taken)]
 
 
-def _part(name: str, value: Tensor) -> Part:
+def named(name: str, renames: Mapping[str, str]) -> str:
+    """A name as it is here: the longest beginning that is renamed counts."""
+    for old in sorted(renames, key=len, reverse=True):
+        if name.startswith(old):
+            return renames[old] + name[len(old) :]
+    return name
+
+
+def part(name: str, value: Tensor) -> Part:
+    """A whole tensor, to be written."""
     return Part(name, tuple(value.shape), value.dtype, everything(value.shape), value)

@@ -180,7 +180,7 @@ def set_optimizer(engine: Compat, state: Mapping[str, Any]) -> list[str]:
     """Put back the groups' options and the loss scale; returns what did not fit."""
     notes = []
     saved = decode(state.get("param_groups") or [])
-    for groups in _all_groups(engine):
+    for groups in _all_groups(engine) if "param_groups" in state else ():
         if len(groups) != len(saved):
             notes = [f"{len(saved)} parameter groups were saved, and there are {len(groups)}: their options stay"]
             continue

@@ -49,7 +49,7 @@ def load_weights(
     with agreed(grid):
         folder = Path(path)
         if not (folder / NAME).is_file() and (tag := folders.latest(folder)) is not None:
-            folder = folder / tag
+            folder = folders.place(folder, tag)
     reader = open_checkpoint(grid, folder, Wanted(weights_only=True, verify=verify))
     targets = {name: (layout, tensor) for name, layout, tensor in _targets(module, grid)}
     entries = reader.index.tensors

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 PRELOAD = ("torch", "torch.distributed.device_mesh", "torch.distributed.elastic.multiprocessing")
 SPEAKS = 30  # seconds that rank 0 has to say what the user did wrong
-STOP = 5  # seconds that ranks get to end after a signal, before they are killed
+STOP = 5  # seconds that ranks get to end when another has failed, before they are killed
+GRACE = 30.0  # and when this process is told to stop: a checkpoint takes its time
 HEARSAY = 4.0  # seconds that another host has to say that the cause was there
 
 _STOPPED = "; the other ranks were stopped"
@@ -112,6 +113,7 @@ def outcome_of(
     hosts: Hosts | None = None,
     rendezvous: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
+    grace: float = GRACE,
 ) -> Outcome:
     """As ``launch``, and nothing is printed at the end.
 
@@ -123,6 +125,7 @@ def outcome_of(
         rendezvous: the arguments of torch's ``RendezvousParameters``, where hosts may come and go. Neither of the
             two: this host alone.
         environment: variables of the ranks.
+        grace: seconds that they get to end, to save first perhaps, once this process was told to stop.
     """
     threads = threads or max(1, cores() // ranks)
     defaults = {"OMP_NUM_THREADS": str(threads)}
@@ -153,7 +156,7 @@ def outcome_of(
             # c10d's own words about each attempt to reach a lost host, stacks and all; the message says it in one line.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         with tail if tail is not None else contextlib.nullcontext():
-            return _run(job, ranks, topology, restarts, hosts, rendezvous)
+            return _run(job, ranks, topology, restarts, hosts, rendezvous, grace)
 
 
 def user_error(message: object) -> NoReturn:
@@ -190,6 +193,7 @@ def _run(
     restarts: int,
     hosts: Hosts | None,
     rendezvous: Mapping[str, Any] | None,
+    grace: float,
 ) -> Outcome:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -218,7 +222,8 @@ def _run(
     with _quiet("torch.distributed", "torch.multiprocessing"), _signals_restored():
         try:
             handler = HostRendezvous(hosts, restarts) if hosts is not None else c10d(dict(rendezvous or alone))
-            agent = Agent(job, ranks, handler, restarts, again, DefaultLogsSpecs(), STOP, _address(hosts, rendezvous))
+            limits, here = (STOP, grace), _address(hosts, rendezvous)
+            agent = Agent(job, ranks, handler, restarts, again, DefaultLogsSpecs(), limits, here)
             agent.launch()
             return Outcome(0)
         except SignalException as stop:

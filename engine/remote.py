@@ -151,13 +151,14 @@ class _Host:
         return Outcome(code if code > 0 else 1, f"{self.name}: the launcher ended with exit code {code}{last}")
 
 
-def run_everywhere(commands: Mapping[str, Sequence[str]], restarts: int, limit: float) -> Outcome:
+def run_everywhere(commands: Mapping[str, Sequence[str]], restarts: int, limit: float, grace: float) -> Outcome:
     """Run a command for each host; the outcome is that of the first one that failed by itself.
 
     Args:
         commands: host -> the command line that starts its launcher.
         restarts: how often a launcher that ended without a word, its host gone, is started again.
         limit: seconds that the others get to end, once one has failed.
+        grace: and that all get, once this process was told to stop.
     """
     stopped: list[int] = []
     before = {number: signal.signal(number, lambda number, _: stopped.append(number)) for number in _SIGNALS}
@@ -188,7 +189,7 @@ def run_everywhere(commands: Mapping[str, Sequence[str]], restarts: int, limit: 
             if stopped:
                 for host in running:
                     host.tell_to_stop()
-                deadline = min(deadline, time.monotonic() + STOP + 5)
+                deadline = min(deadline, time.monotonic() + grace + STOP)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -14,7 +14,7 @@ import typer
 
 from .config_base import ConfigError
 from .hosts import Hosts, Slots, limit, nodes_range, parse_hostfile, ranks, select
-from .launch import cores, outcome_of, say, towards
+from .launch import GRACE, cores, outcome_of, say, towards
 from .remote import SSH, marked, passed_on, run_everywhere, through
 from .worker import Module
 
@@ -72,6 +72,9 @@ def run(
     lost_after: Annotated[
         float, typer.Option(min=3.0, help="Seconds without a word after which a host counts as lost.")
     ] = 15.0,
+    grace: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that ranks get after a SIGTERM, to save and leave.")
+    ] = GRACE,
     wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait until all hosts are there.")] = 600.0,
     rdzv_backend: Annotated[str, typer.Option("--rdzv-backend", "--rdzv_backend", help="torchrun's, as c10d.")] = "",
     rdzv_endpoint: Annotated[
@@ -109,6 +112,7 @@ def run(
             *("--nnodes", str(len(slots)), "--master-addr", address, "--master-port", str(master_port)),
             *("--max-restarts", str(max_restarts), "--log-dir", log_dir, "--tee", tee),
             *("--lost-after", str(lost_after), "--wait", str(wait), "--driven", ",".join(slots)),
+            *("--grace", str(grace)),
             *(("--threads", str(threads)) if threads else ()),
         ]
         commands = {}
@@ -119,11 +123,11 @@ def run(
             words += [str(len(chosen)), *said, *exports, *(["-m"] if module else []), script, *context.args]
             template = SSH if launcher == "ssh" else launcher
             commands[host] = through(template, host, words, passed_on(os.environ), os.getcwd())
-        outcome = run_everywhere(commands, max_restarts, lost_after)
+        outcome = run_everywhere(commands, max_restarts, lost_after, grace)
         say(outcome)
         raise SystemExit(outcome.code)
 
-    options: dict[str, Any] = {"restarts": max_restarts, "environment": extra}
+    options: dict[str, Any] = {"restarts": max_restarts, "environment": extra, "grace": grace}
     if changing:
         options["rendezvous"] = _changing(least, most, rdzv_backend, rdzv_endpoint, rdzv_id, rdzv_conf, master_addr)
     elif least > 1:

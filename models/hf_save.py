@@ -18,10 +18,10 @@ from .hf_config import layer_count, to_hf
 from .hf_names import Entry, Names, expand, names_of
 from .hf_write import FolderWriter
 
-__all__ = ["agree", "hugging_face", "named", "save_hf"]
+__all__ = ["Held", "agree", "hugging_face", "named", "parts_of", "save_hf", "split"]
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """A parameter of the whole model."""
 
     layout: Layout
@@ -83,7 +83,7 @@ def save_hf(
         entries = {name: Entry((name.removeprefix(prefix),)) for name in held}
         if names is not None or theirs is None:
             entries = expand(names or names_of(written.get("model_type")), layer_count(written))
-        plan = {name: _parts(name, h, entries, dtype) for name, h in held.items()}
+        plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items()}
         if grid.rank == 0:
             tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
             kinds = {kind for _, kind in tensors.values()}
@@ -134,13 +134,13 @@ def agree(grid: Grid) -> Iterator[None]:
         raise RuntimeError(f"on another rank: {other}")
 
 
-def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, _Held]:
+def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
     """Every parameter of the model, in its order."""
     mine = [(name, layout_of(p), p.dtype) for name, p in own.items()]
-    held: dict[str, _Held] = {}
+    held: dict[str, Held] = {}
     for owner, listed in enumerate(grid.pipe.all_gather_object(mine)):
         for name, layout, dtype in listed:
-            held.setdefault(name, _Held(layout, dtype, owner))
+            held.setdefault(name, Held(layout, dtype, owner))
     return held
 
 
@@ -160,8 +160,8 @@ def _config(module: nn.Module, theirs: Any, config: Any) -> dict[str, Any]:
     return to_hf(config) if isinstance(config, (GPTConfig, LlamaConfig)) else dict(config)
 
 
-def _parts(
-    name: str, held: _Held, entries: Mapping[str, Entry], dtype: torch.dtype | None
+def parts_of(
+    name: str, held: Held, entries: Mapping[str, Entry], dtype: torch.dtype | None
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """What is written of one parameter: names, shapes and dtypes."""
     if name not in entries:
@@ -181,7 +181,7 @@ def _parts(
     return [(theirs, shape, dtype or held.dtype) for theirs, shape in zip(entry.theirs, shapes, strict=True)]
 
 
-def _whole(parameter: nn.Parameter | None, held: _Held, grid: Grid) -> Tensor | None:
+def _whole(parameter: nn.Parameter | None, held: Held, grid: Grid) -> Tensor | None:
     """A whole tensor on rank 0; whoever does not hold it or pass it on returns None."""
     if not grid.data.is_first:
         return None
@@ -211,7 +211,15 @@ def _whole(parameter: nn.Parameter | None, held: _Held, grid: Grid) -> Tensor | 
 def _write(
     writer: FolderWriter, whole: Tensor, parts: list[tuple[str, tuple[int, ...], torch.dtype]], entry: Entry
 ) -> None:
+    for theirs, piece in split(whole, parts, entry):
+        writer.write(theirs, piece)
+
+
+def split(
+    whole: Tensor, parts: list[tuple[str, tuple[int, ...], torch.dtype]], entry: Entry
+) -> Iterator[tuple[str, Tensor]]:
+    """What is written of a whole parameter: names and values."""
     lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
     pieces = whole.split(lengths) if whole.dim() else (whole,)
     for (theirs, _, dtype), piece in zip(parts, pieces, strict=True):
-        writer.write(theirs, (piece.t() if entry.transposed else piece).to(dtype))
+        yield theirs, (piece.t() if entry.transposed else piece).to(dtype)
