@@ -2,7 +2,7 @@
 
 What is written is there whatever becomes of the process, and a collective is in the file from the moment it starts: one
 that never ends is seen. ``engine/timeline_file.py`` makes one file of the parts of all ranks. While nobody records, a
-grid's axes are of their own class, and nothing here is loaded.
+grid's axes are of their own class, and nothing here runs.
 """
 
 from __future__ import annotations
