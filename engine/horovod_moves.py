@@ -83,9 +83,7 @@ class _Allgather(torch.autograd.Function):
         return None, mean.narrow(0, ctx.start, ctx.rows)
 
 
-def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Tensor:
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
     """A new tensor: that of rank ``root_rank``. Differentiable."""
     only_global(process_set)
     result: Tensor = _Broadcast.apply(job().calls.name("broadcast", name), root_rank, tensor)

@@ -77,8 +77,8 @@ class Reduction:
 
 
 NO_ADASUM = (
-    "op=Adasum: its sum depends on which gradients are reduced together, and has no counterpart in one process to be "
-    "held against; use Average, with triax.Compression or the compressors of docs/zero.md to send less"
+    "op=Adasum: what it makes of gradients depends on the number of ranks and their order, so that no other grid and "
+    "no single process trains alike; use op=Average, and scale the learning rate yourself"
 )
 
 # ------------------------------------------------------------------------------------------------------- allreduce

@@ -28,7 +28,7 @@ from .horovod_reducer import Reducer
 _CAPACITY = 2**24  # bytes of gradients that are sent at once
 
 
-def DistributedOptimizer(  # noqa: N802 (Horovod's name for what looks like a class to its users)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     compression: Any = Compression.none,
@@ -118,7 +118,7 @@ class _Distributed(torch.optim.Optimizer):
 
     _hvd: _Averaging
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait until gradients are averaged, and step. Collective.
 
         Raises:
@@ -143,7 +143,7 @@ class _Distributed(torch.optim.Optimizer):
                 )
             mine.synchronize()
         with mine.span("step"):
-            result = super().step(None if closure is None else reduced)  # type: ignore[func-returns-value]
+            result = super().step(None if closure is None else reduced)
         mine.reducer.done = False
         return result
 
@@ -197,9 +197,10 @@ class _Averaging:
         self.reducer = self._made()
 
     def synchronize(self) -> None:
-        with self.span("synchronize"):
-            with all_or_none(self._grid, self.reducer.abandon, "the reduction of gradients"):
-                self.reducer.synchronize()
+        """Have the gradients reduced."""
+        whole = all_or_none(self._grid, self.reducer.abandon, "the reduction of gradients")
+        with self.span("synchronize"), whole:
+            self.reducer.synchronize()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """A slice of the timeline, where one is recorded."""
@@ -230,7 +231,9 @@ class _Averaging:
         grid, settings = self._grid, dict(self._settings)
         mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
         away = next((name for name, p in self._named if p.device.type != grid.device.type), None)
-        problem = None if away is None else f"{away} is not on {grid.device}, where the ranks talk: move the model there"
+        problem = (
+            None if away is None else f"{away} is not on {grid.device}, where the ranks talk: move the model there"
+        )
         told: list[tuple[str | None, Any]] = self._axis.all_gather_object((problem, mine))
         for rank, (other, theirs) in enumerate(told):
             if other is not None:
@@ -266,12 +269,14 @@ def _named(
     if twice:
         raise ValueError(f"named_parameters has {', '.join(twice)} twice: every parameter has a name of its own")
     found = {p: name for name, p in pairs if p in mine}
-    missing = [f"parameter {i} of group {g}" for g, group in enumerate(groups) for i, p in enumerate(group) if p not in found]
+    missing = [
+        f"parameter {i} of group {g}" for g, group in enumerate(groups) for i, p in enumerate(group) if p not in found
+    ]
     if missing:
         raise ValueError(
             f"named_parameters names {len(found)} of the optimizer's {len(mine)} parameters; without a name are "
-            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}: pass model.named_parameters() of the whole "
-            "model, or leave it out"
+            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}: pass model.named_parameters() of the "
+            "whole model, or leave it out"
         )
     return [(name, p) for p, name in found.items()]
 
@@ -283,7 +288,7 @@ def _distributed(
     settings: dict[str, Any],
 ) -> _Distributed:
     kind = type(optimizer)
-    made = type(kind.__name__, (_Distributed, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+    made: Any = type(kind.__name__, (_Distributed, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
     distributed: _Distributed = made.__new__(made)
     # All but a step that a scheduler has wrapped, which would be the optimizer's own.
     vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})

@@ -207,20 +207,20 @@ class Reducer:
             raise RuntimeError(
                 f"{self._names[parameter]} has got more gradients than backward_passes_per_step={self._passes} before "
                 "optimizer.step(): give DistributedOptimizer a larger one, and gradients add up that often before they "
-                "are sent; or it is used by a re-entrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
+                "are sent; or it is in a re-entrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
             )
         self._left[parameter] = left
         self.pending, self.done = True, False
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise RuntimeError(
-                f"{self._names[parameter]}: backward(create_graph=True) leaves a gradient that has one itself, which is "
-                "not averaged: use torch.autograd.grad(loss, inputs, create_graph=True) for such a part of the loss"
+                f"{self._names[parameter]}: backward(create_graph=True) leaves a gradient that has one itself, which "
+                "is not averaged: use torch.autograd.grad(loss, inputs, create_graph=True) for such a part of the loss"
             )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             if not self._dense:
                 raise RuntimeError(
-                    f"{self._names[parameter]} has a sparse gradient: give DistributedOptimizer sparse_as_dense=True, or "
-                    "make its layer with sparse=False"
+                    f"{self._names[parameter]} has a sparse gradient: give DistributedOptimizer sparse_as_dense=True, "
+                    "or make its layer with sparse=False"
                 )
             parameter.grad = parameter.grad.to_dense()
         if left == 0 and self._axis.size > 1:
@@ -260,4 +260,3 @@ def shared(
         bucket.append(parameter)
         open_[parameter.dtype] = bucket, size + more
     return found
-

@@ -82,7 +82,9 @@ def broadcast_optimizer_state(
     only_global(process_set)
     require_rank(root_rank)
     if hasattr(optimizer, "passes"):
-        raise ValueError("a ShardedOptimizer has on each rank the state of its own shard: there is nothing to broadcast")
+        raise ValueError(
+            "a ShardedOptimizer has on each rank the state of its own shard: there is nothing to broadcast"
+        )
     state = optimizer.state_dict()
     sizes = [len(group["params"]) for group in state["param_groups"]]
     leaves: list[Tensor] = []

@@ -84,7 +84,9 @@ def recorded(file: Path | None, node: int) -> Iterator[dict[str, str]]:
         yield {TIMELINE: folder}
     finally:
         if not merge(Path(folder), file):
-            said = "no rank made a triax.Grid, so it is empty: it shows what goes through grids (triax.init() makes one)"
+            said = (
+                "no rank made a triax.Grid, so it is empty: it shows what goes through grids (triax.init() makes one)"
+            )
             print(f"triax run: --timeline {file}: {said}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -116,7 +118,7 @@ def merged(texts: Iterable[str]) -> dict[str, Any]:
     rows: dict[tuple[int, int], int] = {}  # rank and thread -> row
     for number, part in enumerate(parts):
         names[part.rank] = part.name
-        for at, (name, kind, start, end, thread) in enumerate(part.spans):
+        for name, kind, start, end, thread in part.spans:
             times = {"ts": 1e6 * (start - begin), "dur": 1e6 * (end - start)}
             row = rows.setdefault((part.rank, thread), len([r for r, _ in rows if r == part.rank]))
             events.append({"ph": "X", "name": name, "cat": kind, "pid": part.rank, "tid": row, **times})
@@ -129,7 +131,13 @@ def merged(texts: Iterable[str]) -> dict[str, Any]:
             else:
                 row = rows.setdefault((part.rank, call.thread), len([r for r, _ in rows if r == part.rank]))
                 times = {"ts": 1e6 * (call.waited - begin), "dur": 1e6 * (call.end - call.waited)}
-                slice_ = {"ph": "X", "name": f"{call.phase or _shown(call)} {name}", "cat": "wait", "pid": part.rank, "tid": row}
+                slice_ = {
+                    "ph": "X",
+                    "name": f"{call.phase or _shown(call)} {name}",
+                    "cat": "wait",
+                    "pid": part.rank,
+                    "tid": row,
+                }
                 events.append({**slice_, **times, "args": args})
             both = {"cat": f"{axis[1]} axis", "id": f"{number}.{at}", "pid": part.rank, "tid": 0}
             events += _phases(call, part.last, name, args, begin, both)

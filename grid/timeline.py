@@ -186,7 +186,7 @@ class _UnderWay:
 
 
 @cache
-def recorded(kind: type[Axis]) -> type[TimelineAxis]:
+def recorded(kind: Any) -> Any:
     """The class of axes that are recorded, and do besides what they did."""
     if issubclass(kind, TimelineAxis):
         return kind

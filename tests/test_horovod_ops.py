@@ -6,15 +6,16 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from pool import RankFailure
 from torch import Tensor
 
 import triax as hvd
 from triax.engine.horovod import Job, job
+
+from pool import RankFailure
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 
@@ -92,12 +93,12 @@ def reductions() -> None:
         a, b, c = (of(me, *s, seed=i) for i, s in enumerate([(3,), (2, 2), (4,)]))
         wanted = [all_of(*s, seed=i).mean(0) for i, s in enumerate([(3,), (2, 2), (4,)])]
         wanted[2] = wanted[2].float()
-        for found in (
+        for several in (
             hvd.grouped_allreduce([a, b, c.float()]),
             hvd.synchronize(hvd.grouped_allreduce_async([a, b, c.float()])),
             hvd.grouped_allreduce_([a, b, c.float()]),
         ):
-            for one, other in zip(found, wanted, strict=True):
+            for one, other in zip(several, wanted, strict=True):
                 torch.testing.assert_close(one, other)
         close(a, wanted[0])  # in place
 
@@ -189,14 +190,14 @@ def moves() -> None:
             assert torch.equal(whole, wanted) and received.tolist() == [2] * n
         assert [t.shape[0] for t in hvd.grouped_allgather([torch.ones(me, 1), torch.ones(1)])] == [n * (n - 1) // 2, n]
 
-        for rows in (2 * n, 2 * n + 1, 1):
-            mine = [rows // n + (r < rows % n) for r in range(n)]
-            start = sum(mine[:me])
-            for op, wanted in ((hvd.Sum, all_of(rows, 3).sum(0)), (hvd.Average, all_of(rows, 3).mean(0))):
-                part = wanted[start : start + mine[me]]
-                close(hvd.reducescatter(of(me, rows, 3), op=op), part)
-                close(hvd.synchronize(hvd.reducescatter_async(of(me, rows, 3), op=op)), part)
-                close(hvd.grouped_reducescatter([of(me, rows, 3)], op=op, prescale_factor=2.0)[0], 2 * part)
+        for count in (2 * n, 2 * n + 1, 1):
+            shares = [count // n + (r < count % n) for r in range(n)]
+            start = sum(shares[:me])
+            for op, full in ((hvd.Sum, all_of(count, 3).sum(0)), (hvd.Average, all_of(count, 3).mean(0))):
+                part = full[start : start + shares[me]]
+                close(hvd.reducescatter(of(me, count, 3), op=op), part)
+                close(hvd.synchronize(hvd.reducescatter_async(of(me, count, 3), op=op)), part)
+                close(hvd.grouped_reducescatter([of(me, count, 3)], op=op, prescale_factor=2.0)[0], 2 * part)
 
         assert hvd.broadcast_object({"from": me, "list": [1]}, n - 1) == {"from": n - 1, "list": [1]}
         assert hvd.allgather_object(("of", me)) == [("of", r) for r in range(n)]
@@ -302,17 +303,17 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any) -> None:
         (lambda: hvd.allreduce(torch.tensor([True])), "tensor.to(torch.uint8)"),
         (lambda: hvd.allreduce(torch.tensor([1]), prescale_factor=0.5), "reduce tensor.double()"),
         (lambda: hvd.allreduce(torch.eye(2).to_sparse()), "tensor.to_dense()"),
-        (lambda: hvd.allreduce(0.5), "give torch.tensor(value)"),
+        (lambda: hvd.allreduce(cast(Any, 0.5)), "give torch.tensor(value)"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "tensor.view(1)"),
         (lambda: hvd.allreduce(torch.ones(1, device="meta")), "a tensor on meta"),
         (lambda: hvd.broadcast(torch.ones(1), 3), "root_rank=3 of 1 ranks: they count from 0 to 0"),
         (lambda: hvd.alltoall(torch.ones(3), [1]), "splits=[1] of 3 rows: give 1 numbers that add up to 3"),
         (lambda: hvd.reducescatter(torch.ones(2), op=hvd.Max), "reducescatter(op=Max)"),
-        (lambda: hvd.synchronize(7), "7 is no handle"),
+        (lambda: hvd.synchronize(cast(Any, 7)), "7 is no handle"),
         (lambda: hvd.broadcast_parameters(3), "give model.state_dict()"),
         (lambda: hvd.add_process_set([0]), "groups of processes are the axes of a grid"),
         (lambda: hvd.ProcessSet([0]), "groups of processes are the axes of a grid"),
-        (lambda: hvd.allreduce(torch.ones(1), process_set=object()), "groups of processes are the axes of a grid"),
+        (lambda: hvd.barrier(cast(Any, object())), "groups of processes are the axes of a grid"),
         (lambda: hvd.init([0, 1]), "groups of processes are the axes of a grid"),
         (lambda: hvd.start_timeline("t.json", mark_cycles=True), "there are no cycles"),
         (lambda: hvd.stop_timeline(), "call start_timeline(file) before"),
@@ -327,7 +328,7 @@ def test_refusals(call: Any, words: str) -> None:
 
 def refused_on_several() -> None:
     with started():
-        with pytest.raises(ValueError, match="call optimizer.step\\(\\) as often as the others"):
+        with pytest.raises(ValueError, match=r"call optimizer\.step\(\) as often as the others"):
             hvd.join()
         with pytest.raises(ValueError, match="3 rows are not as many for each of 2 ranks: give splits"):
             hvd.alltoall(torch.ones(3))

@@ -10,8 +10,9 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data.distributed import DistributedSampler
 
+import triax
 import triax as hvd
 from triax.engine import horovod_optimizer
 from triax.zero import ShardedOptimizer
@@ -56,7 +58,7 @@ def plain_example(ranks: int, samples: int, batch: int, epochs: int, lr: float, 
     torch.manual_seed(42)
     model = space["Net"]().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr * ranks, momentum=0.5)
-    samplers = [DistributedSampler(data, ranks, rank) for rank in range(ranks)]
+    samplers: list[DistributedSampler[int]] = [DistributedSampler(data, ranks, rank) for rank in range(ranks)]
     results = []
     for epoch in range(1, epochs + 1):
         for sampler in samplers:
@@ -113,7 +115,9 @@ def net(seed: int = 0) -> Net:
 
 
 def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
-    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+    x = torch.randn(
+        3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    )
     y: Tensor = model(x, rank == 0)
     return (y - x.sum(1, keepdim=True)).square().mean()
 
@@ -152,11 +156,11 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
         try:
             model = net(hvd.rank())
             hvd.broadcast_parameters(model.named_parameters())
-            inner = MAKERS[kind](groups(model))
+            inner: Any = MAKERS[kind](groups(model))
             early = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5) if how == "scheduler" else None
             if options.get("groups") == "lists":
                 options["groups"] = [[model.leave.weight, model.enter.weight], [model.rare.bias, model.never.bias]]
-            optimizer = hvd.DistributedOptimizer(
+            optimizer: Any = hvd.DistributedOptimizer(
                 inner, model.named_parameters(), backward_passes_per_step=passes, **options
             )
             assert isinstance(optimizer, type(inner)) and type(optimizer).__name__ == type(inner).__name__
@@ -175,7 +179,7 @@ def distributed(kind: str, passes: int, steps: int, how: str, **options: Any) ->
 
             for step in range(steps):
                 if how == "closure":
-                    assert isinstance(optimizer.step(lambda: run(step)), Tensor)
+                    assert isinstance(optimizer.step(partial(run, step)), Tensor)
                     scheduler.step()
                     continue
                 run(step)
@@ -287,7 +291,9 @@ def overlapped() -> list[str]:
         horovod_optimizer._CAPACITY = 80
         try:
             model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
+            )
         finally:
             horovod_optimizer._CAPACITY = 2**24
         calls: list[str] = []
@@ -323,7 +329,7 @@ def test_the_reduction_overlaps_the_backward_pass(ranks: Any) -> None:
 class Halves:
     """A compression of the script's own; it counts on whole gradients."""
 
-    seen: list[tuple[int, ...]] = []
+    seen: ClassVar[list[tuple[int, ...]]] = []
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
@@ -574,6 +580,39 @@ def unlike() -> str:
 def test_models_that_differ_are_refused_on_every_rank(ranks: Any) -> None:
     first, second = ranks(2, unlike)
     assert first == second and "('weight', (3, 2)" in first and "('weight', (4, 2)" in first
+
+
+def documented() -> list[float]:
+    """The loop of docs/horovod.md."""
+    text = (EXAMPLE.parents[2] / "docs" / "horovod.md").read_text()
+    (loop,) = re.findall(r"```python\n(# loop\.py\n.*?)```", text, re.DOTALL)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(loop, {})
+    finally:
+        hvd.shutdown()
+    return [float(line.split()[2]) for line in said.getvalue().splitlines()]
+
+
+def test_the_documented_loop(ranks: Any) -> None:
+    for count in (1, 2):
+        losses, *others = ranks(count, documented)
+        assert len(losses) == 20 and losses[-1] < losses[0] and others == [[]] * (count - 1)
+
+
+def test_the_documented_names_are_all_there() -> None:
+    """Of the table's left column, each is a name of the front door or of the optimizer; and each of those is there."""
+    text = (EXAMPLE.parents[2] / "docs" / "horovod.md").read_text()
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`\.?([A-Za-z_]+)", row)}
+    homes = {name for name, home in triax._HOMES.items() if ".horovod" in home}
+    variants = {f"grouped_{name}" for name in homes if f"grouped_{name}" in homes}
+    assert homes - variants <= told
+    aside = {"horovodrun", "HOROVOD_", "hvd", "SyncBatchNorm", "none", "fp", "bf"}
+    phases = {name for name in told if name.isupper()}
+    methods = {"synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group"}
+    assert told - homes - aside - phases - methods - {"process_set"} == set()
 
 
 def by_mpirun(variables: dict[str, str]) -> tuple[int, ...]:

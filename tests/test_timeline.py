@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankFailure
 from safetensors.torch import load_file
 from test_horovod_optimizer import plain_example
 from torch import nn
@@ -23,6 +22,8 @@ from triax.engine.timeline_file import merge, merged
 from triax.grid.axis import Axis
 from triax.grid.environment import TIMELINE
 from triax.grid.logged import LoggedAxis
+
+from pool import RankFailure
 
 DRIVER = """
 import runpy, sys
@@ -39,7 +40,8 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "from_horovod" / "m
 
 def bars(trace: dict[str, Any], rank: int) -> list[tuple[str, str, float, float, dict[str, Any]]]:
     """Of a rank's collectives: name, phase, start and end in microseconds, arguments; every bar is closed."""
-    found, open_ = [], {}
+    found: list[Any] = []
+    open_: dict[str, list[Any]] = {}
     for event in trace["traceEvents"]:
         if event["pid"] != rank or event["ph"] not in "be":
             continue
@@ -146,7 +148,7 @@ def test_what_a_rank_was_in_when_it_ended() -> None:
     assert merged([]) == {"traceEvents": [], "displayTimeUnit": "ms", "otherData": {"ranks": [], "unfinished": []}}
 
 
-# -------------------------------------------------------------------------------------------------------- what is written
+# ------------------------------------------------------------------------------------------------------ what is written
 
 
 def engines(folder: str) -> dict[str, Any]:
@@ -266,7 +268,7 @@ def test_nothing_is_recorded_where_nobody_asks(ranks: Any) -> None:
 def launched(folder: Path, *command: str) -> str:
     """The example, started so, ends with the weights of one process; returns what was printed."""
     (folder / "driver.py").write_text(DRIVER)
-    options = "--double --samples 64 --batch-size 8 --epochs 1 --lr 0.1".split()
+    options = ["--double", "--samples", "64", "--batch-size", "8", "--epochs", "1", "--lr", "0.1"]
     words = [*command, "driver.py", str(EXAMPLE), "saved.safetensors", *options]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -322,5 +324,7 @@ def test_a_place_that_is_none(tmp_path: Path) -> None:
 
     (tmp_path / "script.py").write_text("print('hello')\n")
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["run", "--timeline", str(tmp_path / "file" / "t.json"), str(tmp_path / "script.py")])
+    result = CliRunner().invoke(
+        app, ["run", "--timeline", str(tmp_path / "file" / "t.json"), str(tmp_path / "script.py")]
+    )
     assert isinstance(result.exception, ConfigError) and "cannot be written" in str(result.exception)

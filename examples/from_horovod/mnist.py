@@ -14,13 +14,14 @@ import argparse
 
 import numpy
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import triax as hvd  # was: import horovod.torch as hvd
 
+Batches = DataLoader[tuple[Tensor, ...]]
 SIDE, CLASSES = 12, 10
 
 
@@ -56,7 +57,7 @@ def digits(count: int, seed: int, dtype: torch.dtype = torch.float32) -> TensorD
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, epoch: int, args: argparse.Namespace
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Batches, epoch: int, args: argparse.Namespace
 ) -> None:
     """One epoch over this rank's part of the data."""
     model.train()
@@ -81,7 +82,7 @@ def metric_average(value: float, name: str) -> float:
     return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), name=name))
 
 
-def test(model: nn.Module, loader: DataLoader, epoch: int) -> tuple[float, float]:
+def test(model: nn.Module, loader: Batches, epoch: int) -> tuple[float, float]:
     """The loss and the accuracy on held-out digits."""
     model.eval()
     loss = right = 0.0
@@ -118,9 +119,10 @@ def main() -> tuple[nn.Module, list[tuple[float, float]]]:
     dtype = torch.float64 if args.double else torch.float32
 
     train_set, test_set = digits(args.samples, 1, dtype), digits(args.samples // 4, 2, dtype)
-    places = {"num_replicas": hvd.size(), "rank": hvd.rank()}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=DistributedSampler(train_set, **places))
-    test_loader = DataLoader(test_set, 64, sampler=DistributedSampler(test_set, **places))
+    train_sampler: DistributedSampler[int] = DistributedSampler(train_set, hvd.size(), hvd.rank())
+    test_sampler: DistributedSampler[int] = DistributedSampler(test_set, hvd.size(), hvd.rank())
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler)
+    test_loader = DataLoader(test_set, 64, sampler=test_sampler)
 
     model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
