@@ -33,7 +33,6 @@ class Job:
         axis: of these, for the calls of the script: others may use the grid's own meanwhile.
         calls: they run here, one after the other.
         places: of each rank, its number on its host and how many are there.
-        own: whether ``init`` joined the process group.
         timeline: the file that ``start_timeline`` named, and the folder of the parts.
     """
 
@@ -41,7 +40,6 @@ class Job:
     axis: Axis
     calls: Calls
     places: list[tuple[int, int]]
-    own: bool
     timeline: tuple[Path, tempfile.TemporaryDirectory[str]] | None = None
 
 
@@ -64,7 +62,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None, *, timeout
         no_process_sets()
     if _JOB:
         return
-    own = not dist.is_initialized()
     grid = Grid(timeout=timeout)
     axis = grid.subgroup("data", range(grid.size), " of Horovod's calls")
     assert axis is not None
@@ -76,12 +73,16 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None, *, timeout
     else:
         hosts = [host for _, host in told]
         places = [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
-    _JOB.append(Job(grid, axis, Calls(grid, axis), places, own))
+    _JOB.append(Job(grid, axis, Calls(grid, axis), places))
     atexit.register(_leave)
 
 
 def shutdown() -> None:
-    """Leave the other processes; what is under way ends first. Every rank calls it. Before any ``init``, nothing."""
+    """Forget what ``init`` made, when what is under way has ended; ``init`` may follow. Every rank calls it.
+
+    The processes stay connected until they end, so that nobody who is still at work loses a connection. Before any
+    ``init`` it does nothing.
+    """
     if _JOB and _JOB[0].timeline is not None:
         stop_timeline()
     _leave()
@@ -91,12 +92,8 @@ def _leave() -> None:
     """At exit too, when other ranks may have failed: nothing is asked of them."""
     if not _JOB:
         return
-    made = _JOB[0]
-    made.calls.close()
-    _JOB.clear()
+    _JOB.pop().calls.close()
     atexit.unregister(_leave)
-    if made.own:
-        made.grid.close()
 
 
 def is_initialized() -> bool:

@@ -343,7 +343,7 @@ def require(tensor: Any, dims: int = 0) -> None:
         raise ValueError("a sparse tensor: give tensor.to_dense()")
     if tensor.dim() < dims:
         raise ValueError("a tensor without dims has no rows: give tensor.view(1)")
-    if tensor.device.type != job().grid.device.type:
+    if tensor.device.type not in ("cpu", job().grid.device.type):  # beside NCCL there is gloo
         raise ValueError(f"a tensor on {tensor.device}, and the ranks talk on {job().grid.device}: move it there")
 
 

@@ -145,6 +145,7 @@ class _Distributed(torch.optim.Optimizer):
         with mine.span("step"):
             result = super().step(None if closure is None else reduced)
         mine.reducer.done = False
+        mine.wrapped._opt_called = True  # type: ignore[attr-defined]  # a scheduler of that one asks whether it stepped
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would call the hooks of steps here too
@@ -190,7 +191,14 @@ class _Distributed(torch.optim.Optimizer):
 class _Averaging:
     """What a ``DistributedOptimizer`` keeps beside its optimizer's own."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], axis: Axis, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        wrapped: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        axis: Axis,
+        settings: dict[str, Any],
+    ) -> None:
+        self.wrapped = wrapped
         self._named, self._axis, self._settings = list(named), axis, settings
         self._grid = job().grid
         self.skip = False
@@ -230,7 +238,7 @@ class _Averaging:
     def _made(self) -> Reducer:
         grid, settings = self._grid, dict(self._settings)
         mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
-        away = next((name for name, p in self._named if p.device.type != grid.device.type), None)
+        away = next((name for name, p in self._named if p.device.type not in ("cpu", grid.device.type)), None)
         problem = (
             None if away is None else f"{away} is not on {grid.device}, where the ranks talk: move the model there"
         )
@@ -292,5 +300,5 @@ def _distributed(
     distributed: _Distributed = made.__new__(made)
     # All but a step that a scheduler has wrapped, which would be the optimizer's own.
     vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    distributed._hvd = _Averaging(named, axis, settings)
+    distributed._hvd = _Averaging(optimizer, named, axis, settings)
     return distributed

@@ -237,7 +237,7 @@ class Reducer:
 def shared(
     parameters: Sequence[nn.Parameter], capacity: int, groups: Sequence[Sequence[nn.Parameter]]
 ) -> list[list[nn.Parameter]]:
-    """Which parameters share a bucket: the groups, and the others by dtype, the last ones first.
+    """Which parameters share a bucket: the groups, and the others by dtype and device, the last ones first.
 
     Args:
         parameters: in the order of the model.
@@ -245,18 +245,22 @@ def shared(
         groups: that the script asks for.
     """
     found = [
-        [parameter for parameter in group if parameter.dtype == dtype]
+        [parameter for parameter in group if _kind(parameter) == kind]
         for group in reversed(groups)
-        for dtype in dict.fromkeys(parameter.dtype for parameter in group)
+        for kind in dict.fromkeys(map(_kind, group))
     ]
     grouped = {parameter for group in groups for parameter in group}
-    open_: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed([p for p in parameters if p not in grouped]):
-        bucket, size = open_.get(parameter.dtype, ([], capacity))
+        bucket, size = open_.get(_kind(parameter), ([], capacity))
         more = parameter.numel() * parameter.element_size()
         if size + more > capacity:
             bucket, size = [], 0
             found.append(bucket)
         bucket.append(parameter)
-        open_[parameter.dtype] = bucket, size + more
+        open_[_kind(parameter)] = bucket, size + more
     return found
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device

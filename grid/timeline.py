@@ -68,7 +68,7 @@ class Recorder:
             return
         key = (axis.name, axis.ranks)
         self._like[key] = self._like.get(key, -1) + 1
-        axis.__class__ = recorded(type(axis))
+        axis.__class__ = recorded(type(axis))  # type: ignore[arg-type]
         assert isinstance(axis, TimelineAxis)
         axis.recorder, axis.number = self, next(self._axes)
         self.write("axis", axis.number, axis.name, axis.ranks, self._like[key])
@@ -122,7 +122,8 @@ class TimelineAxis(Axis):
     @staticmethod
     def over(kind: type[Axis]) -> type[Axis]:
         """Of axes that are recorded, and are of that class besides."""
-        return recorded(kind)
+        found: type[Axis] = recorded(kind)  # type: ignore[arg-type]
+        return found
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
         """As ``Axis``; so are the others."""

@@ -91,16 +91,16 @@ def reductions() -> None:
                 assert torch.equal(hvd.allreduce(mine), whole)
 
         a, b, c = (of(me, *s, seed=i) for i, s in enumerate([(3,), (2, 2), (4,)]))
-        wanted = [all_of(*s, seed=i).mean(0) for i, s in enumerate([(3,), (2, 2), (4,)])]
-        wanted[2] = wanted[2].float()
+        means = [all_of(*s, seed=i).mean(0) for i, s in enumerate([(3,), (2, 2), (4,)])]
+        means[2] = means[2].float()
         for several in (
             hvd.grouped_allreduce([a, b, c.float()]),
             hvd.synchronize(hvd.grouped_allreduce_async([a, b, c.float()])),
             hvd.grouped_allreduce_([a, b, c.float()]),
         ):
-            for one, other in zip(several, wanted, strict=True):
+            for one, other in zip(several, means, strict=True):
                 torch.testing.assert_close(one, other)
-        close(a, wanted[0])  # in place
+        close(a, means[0])  # in place
 
         # Parts of tensors, which are not one piece of memory.
         wide = of(me, 4, 6)
@@ -332,6 +332,19 @@ def refused_on_several() -> None:
             hvd.join()
         with pytest.raises(ValueError, match="3 rows are not as many for each of 2 ranks: give splits"):
             hvd.alltoall(torch.ones(3))
+
+
+def again() -> float:
+    """Without a process group of the script's own: ``init`` joins one."""
+    total = 0.0
+    for _ in range(2):
+        with started(timeout=30):
+            total += float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+    return total
+
+
+def test_init_after_shutdown(ranks: Any) -> None:
+    assert ranks(2, again, init_group=False) == [4.0, 4.0]
 
 
 def test_what_is_refused_on_several_ranks(ranks: Any) -> None:
