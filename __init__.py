@@ -16,6 +16,64 @@ if TYPE_CHECKING:
     from .engine.comms import log_summary as log_summary
     from .engine.data import RepeatingLoader as RepeatingLoader
     from .engine.engine import Engine as Engine
+    from .engine.horovod import ProcessSet as ProcessSet
+    from .engine.horovod import add_process_set as add_process_set
+    from .engine.horovod import cross_rank as cross_rank
+    from .engine.horovod import cross_size as cross_size
+    from .engine.horovod import global_process_set as global_process_set
+    from .engine.horovod import gloo_built as gloo_built
+    from .engine.horovod import gloo_enabled as gloo_enabled
+    from .engine.horovod import init as init
+    from .engine.horovod import is_homogeneous as is_homogeneous
+    from .engine.horovod import is_initialized as is_initialized
+    from .engine.horovod import local_rank as local_rank
+    from .engine.horovod import local_size as local_size
+    from .engine.horovod import mpi_built as mpi_built
+    from .engine.horovod import mpi_enabled as mpi_enabled
+    from .engine.horovod import mpi_threads_supported as mpi_threads_supported
+    from .engine.horovod import nccl_built as nccl_built
+    from .engine.horovod import rank as rank
+    from .engine.horovod import remove_process_set as remove_process_set
+    from .engine.horovod import shutdown as shutdown
+    from .engine.horovod import size as size
+    from .engine.horovod import start_timeline as start_timeline
+    from .engine.horovod import stop_timeline as stop_timeline
+    from .engine.horovod_compression import Compression as Compression
+    from .engine.horovod_moves import allgather as allgather
+    from .engine.horovod_moves import allgather_async as allgather_async
+    from .engine.horovod_moves import alltoall as alltoall
+    from .engine.horovod_moves import alltoall_async as alltoall_async
+    from .engine.horovod_moves import broadcast as broadcast
+    from .engine.horovod_moves import broadcast_ as broadcast_
+    from .engine.horovod_moves import broadcast_async as broadcast_async
+    from .engine.horovod_moves import broadcast_async_ as broadcast_async_
+    from .engine.horovod_moves import grouped_allgather as grouped_allgather
+    from .engine.horovod_moves import grouped_reducescatter as grouped_reducescatter
+    from .engine.horovod_moves import reducescatter as reducescatter
+    from .engine.horovod_moves import reducescatter_async as reducescatter_async
+    from .engine.horovod_ops import Adasum as Adasum
+    from .engine.horovod_ops import Average as Average
+    from .engine.horovod_ops import Max as Max
+    from .engine.horovod_ops import Min as Min
+    from .engine.horovod_ops import Product as Product
+    from .engine.horovod_ops import Sum as Sum
+    from .engine.horovod_ops import allreduce as allreduce
+    from .engine.horovod_ops import allreduce_ as allreduce_
+    from .engine.horovod_ops import allreduce_async as allreduce_async
+    from .engine.horovod_ops import allreduce_async_ as allreduce_async_
+    from .engine.horovod_ops import barrier as barrier
+    from .engine.horovod_ops import grouped_allreduce as grouped_allreduce
+    from .engine.horovod_ops import grouped_allreduce_ as grouped_allreduce_
+    from .engine.horovod_ops import grouped_allreduce_async as grouped_allreduce_async
+    from .engine.horovod_ops import grouped_allreduce_async_ as grouped_allreduce_async_
+    from .engine.horovod_ops import join as join
+    from .engine.horovod_ops import poll as poll
+    from .engine.horovod_ops import synchronize as synchronize
+    from .engine.horovod_optimizer import DistributedOptimizer as DistributedOptimizer
+    from .engine.horovod_state import allgather_object as allgather_object
+    from .engine.horovod_state import broadcast_object as broadcast_object
+    from .engine.horovod_state import broadcast_optimizer_state as broadcast_optimizer_state
+    from .engine.horovod_state import broadcast_parameters as broadcast_parameters
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
     from .engine.module_engine import ModuleEngine as ModuleEngine
@@ -80,6 +138,65 @@ _HOMES = {
     "init_distributed": "engine.script",
     "log_summary": "engine.comms",
     "profiler": "engine",
+    # Horovod's names: `import triax as hvd`.
+    "init": "engine.horovod",
+    "shutdown": "engine.horovod",
+    "is_initialized": "engine.horovod",
+    "rank": "engine.horovod",
+    "size": "engine.horovod",
+    "local_rank": "engine.horovod",
+    "local_size": "engine.horovod",
+    "cross_rank": "engine.horovod",
+    "cross_size": "engine.horovod",
+    "is_homogeneous": "engine.horovod",
+    "mpi_threads_supported": "engine.horovod",
+    "mpi_enabled": "engine.horovod",
+    "mpi_built": "engine.horovod",
+    "gloo_enabled": "engine.horovod",
+    "gloo_built": "engine.horovod",
+    "nccl_built": "engine.horovod",
+    "start_timeline": "engine.horovod",
+    "stop_timeline": "engine.horovod",
+    "ProcessSet": "engine.horovod",
+    "global_process_set": "engine.horovod",
+    "add_process_set": "engine.horovod",
+    "remove_process_set": "engine.horovod",
+    "Compression": "engine.horovod_compression",
+    "Average": "engine.horovod_ops",
+    "Sum": "engine.horovod_ops",
+    "Adasum": "engine.horovod_ops",
+    "Min": "engine.horovod_ops",
+    "Max": "engine.horovod_ops",
+    "Product": "engine.horovod_ops",
+    "allreduce": "engine.horovod_ops",
+    "allreduce_async": "engine.horovod_ops",
+    "allreduce_": "engine.horovod_ops",
+    "allreduce_async_": "engine.horovod_ops",
+    "grouped_allreduce": "engine.horovod_ops",
+    "grouped_allreduce_async": "engine.horovod_ops",
+    "grouped_allreduce_": "engine.horovod_ops",
+    "grouped_allreduce_async_": "engine.horovod_ops",
+    "synchronize": "engine.horovod_ops",
+    "poll": "engine.horovod_ops",
+    "barrier": "engine.horovod_ops",
+    "join": "engine.horovod_ops",
+    "allgather": "engine.horovod_moves",
+    "allgather_async": "engine.horovod_moves",
+    "grouped_allgather": "engine.horovod_moves",
+    "broadcast": "engine.horovod_moves",
+    "broadcast_async": "engine.horovod_moves",
+    "broadcast_": "engine.horovod_moves",
+    "broadcast_async_": "engine.horovod_moves",
+    "alltoall": "engine.horovod_moves",
+    "alltoall_async": "engine.horovod_moves",
+    "reducescatter": "engine.horovod_moves",
+    "reducescatter_async": "engine.horovod_moves",
+    "grouped_reducescatter": "engine.horovod_moves",
+    "broadcast_parameters": "engine.horovod_state",
+    "broadcast_optimizer_state": "engine.horovod_state",
+    "broadcast_object": "engine.horovod_state",
+    "allgather_object": "engine.horovod_state",
+    "DistributedOptimizer": "engine.horovod_optimizer",
 }
 
 __all__ = [*_HOMES, "__version__"]

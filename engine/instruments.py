@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..pipe.backward import Deferred, SplitBackward
-from . import comms, memory_breakdown, profile_step, state
+from . import comms, memory_breakdown, profile_step, state, timeline
 from .autocast import autocast_dtype
 from .engine import Engine
 from .module_engine import ModuleEngine
@@ -24,6 +24,7 @@ def instrument(engine: Engine | ModuleEngine) -> None:
     config = engine.config
     _autocast(engine)
     comms.install(config.comms_logger, engine.grid)
+    timeline.install(engine)
     if config.flops_profiler.enabled:
         _either(engine, profile_step)
     if config.memory_breakdown:

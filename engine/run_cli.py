@@ -16,6 +16,7 @@ from .config_base import ConfigError
 from .hosts import Hosts, Slots, limit, nodes_range, parse_hostfile, ranks, select
 from .launch import GRACE, cores, outcome_of, say, towards
 from .remote import SSH, marked, passed_on, run_everywhere, through
+from .timeline_file import recorded
 from .worker import Module
 
 PORT = 29500
@@ -69,6 +70,9 @@ def run(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of each process; by default OMP_NUM_THREADS, or its share of the cores.")
     ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write what all ranks do into this file, for ui.perfetto.dev, crashes included.")
+    ] = None,
     lost_after: Annotated[
         float, typer.Option(min=3.0, help="Seconds without a word after which a host counts as lost.")
     ] = 15.0,
@@ -114,6 +118,7 @@ def run(
             *("--lost-after", str(lost_after), "--wait", str(wait), "--driven", ",".join(slots)),
             *("--grace", str(grace)),
             *(("--threads", str(threads)) if threads else ()),
+            *(("--timeline", str(timeline)) if timeline else ()),
         ]
         commands = {}
         for node, (host, chosen) in enumerate(slots.items()):
@@ -147,7 +152,11 @@ def run(
         threads = int(os.environ["OMP_NUM_THREADS"])
     if driven:
         _end_with_the_driver()
-    outcome = outcome_of(target, *context.args, ranks=_processes(nproc), threads=threads, preload=_PRELOAD, **options)
+    with recorded(timeline, node_rank or 0) as variables:
+        options["environment"] |= variables
+        outcome = outcome_of(
+            target, *context.args, ranks=_processes(nproc), threads=threads, preload=_PRELOAD, **options
+        )
     if driven:
         print(marked(outcome), file=sys.stderr, flush=True)
     else:

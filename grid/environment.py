@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+TIMELINE = "TRIAX_TIMELINE"  # the launcher tells its ranks under this name
+
 _DEFAULT_PORT = 29500
 
 
@@ -92,6 +94,34 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
         restarts=0,
         launcher="mpirun",
     )
+
+
+def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """This process's rank on its host, and how many run there; None where no launcher says both.
+
+    Slurm says how many every host has: ``2(x3),1`` is 2 on each of three hosts and 1 on the fourth.
+    """
+    env = os.environ if environ is None else environ
+    for rank, size in (
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if rank in env and size in env:
+            return int(env[rank]), int(env[size])
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if tasks is None or "SLURM_LOCALID" not in env or "SLURM_NODEID" not in env:
+        return None
+    sizes: list[int] = []
+    for word in tasks.split(","):
+        count, _, hosts = word.partition("(x")
+        sizes += [int(count)] * int(hosts.rstrip(")") or "1")
+    return int(env["SLURM_LOCALID"]), sizes[int(env["SLURM_NODEID"])]
+
+
+def timeline_folder() -> str | None:
+    """Where triax's launcher wants the parts of a timeline (``triax run --timeline``); None: nobody wants one."""
+    return os.environ.get(TIMELINE)
 
 
 def leave_name(rank: int, name: str) -> None:

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,16 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from .axis import Axis
-from .environment import Environment, leave_name, read_environment, resident_peak
+from .environment import Environment, leave_name, read_environment, resident_peak, timeline_folder
 from .logged import Log, attach
 from .meeting import meet
 from .threads import unobtrusive
 from .topology import DEFAULT_AXES, Topology
 from .traffic import Traffic
 from .watch import Place, Watch, timed_out, within
+
+if TYPE_CHECKING:
+    from .timeline import Recorder
 
 _FAILURE = "triax/failure"
 _STORE = 5.0  # seconds that the store gets to answer, where a link may be down
@@ -55,6 +58,7 @@ class Grid:
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
         log: what times its communication, see ``log_communication``; None: nothing does.
+        timeline: what records it, under ``triax run --timeline``; None: nothing does.
         place: what this rank is doing: an engine writes it, and it is told where a rank hangs.
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 beside triax; None on one process.
 
@@ -88,6 +92,7 @@ class Grid:
         self._number, self._meetings = 0, 0
         self.traffic = Traffic()
         self.log: Log | None = None
+        self.timeline: Recorder | None = None
         self.place = Place()
         self._watch: Watch | None = None
 
@@ -105,6 +110,10 @@ class Grid:
         for axis in (self.world, self.pipe, self.data, self.tensor):
             axis.grid = self
             self._connect(axis)
+        if (folder := timeline_folder()) is not None:
+            from .timeline import record  # nobody else pays for it
+
+            record(self, folder)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""
@@ -286,6 +295,8 @@ class Grid:
                 mine = Axis(name, ranks, self.rank, group, self.traffic)
         if mine is not None:
             self._connect(mine)
+            if self.timeline is not None:
+                self.timeline.attach(mine)
             if self.log is not None:
                 attach(mine, self.log)
         return mine

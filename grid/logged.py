@@ -144,6 +144,6 @@ class LoggedAxis(Axis):
 
 def attach(axis: Axis, log: Log) -> None:
     """Time what goes through an axis from now on, for whoever holds it."""
-    axis.__class__ = LoggedAxis
+    axis.__class__ = axis.over(LoggedAxis) if hasattr(axis, "over") else LoggedAxis  # a timeline goes on
     assert isinstance(axis, LoggedAxis)
     axis.log = log
