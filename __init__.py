@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .engine.comms import log_summary as log_summary
     from .engine.data import RepeatingLoader as RepeatingLoader
     from .engine.engine import Engine as Engine
+    from .engine.hf_arguments import TrainingArguments as TrainingArguments
+    from .engine.hf_trainer import Trainer as Trainer
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
     from .engine.module_engine import ModuleEngine as ModuleEngine
@@ -80,6 +82,8 @@ _HOMES = {
     "init_distributed": "engine.script",
     "log_summary": "engine.comms",
     "profiler": "engine",
+    "Trainer": "engine.hf_trainer",
+    "TrainingArguments": "engine.hf_arguments",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -118,13 +118,14 @@ class _Loaded:
         spec = LayerSpec(self.cls, *args, **kwargs)
         wanted = torch.empty(0).device
         # Our layers are parameters and nothing else: made without values, they need not draw what is thrown away.
-        hollow = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+        ours = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+        hollow = getattr(self.cls, "hollow", ours)
         with torch.device("meta" if hollow else wanted):
             layer = spec.build(grid)
         prefix = f"layers.{self.index}."
         own = {prefix + name: parameter for name, parameter in layer.named_parameters()}
         _no_more(self.source, self.entries, own, prefix)
-        for ours, parameter in own.items():  # on the meta device every rank does so for all layers, and hears of errors
+        for name, parameter in own.items():  # on the meta device every rank does so for all layers, and hears of errors
             check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
         if wanted.type == "meta":
             return layer
