@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .models.hf import config_from_hf as config_from_hf
     from .models.hf import load_hf as load_hf
     from .models.hf import save_hf as save_hf
+    from .models.hf_pipe import CausalLMLoss as CausalLMLoss
+    from .models.hf_pipe import hf_layers as hf_layers
     from .models.layers import NextTokenLoss as NextTokenLoss
     from .models.llama import llama as llama
     from .pipe.module import PipelineModule as PipelineModule
@@ -71,6 +73,8 @@ _HOMES = {
     "load_hf": "models.hf",
     "save_hf": "models.hf",
     "config_from_hf": "models.hf",
+    "hf_layers": "models.hf_pipe",
+    "CausalLMLoss": "models.hf_pipe",
     "initialize": "engine",
     "RepeatingLoader": "engine.data",
     "load_weights": "engine.checkpoint_weights",

@@ -32,6 +32,21 @@ from .hf_state import whole_state
 from .module_engine import ModuleEngine
 
 
+# What stands below in place of transformers' own, some of it under names that it may change: were one of them gone, the
+# loop would train something else, silently. Tested with transformers 5.23.
+_REPLACED = (
+    *("_prepare_for_training", "create_optimizer", "create_scheduler", "_wrap_model", "training_step"),
+    *("_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm", "_build_accelerator_args", "get_tp_size"),
+    *("_get_dataloader", "evaluation_loop", "floating_point_ops", "_track_num_input_tokens", "_save"),
+    *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+)
+if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
+    raise ImportError(
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(_gone)}: triax.Trainer is tested with "
+        "5.23, pip install 'transformers>=5.23,<5.24'"
+    )
+
+
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The engine's optimizer as transformers' loop sees it: it has stepped when the loop calls ``step``.
 

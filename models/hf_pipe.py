@@ -89,6 +89,11 @@ class HFModel:
         """Whether the head is the embedding."""
         return bool(self.config.tie_word_embeddings)
 
+    @property
+    def architecture(self) -> str:
+        """The class of its models."""
+        return self.family.name + ("LMHeadModel" if self.family.learned else "ForCausalLM")
+
     def initialise(self, layer: nn.Module) -> None:
         """Draw a layer's weights as its family does."""
         cls = self.family.find("PreTrainedModel")
@@ -110,8 +115,7 @@ class HFModel:
         found[f"layers.{{n+{first}}}.norm.weight"] = f"{family.norm}.weight"
         if family.learned:
             found[f"layers.{{n+{first}}}.norm.bias"] = f"{family.norm}.bias"
-        if not self.tied:
-            found[f"layers.{{n+{first + 1}}}.weight"] = "lm_head.weight"
+        found[f"layers.{{n+{first + 1}}}.weight"] = "lm_head.weight"  # tied: under no name of ours
         return found
 
     def __eq__(self, other: object) -> bool:
