@@ -109,6 +109,10 @@ def trainer_of(case: str, out: str, replicas: int, config: Any = None, **options
     return trainer
 
 
+def replicas_here() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def told(trainer: Any) -> dict[str, list[float]]:
     """What was logged: losses, norms, rates, and losses of evaluations."""
     history = trainer.state.log_history
@@ -221,22 +225,15 @@ def test_every_grid_and_stage(
 
 
 def best(out: str, config: Any) -> dict[str, Any]:
-    """A rate so high that the last weights are not the best; one checkpoint is kept beside the best one."""
-    options = {"learning_rate": 0.3, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_steps": 20}
-    trainer = trainer_of(
-        "gpt2",
-        out,
-        int(os.environ.get("WORLD_SIZE", "1")),
-        config,
-        load_best_model_at_end=True,
-        save_total_limit=2,
-        **options,
-    )
+    """The best shall be that of the largest loss, which is not the last one; one more checkpoint is kept."""
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trainer_of("gpt2", out, replicas_here(), config, save_total_limit=2, max_steps=15, **options)
     trainer.train()
     trainer.save_model(f"{out}/last")
     losses = told(trainer)["eval_loss"]
     again = trainer.evaluate()["eval_loss"]
-    return {"losses": losses, "again": again, "best": trainer.state.best_model_checkpoint, "kept": sorted(os.listdir(out))}
+    trainer.accelerator.wait_for_everyone()
+    return {"losses": losses, "again": again, "best": trainer.state.best_model_checkpoint, "kept": os.listdir(out)}
 
 
 def test_the_best_model_comes_back(ranks: Any, tmp_path: Path) -> None:
@@ -244,21 +241,19 @@ def test_the_best_model_comes_back(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2, best, out, zero(3), timeout=120)
     assert first["losses"] == second["losses"] and first["best"] == second["best"]
     losses = first["losses"]
-    at = losses.index(min(losses))
-    assert first["best"].endswith(f"checkpoint-{5 * (at + 1)}")
-    assert at < len(losses) - 1, losses  # else this would show nothing
+    at = losses.index(max(losses))
+    assert first["best"].endswith(f"checkpoint-{5 * (at + 1)}") and at < 2  # not the last one
     assert first["again"] == pytest.approx(losses[at], abs=1e-6)
     kept = [name for name in first["kept"] if name.startswith("checkpoint-")]
-    assert sorted(kept) == sorted({Path(first["best"]).name, "checkpoint-20"})
+    assert sorted(kept) == sorted({Path(first["best"]).name, "checkpoint-15"})
     assert weights(first["best"]).keys() == weights(f"{out}/last").keys()
     for name, value in weights(first["best"]).items():
         assert torch.equal(value, weights(f"{out}/last")[name]), name
 
 
 def narrow(out: str, key: str, stage: int) -> Any:
-    replicas = int(os.environ.get("WORLD_SIZE", "1"))
     config = {"zero_optimization": {"stage": stage}, key: {"enabled": "auto"}}
-    trainer = trainer_of("gpt2", out, replicas, config, **{key: True})
+    trainer = trainer_of("gpt2", out, replicas_here(), config, **{key: True})
     trainer.train()
     trainer.save_model(f"{out}/last")
     masters = trainer.engine.save_checkpoint(f"{out}/masters", "last")
@@ -313,10 +308,10 @@ CONFIG = {
 
 def by_the_configuration(out: str) -> dict[str, Any]:
     """The optimizer and the schedule are the configuration's; rates are of the step that was made."""
-    trainer = trainer_of("gpt2", out, int(os.environ.get("WORLD_SIZE", "1")), CONFIG, max_steps=6, save_steps=3)
+    trainer = trainer_of("gpt2", out, replicas_here(), CONFIG, max_steps=6, save_steps=3)
     trainer.train()
     found = told(trainer)
-    resumed = trainer_of("gpt2", out, int(os.environ.get("WORLD_SIZE", "1")), CONFIG, max_steps=6, save_steps=3)
+    resumed = trainer_of("gpt2", out, replicas_here(), CONFIG, max_steps=6, save_steps=3)
     resumed.train(resume_from_checkpoint=f"{out}/checkpoint-3")
     return {"found": found, "again": told(resumed), "scheduler": type(trainer.lr_scheduler).__name__}
 
@@ -325,7 +320,8 @@ def test_optimizer_and_schedule_of_the_configuration(ranks: Any, tmp_path: Path)
     (result,) = ranks(1, by_the_configuration, str(tmp_path / "out"), timeout=120)
     assert result["scheduler"] == "WarmupDecayLR"
     rate, warm, total = 1e-2, 3, 6
-    wanted = [rate * (k / warm if k < warm else (total - k) / (total - warm)) for k in range(6)]
+    # DeepSpeed's schedule is at its beginning in the first step, and in the second.
+    wanted = [0.0] + [rate * (k / warm if k < warm else (total - k) / (total - warm)) for k in range(5)]
     assert result["found"]["learning_rate"] == pytest.approx(wanted, rel=1e-9)
     assert result["again"]["learning_rate"] == pytest.approx(wanted[3:], rel=1e-9)
     assert result["again"]["loss"] == pytest.approx(result["found"]["loss"][3:], abs=1e-6)
@@ -523,7 +519,7 @@ def test_another_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def evaluated(out: str, config: Any) -> tuple[float, Any]:
-    trainer = trainer_of("llama", out, int(os.environ.get("WORLD_SIZE", "1")), config)
+    trainer = trainer_of("llama", out, replicas_here(), config)
     loss = trainer.evaluate()["eval_loss"]
     return loss, trainer.predict(Text(6, 300)).predictions
 
