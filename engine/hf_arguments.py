@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ..grid import Grid
+from .config_base import ConfigError
+from .hf_filling import Filling, wanted
+
 try:
     import accelerate  # noqa: F401 (the Trainer's, which transformers asks for late)
     import transformers
 except ImportError as missing:
-    raise ImportError(
-        f"triax.Trainer and TrainingArguments need transformers and accelerate ({missing}): pip install 'triax[hf]'"
-    ) from missing
-
-from ..grid import Grid
-from .config_base import ConfigError
-from .hf_filling import Filling
+    raise wanted(missing) from missing
 
 # What these arguments ask for is done otherwise, or not at all.
 _REFUSED = {

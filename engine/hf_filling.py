@@ -15,7 +15,6 @@ from typing import Any
 from .config_base import ConfigError, describe
 from .config_text import parse
 
-_MISSING: Any = object()
 _BY_THE_TRAINER = {
     "dir": "output_dir",
     "every": "save_steps",
@@ -114,10 +113,8 @@ class Filling:
         by_width = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
         asking = [f"zero_optimization.{key}" for key in by_width if run.get(f"zero_optimization.{key}") == "auto"]
         if asking and hidden_size is None:
-            raise ConfigError(
-                f"{', '.join(asking)}: \"auto\" follows from the model's hidden_size, and its config has none: write "
-                "numbers"
-            )
+            keys = ", ".join(asking)
+            raise ConfigError(f'{keys}: "auto" follows from hidden_size, and the model has none: write numbers')
         if hidden_size is not None:
             run.fill("zero_optimization.reduce_bucket_size", hidden_size * hidden_size)
             if stage3:
@@ -181,6 +178,13 @@ def hidden_size(model_config: Any) -> int | None:
         if getattr(config, "hidden_sizes", None):
             return int(max(config.hidden_sizes))  # type: ignore[union-attr]
     return None
+
+
+def wanted(missing: ImportError) -> ImportError:
+    """What to say where the packages of the extra are not installed."""
+    return ImportError(
+        f"triax.Trainer and TrainingArguments need transformers and accelerate ({missing}): pip install 'triax[hf]'"
+    )
 
 
 def _read(source: str) -> Any:

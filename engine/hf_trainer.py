@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,11 +23,18 @@ from ..tensor_parallel.parallelize import parallelize
 from . import schedulers
 from .config import Config, ConfigError, read_config
 from .create import initialize
-from .hf_arguments import TrainingArguments
-from .hf_filling import hidden_size
+from .hf_filling import hidden_size, wanted
 from .hf_state import whole_state
 from .module_engine import ModuleEngine
 
+try:
+    import transformers
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import recursively_apply
+
+    from .hf_arguments import TrainingArguments
+except ImportError as missing:
+    raise wanted(missing) from missing
 
 # What stands below in place of transformers' own, some of it under names that it may change: were one of them gone, the
 # loop would train something else, silently. Tested with transformers 5.23.
@@ -42,8 +46,8 @@ _REPLACED = (
 )
 if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
     raise ImportError(
-        f"the Trainer of transformers {transformers.__version__} has no {', '.join(_gone)}: triax.Trainer is tested with "
-        "5.23, pip install 'transformers>=5.23,<5.24'"
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(_gone)}: triax.Trainer is tested "
+        "with 5.23, pip install 'transformers>=5.23,<5.24'"
     )
 
 
@@ -122,7 +126,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 made.optimizer = self._handle  # it was made over the optimizer that the engine's comes from
             return made
         if self.lr_scheduler is not None:
-            raise ConfigError("scheduler is in the configuration, and optimizers=(..., scheduler) too: give one of them")
+            raise ConfigError("scheduler is in the configuration, and in optimizers= too: give one of them")
         self.lr_scheduler = schedulers.from_config(section)(self.optimizer if optimizer is None else optimizer)
         self._created_lr_scheduler = True
         return self.lr_scheduler

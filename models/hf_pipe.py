@@ -251,7 +251,7 @@ class CausalLMLoss:
     ignore_index: int = -100
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses in fp32 (or fp64, where the logits are), and how many labels count: the engine divides once.
+        """The sum of the losses, and how many labels count: the engine divides once. In fp32, or fp64 as the logits.
 
         Args:
             logits: (B, T, V).

@@ -45,7 +45,7 @@ DRAWS = ("pipe/draw.py",)  # may use rich and matplotlib, in the functions that 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
 # Imported where they are used, not before.
 EXTRAS = {"matplotlib", "tensorboard", "transformers", "accelerate", "deepspeed", "wandb"}
-# Subclasses of an extra's: they import it at their top, and are imported by the front door alone, when they are asked for.
+# Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.
 REACHED_LATE = ("engine/hf_arguments.py", "engine/hf_trainer.py")
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 _LAUNCHER = ("engine/launch.py", "engine/run_cli.py", "engine/worker.py")

@@ -276,6 +276,71 @@ def test_precision(ranks: Any, plain: Any, tmp_path: Path, key: str, stage: int,
     assert kinds == {torch.bfloat16 if key == "bf16" else torch.float16}
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"label_smoothing_factor": 0.1},
+    {"activation_checkpointing": True},
+    {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0}},
+    {"lr_scheduler_type": "cosine", "warmup_steps": 0.2, "max_grad_norm": 0.0},
+    {"optim": "sgd", "learning_rate": 0.1, "train_sampling_strategy": "sequential"},
+    {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "all"},
+    {"neftune_noise_alpha": None, "dataloader_drop_last": True, "gradient_accumulation_steps": 3},
+]
+
+
+def with_options(out: str, replicas: int, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = trainer_of("gpt2", out, replicas, config, **{"max_steps": 14, "save_strategy": "no"} | options)
+    trainer.train()
+    return {**told(trainer), "tokens": trainer.state.num_input_tokens_seen, "flos": trainer.state.total_flos}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(("grid", "stage"), [((2, 1), 3), ((1, 2), 0), ((2, 2), 2)], ids=str)
+def test_other_arguments_act_as_ever(
+    ranks: Any, tmp_path: Path, options: dict[str, Any], grid: tuple[int, int], stage: int
+) -> None:
+    (wanted,) = ranks(1, with_options, str(tmp_path / "plain"), 1, None, options)
+    data, tensor = grid
+    for found in ranks(data * tensor, with_options, str(tmp_path), data, zero(stage, tensor), options, timeout=120):
+        for key in (
+            "loss",
+            "learning_rate",
+            "eval_loss",
+            *(["grad_norm"] if options.get("max_grad_norm", 1.0) else []),
+        ):
+            assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
+        assert found["tokens"] == wanted["tokens"]
+        assert found["flos"] == pytest.approx(wanted["flos"], rel=0.2)  # of a sharded model, by its own count
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        text = Text(44)
+        return (text[index] for index in range(44))
+
+
+def streamed(out: str, replicas: int, config: Any, **options: Any) -> Any:
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=8, eval_strategy="no", save_strategy="no", **options)
+    trainer.train_dataset = Stream()
+    if options.get("accelerator_config") is None and config is not None and trainer.grid.tensor.size > 1:
+        with pytest.raises(ConfigError, match="dispatch_batches"):
+            trainer.train()
+        return None
+    trainer.train()
+    return told(trainer)["loss"]
+
+
+@pytest.mark.exhaustive
+def test_a_stream(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, streamed, str(tmp_path), 1, None)
+    assert ranks(2, streamed, str(tmp_path), 1, zero(1, 2)) == [None, None]
+    shared = {"dispatch_batches": False}
+    for data, tensor, options in ((2, 1, None), (2, 1, shared), (1, 2, shared), (2, 2, shared)):
+        config = zero(1, tensor)
+        for found in ranks(data * tensor, streamed, str(tmp_path), data, config, accelerator_config=options):
+            assert found == pytest.approx(wanted, abs=1e-4)
+
+
 CONFIG = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
