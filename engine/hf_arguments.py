@@ -6,7 +6,7 @@ Imported when it is first used, and transformers with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..grid import Grid
 from .config_base import ConfigError
@@ -30,7 +30,7 @@ _REFUSED = {
 
 
 @dataclass
-class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
+class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` with ``triax=``, the configuration; see docs/huggingface.md.
 
     The grid is made here, before anything else asks for a process group: ``tensor_parallel.autotp_size`` (or
@@ -50,7 +50,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         default=None, metadata={"help": "A configuration in DeepSpeed's dialect: a dict, a JSON file's path, or JSON."}
     )
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "triax"]
+    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "triax"]  # noqa: RUF012 (as there)
 
     def __post_init__(self) -> None:
         if self.triax is not None and self.deepspeed is not None:
@@ -86,7 +86,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
                 f"accelerate counts {self.world_size} processes, and triax {self.grid.size}: start them with triax "
                 "run or torchrun"
             )
-        config = self.accelerator_config
+        config: Any = self.accelerator_config
         if config.split_batches or (tensor > 1 and config.dispatch_batches):
             raise ConfigError(
                 "accelerator_config: split_batches, and with tensor ranks dispatch_batches, would change which samples "

@@ -11,13 +11,10 @@ replica sees where there are tensor ranks. Imported when it is first used, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from ..tensor_parallel.parallelize import parallelize
 from . import schedulers
@@ -51,7 +48,7 @@ if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, nam
     )
 
 
-class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class EngineOptimizer(AcceleratedOptimizer):
     """The engine's optimizer as transformers' loop sees it: it has stepped when the loop calls ``step``.
 
     Attributes:
@@ -73,7 +70,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.engine.zero_grad()
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(transformers.Trainer):
     """``transformers.Trainer`` over a grid of replicas and tensor ranks; see docs/huggingface.md.
 
     Args:
@@ -87,6 +84,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         TypeError: ``args`` of transformers' own class.
     """
 
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
     engine: ModuleEngine | None = None
     _checked: Config | None = None
     _handle: EngineOptimizer | None = None
@@ -104,7 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._checked = self._configuration(max_steps)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         """The engine, and what the loop has of its optimizer: the configuration's, or else transformers' own.
 
         Raises:
@@ -117,11 +118,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.optimizer = self._handle
         return self._handle
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The configuration's schedule, or else transformers' own; the loop steps either."""
         section = None if self._checked is None else self._checked.scheduler
         if section is None:
-            made = super().create_scheduler(num_training_steps, optimizer)
+            made: Any = super().create_scheduler(num_training_steps, optimizer)
             if self._handle is not None and made.optimizer is not self._handle:
                 made.optimizer = self._handle  # it was made over the optimizer that the engine's comes from
             return made
@@ -152,7 +153,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         return engine
 
-    def _sharded(self) -> nn.Module:
+    def _sharded(self) -> Any:
         """The model, over the tensor axis if there is one."""
         if self.grid.tensor.size > 1 and not getattr(self.model, "_triax_sharded", False):
             parallelize(self.model, self.grid)
@@ -185,7 +186,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         handle.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -197,7 +198,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         engine.backward(loss, scale_wrt_gas=False)
         engine.step()
         handle.step_was_skipped = engine.skipped_steps > skipped
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
@@ -223,7 +225,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         loader = super()._get_dataloader(*args, **kwargs)
         if self.grid.tensor.size == 1:
             return loader
-        for shard in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
+        shards: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
+        for shard in shards:
             if hasattr(shard, "num_processes") and hasattr(shard, "process_index"):
                 # accelerate shares batches out over all processes; here over the replicas.
                 shard.num_processes, shard.process_index = self.grid.data.size, self.grid.data.rank
@@ -265,7 +268,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------- saving
 
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[Any, Any] | None = None) -> None:
         if state_dict is None and self.engine is not None:
             state_dict = whole_state(self.engine)
         super()._save(output_dir, state_dict)
@@ -294,4 +297,4 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         assert self.engine is not None
-        self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+        self.engine.load_checkpoint(str(self.state.best_model_checkpoint), load_module_only=True)

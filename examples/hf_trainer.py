@@ -10,9 +10,9 @@ TrainingArguments are taken; ``--resume`` goes on from the last checkpoint, on a
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 def main() -> None:
     """Train, evaluate, and save a folder that transformers reads."""
-    parser = transformers.HfArgumentParser((triax.TrainingArguments, Options))
+    kinds: Any = (triax.TrainingArguments, Options)
+    parser = transformers.HfArgumentParser(kinds)
     parser.set_defaults(
         output_dir="runs/hf",
         max_steps=200,
@@ -90,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from torch import Tensor
 import triax
 from triax import CausalLMLoss, Grid, PipelineModule, hf_layers
 from triax.models.hf import load_hf, save_hf
+from triax.models.hf_names import expand
+from triax.models.hf_save import wrapping
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_GPT2 = {"n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4} | _NO_TOKENS
+_GPT2: dict[str, Any] = {"n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4} | _NO_TOKENS
 _GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-_LLAMA = {
+_LLAMA: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 36,
     "num_hidden_layers": 3,
@@ -50,6 +54,27 @@ def model_of(case: str, attention: str = "sdpa") -> Any:
     return model
 
 
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """Within this, transformers' RMSNorm does not round fp64 to fp32, where the last bit decides on the eighth digit."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return y
+
+    kinds: list[Any] = [LlamaRMSNorm, Qwen2RMSNorm]
+    before = [kind.forward for kind in kinds]
+    for kind in kinds:
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for kind, own in zip(kinds, before):
+            kind.forward = own
+
+
 def rows(vocab: int, replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
     """Ids and labels, of which unlike numbers count."""
     generator = torch.Generator().manual_seed(10 * replica + microbatch)
@@ -63,7 +88,8 @@ def whole_batch(case: str, replicas: int) -> tuple[float, dict[str, Tensor]]:
     """The mean loss over every label that counts, and its gradients, by transformers' model on one process."""
     model = model_of(case)
     all_rows = [rows(model.config.vocab_size, r, m) for r in range(replicas) for m in range(MICROBATCHES)]
-    logits = model(input_ids=torch.cat([ids for ids, _ in all_rows])).logits
+    with exact_norms():
+        logits = model(input_ids=torch.cat([ids for ids, _ in all_rows])).logits
     labels = torch.cat([labels for _, labels in all_rows])
     # (transformers' own loss rounds to fp32.)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -91,12 +117,10 @@ def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, o
     )
     save_hf(engine, f"{out}/before")
     data = (rows(model.config.vocab_size, grid.data.rank, m) for m in range(MICROBATCHES))
-    loss = engine.train_batch(data)
+    with exact_norms():
+        loss = engine.train_batch(data)
     gradients = engine.gather("gradients")
-    names = pipeline.specs[0].args[0].names()
-    from triax.models.hf_names import expand
-
-    entries = expand(names, 3)
+    entries = expand(wrapping(pipeline).names(), 3)
     save_hf(engine, f"{out}/after")
     return loss.item(), {entries[name].theirs[0]: gradient for name, gradient in gradients.items()}
 
@@ -153,7 +177,7 @@ def test_logits_are_the_models(case: str, attention: str) -> None:
     with torch.no_grad():
         theirs = model(input_ids=ids, labels=labels)
         logits = mine(ids)
-    assert torch.equal(logits, theirs.logits)
+    torch.testing.assert_close(logits, theirs.logits, rtol=1e-12, atol=1e-12)
     total, count = CausalLMLoss()(logits, labels)
     assert (total / count).item() == pytest.approx(theirs.loss.item(), rel=1e-6)
 

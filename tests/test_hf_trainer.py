@@ -388,8 +388,8 @@ def test_optimizer_and_schedule_of_the_configuration(ranks: Any, tmp_path: Path)
     # DeepSpeed's schedule is at its beginning in the first step, and in the second.
     wanted = [0.0] + [rate * (k / warm if k < warm else (total - k) / (total - warm)) for k in range(5)]
     assert result["found"]["learning_rate"] == pytest.approx(wanted, rel=1e-9)
-    assert result["again"]["learning_rate"] == pytest.approx(wanted[3:], rel=1e-9)
-    assert result["again"]["loss"] == pytest.approx(result["found"]["loss"][3:], abs=1e-6)
+    assert result["again"]["learning_rate"] == pytest.approx(wanted, rel=1e-9)  # the first three are the first run's
+    assert result["again"]["loss"] == pytest.approx(result["found"]["loss"], abs=1e-6)
 
 
 # --------------------------------------------------------------------------------------- the configuration
@@ -453,7 +453,7 @@ def test_what_hugging_faces_own_code_fills_in() -> None:
 
     from transformers.integrations import deepspeed as theirs
 
-    class Config(theirs.HfTrainerDeepSpeedConfig):  # type: ignore[misc]
+    class Config(theirs.HfTrainerDeepSpeedConfig):
         def __init__(self, config: dict[str, Any]) -> None:
             self.config, self._dtype, self.mismatches = config, None, []
 
@@ -567,7 +567,8 @@ def test_arguments_are_transformers_own_and_travel(tmp_path: Path) -> None:
         assert isinstance(args, transformers.TrainingArguments) and args.deepspeed is None
         assert args.filling.config["zero_optimization"] == {"stage": 2}
         assert args.filling.config["gradient_clipping"] == args.max_grad_norm
-    (parsed,) = transformers.HfArgumentParser(triax.TrainingArguments).parse_args_into_dataclasses(
+    kind: Any = triax.TrainingArguments
+    (parsed,) = transformers.HfArgumentParser(kind).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--deepspeed", str(file), "--report_to", "none"]
     )
     assert parsed.filling.config["zero_optimization"] == {"stage": 2} and parsed.triax == str(file)
