@@ -151,7 +151,7 @@ class Filling:
         self.fill(key, value)
         found = self.get(key)
         if found is not None and found != value:
-            self.mismatches.append(f"- {key} is {describe(found)}, and {argument} {describe(value)}")
+            self.mismatches.append(f"- {key} is {describe(found)}; {argument} is {describe(value)}")
 
     def _section(self, key: str) -> tuple[dict[str, Any] | None, str]:
         *sections, name = key.split(".")

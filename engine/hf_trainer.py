@@ -203,8 +203,12 @@ class Trainer(transformers.Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
+        if not isinstance(count, Tensor):
+            return count
+        if not self.args.average_tokens_across_devices:
+            count = count * self.grid.tensor.size  # it was not summed over them, and was divided by their number
         # A whole number, which the engine does not round to the dtype of the weights, as it does with inputs.
-        return count.round().long() if isinstance(count, Tensor) else count
+        return count.round().long()
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return self._get_grad_norm(model)  # the engine has clipped

@@ -56,7 +56,7 @@ def model_of(case: str, attention: str = "sdpa") -> Any:
 
 @contextmanager
 def exact_norms() -> Iterator[None]:
-    """Within this, transformers' RMSNorm does not round fp64 to fp32, where the last bit decides on the eighth digit."""
+    """transformers' RMSNorm rounds fp64 to fp32: the last bit decides on the eighth digit. Within this it does not."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
@@ -104,7 +104,8 @@ def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, o
     model = model_of(case)
     grid = Grid(*sizes)
     layers = hf_layers(model)
-    pipeline = PipelineModule(layers, grid=grid, loss_fn=CausalLMLoss(), device="meta" if meta else None)
+    options: dict[str, Any] = {"device": "meta", "dtype": torch.float64} if meta else {}
+    pipeline = PipelineModule(layers, grid=grid, loss_fn=CausalLMLoss(), **options)
     engine, *_ = triax.initialize(
         model=pipeline,
         config={

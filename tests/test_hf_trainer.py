@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
-import subprocess
+import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -313,6 +316,23 @@ def test_other_arguments_act_as_ever(
         assert found["flos"] == pytest.approx(wanted["flos"], rel=0.2)  # of a sharded model, by its own count
 
 
+def twice(out: str, replicas: int, config: Any) -> Any:
+    """A second call of train() goes on with weights and moments, and a new schedule."""
+    trainer = trainer_of("llama", out, replicas, config, max_steps=6, save_strategy="no", eval_strategy="no")
+    trainer.train()
+    first = told(trainer)["loss"]
+    trainer.train()
+    return first, told(trainer)["loss"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_twice(ranks: Any, tmp_path: Path, stage: int) -> None:
+    (wanted,) = ranks(1, twice, str(tmp_path), 1, None)
+    for found in ranks(2, twice, str(tmp_path), 2, zero(stage)):
+        assert found[0] == pytest.approx(wanted[0], abs=1e-4) and found[1] == pytest.approx(wanted[1], abs=1e-4)
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Any:
         text = Text(44)
@@ -502,10 +522,10 @@ def test_mismatches_are_told_together() -> None:
         filling.from_run(Arguments(), 96, 200)
     told = str(error.value)
     for line in (
-        "train_batch_size is 61, and 4 replicas * 3 * 5 60",
-        "optimizer.params.lr is 0.001, and learning_rate 0.0002",
-        "bf16.enabled is false, and bf16 true",
-        "scheduler.params.total_num_steps is 7, and the number of training steps 200",
+        "train_batch_size is 61; 4 replicas * 3 * 5 is 60",
+        "optimizer.params.lr is 0.001; learning_rate is 0.0002",
+        "bf16.enabled is false; bf16 is true",
+        "scheduler.params.total_num_steps is 7; the number of training steps is 200",
     ):
         assert f"- {line}\n" in told
     assert told.count("\n- ") == 4
@@ -598,12 +618,28 @@ def test_evaluation_without_training(ranks: Any, tmp_path: Path) -> None:
             assert mine == pytest.approx(loss, abs=1e-5) and abs(theirs - logits).max() < 1e-4
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
-    """On one process, from a plain command, offline."""
-    command = [sys.executable, str(ROOT / "examples" / "hf_trainer.py"), "--output_dir", str(tmp_path / "out")]
-    command += ["--max_steps", "6", "--save_steps", "3", "--logging_steps", "2", "--data", str(ROOT / "grid")]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "held-out loss" in done.stdout and (tmp_path / "out" / "model" / "model.safetensors").is_file()
+def run_example(out: str) -> str:
+    sys.path.insert(0, str(ROOT / "examples"))
+    options = {"output_dir": out, "data": ROOT / "grid", "max_steps": 6, "save_steps": 3, "logging_steps": 2}
+    options |= {"layers": 1, "width": 16, "heads": 2, "disable_tqdm": True}
+    said = io.StringIO()
+    for more in ([], ["--resume", "--max_steps", "8"]):
+        sys.argv = [
+            "hf_trainer.py",
+            *(str(word) for key, value in options.items() for word in (f"--{key}", value)),
+            *more,
+        ]
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(ROOT / "examples" / "hf_trainer.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_example_runs(ranks: Any, tmp_path: Path) -> None:
+    """On one process, and on two; each goes on from its last checkpoint."""
+    for count in (1, 2):
+        out = str(tmp_path / str(count))
+        first, *others = ranks(count, run_example, out, timeout=120)
+        found = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+) nats", first)]
+        assert len(found) == 2 and 3 < found[1] < found[0] < 5.6
+        assert not any("held-out" in said for said in others)
+        assert weights(f"{out}/model").keys() and (Path(out) / "checkpoint-6" / "latest").is_file()
