@@ -97,7 +97,8 @@ class Filling:
         Args:
             args: as before.
             hidden_size: the model's, the largest if it has several; None: it does not say.
-            steps: optimizer steps of the run; None: nothing is trained, and optimizer and scheduler are left out.
+            steps: optimizer steps of the run; None: nothing is trained: no optimizer, no scheduler, and no masters, so
+                that the model computes in the dtype that it has.
 
         Returns:
             The whole configuration. This object may be asked again, for another run.
@@ -121,8 +122,8 @@ class Filling:
                 run.fill("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * hidden_size * hidden_size))
                 run.fill("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
         if steps is None:
-            run.config.pop("optimizer", None)
-            run.config.pop("scheduler", None)
+            for key in ("optimizer", "scheduler", "fp16", "bf16"):
+                run.config.pop(key, None)
         else:
             run.match("scheduler.params.total_num_steps", steps, "the number of training steps")
             run.match("scheduler.params.warmup_num_steps", max(1, args.get_warmup_steps(steps)), "warmup_steps")

@@ -28,6 +28,7 @@ try:
     import transformers
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import recursively_apply
+    from accelerate.utils.memory import clear_device_cache
 
     from .hf_arguments import TrainingArguments
 except ImportError as missing:
@@ -123,8 +124,7 @@ class Trainer(transformers.Trainer):
         section = None if self._checked is None else self._checked.scheduler
         if section is None:
             made: Any = super().create_scheduler(num_training_steps, optimizer)
-            if self._handle is not None and made.optimizer is not self._handle:
-                made.optimizer = self._handle  # it was made over the optimizer that the engine's comes from
+            made.optimizer._opt_called = True  # the engine's steps: else torch warns
             return made
         if self.lr_scheduler is not None:
             raise ConfigError("scheduler is in the configuration, and in optimizers= too: give one of them")
@@ -193,6 +193,11 @@ class Trainer(transformers.Trainer):
             scaled = by_items or self.compute_loss_func is not None
         if not scaled:
             loss = loss / self.current_gradient_accumulation_steps
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        if self.lr_scheduler is not None and self.lr_scheduler.optimizer is not handle:
+            schedulers.follow(self.lr_scheduler, handle.optimizer)  # it is over the one that the engine's was made from
         skipped = engine.skipped_steps
         # A mean over replicas, and a sum over the step's microbatches: the loss has been divided by them.
         engine.backward(loss, scale_wrt_gas=False)
@@ -298,6 +303,8 @@ class Trainer(transformers.Trainer):
         schedule = (client or {}).get("lr_scheduler")
         if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
+            for its, mine in zip(self.lr_scheduler.optimizer.param_groups, self.engine.get_lr(), strict=True):
+                its["lr"] = mine
 
     def _load_best_model(self) -> None:
         assert self.engine is not None

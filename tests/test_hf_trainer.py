@@ -333,6 +333,34 @@ def test_training_twice(ranks: Any, tmp_path: Path, stage: int) -> None:
         assert found[0] == pytest.approx(wanted[0], abs=1e-4) and found[1] == pytest.approx(wanted[1], abs=1e-4)
 
 
+def ones_own(out: str, replicas: int, config: Any, resume: str | None = None) -> Any:
+    """An optimizer with two groups, and a schedule of schedules over it."""
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=10, eval_strategy="no")
+    named = list(trainer.model.named_parameters())
+    matrices = [p for _, p in named if p.dim() > 1]
+    others = [p for _, p in named if p.dim() <= 1]
+    groups = [{"params": matrices}, {"params": others, "lr": 1e-3}]
+    trainer.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
+    kinds = torch.optim.lr_scheduler
+    parts: list[Any] = [
+        kinds.LinearLR(trainer.optimizer, 0.1, total_iters=4),
+        kinds.ExponentialLR(trainer.optimizer, 0.8),
+    ]
+    trainer.lr_scheduler = kinds.SequentialLR(trainer.optimizer, parts, [4])
+    trainer.train(resume_from_checkpoint=resume)
+    return told(trainer)
+
+
+@pytest.mark.exhaustive
+def test_an_optimizer_and_a_schedule_of_ones_own(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, ones_own, str(tmp_path / "plain"), 1, None)
+    where = f"{tmp_path}/2/checkpoint-5"
+    for count, resume in ((2, None), (1, where)):
+        for found in ranks(count, ones_own, str(tmp_path / str(count)), count, zero(2), resume):
+            for key in ("loss", "learning_rate", "grad_norm"):
+                assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Any:
         text = Text(44)
@@ -461,7 +489,7 @@ def test_auto_values_follow_hugging_faces_formulas() -> None:
     }
     assert CONFIG["train_batch_size"] == "auto"  # the caller's is as it was
     assert filling.from_run(Arguments(), 96, steps=5)["scheduler"]["params"]["warmup_num_steps"] == 1  # at least
-    assert "optimizer" not in filling.from_run(Arguments(), 96, steps=None)
+    assert not {"optimizer", "scheduler", "bf16"} & filling.from_run(Arguments(), 96, steps=None).keys()
     second = Filling({"zero_optimization": {**CONFIG["zero_optimization"], "stage": 2}})  # type: ignore[dict-item]
     second.from_arguments(Arguments(), 1)
     assert second.from_run(Arguments(), 8, 1)["zero_optimization"]["stage3_prefetch_bucket_size"] == "auto"
