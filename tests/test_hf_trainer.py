@@ -339,7 +339,7 @@ def ones_own(out: str, replicas: int, config: Any, resume: str | None = None) ->
     named = list(trainer.model.named_parameters())
     matrices = [p for _, p in named if p.dim() > 1]
     others = [p for _, p in named if p.dim() <= 1]
-    groups = [{"params": matrices}, {"params": others, "lr": 1e-3}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
     trainer.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
     kinds = torch.optim.lr_scheduler
     parts: list[Any] = [
@@ -595,7 +595,7 @@ def test_errors(tmp_path: Path) -> None:
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            triax.TrainingArguments(out, **options)  # type: ignore[arg-type]
+            triax.TrainingArguments(out, **options)
     with pytest.raises(TypeError, match=r"pass triax\.TrainingArguments"):
         triax.Trainer(model=model_of("gpt2"), args=transformers.TrainingArguments(out, use_cpu=True))
     filling = Filling({"checkpoint": {"dir": "x"}})
