@@ -196,8 +196,7 @@ class Trainer(transformers.Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        if self.lr_scheduler is not None and self.lr_scheduler.optimizer is not handle:
-            schedulers.follow(self.lr_scheduler, handle.optimizer)  # it is over the one that the engine's was made from
+        self._follow()
         skipped = engine.skipped_steps
         # A mean over replicas, and a sum over the step's microbatches: the loss has been divided by them.
         engine.backward(loss, scale_wrt_gas=False)
@@ -205,6 +204,12 @@ class Trainer(transformers.Trainer):
         handle.step_was_skipped = engine.skipped_steps > skipped
         detached: Tensor = loss.detach()
         return detached
+
+    def _follow(self) -> None:
+        """Where the schedule is over the optimizer that the engine's was made from: what it wrote there counts."""
+        if self.lr_scheduler is not None and self._handle is not None:
+            if self.lr_scheduler.optimizer is not self._handle:
+                schedulers.follow(self.lr_scheduler, self._handle.optimizer)
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
@@ -284,6 +289,7 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
+        self._follow()
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         self.engine.save_checkpoint(output_dir, f"global_step{self.state.global_step}", {"lr_scheduler": schedule})
 
