@@ -207,9 +207,9 @@ class Trainer(transformers.Trainer):
 
     def _follow(self) -> None:
         """Where the schedule is over the optimizer that the engine's was made from: what it wrote there counts."""
-        if self.lr_scheduler is not None and self._handle is not None:
-            if self.lr_scheduler.optimizer is not self._handle:
-                schedulers.follow(self.lr_scheduler, self._handle.optimizer)
+        schedule, handle = self.lr_scheduler, self._handle
+        if schedule is not None and handle is not None and schedule.optimizer is not handle:
+            schedulers.follow(schedule, handle.optimizer)
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
