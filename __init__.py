@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from .engine.horovod_state import broadcast_object as broadcast_object
     from .engine.horovod_state import broadcast_optimizer_state as broadcast_optimizer_state
     from .engine.horovod_state import broadcast_parameters as broadcast_parameters
+    from .engine.hf_arguments import TrainingArguments as TrainingArguments
+    from .engine.hf_trainer import Trainer as Trainer
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
     from .engine.module_engine import ModuleEngine as ModuleEngine
@@ -88,6 +90,8 @@ if TYPE_CHECKING:
     from .models.hf import config_from_hf as config_from_hf
     from .models.hf import load_hf as load_hf
     from .models.hf import save_hf as save_hf
+    from .models.hf_pipe import CausalLMLoss as CausalLMLoss
+    from .models.hf_pipe import hf_layers as hf_layers
     from .models.layers import NextTokenLoss as NextTokenLoss
     from .models.llama import llama as llama
     from .pipe.module import PipelineModule as PipelineModule
@@ -127,6 +131,8 @@ _HOMES = {
     "load_hf": "models.hf",
     "save_hf": "models.hf",
     "config_from_hf": "models.hf",
+    "hf_layers": "models.hf_pipe",
+    "CausalLMLoss": "models.hf_pipe",
     "initialize": "engine",
     "RepeatingLoader": "engine.data",
     "load_weights": "engine.checkpoint_weights",
@@ -197,6 +203,8 @@ _HOMES = {
     "broadcast_object": "engine.horovod_state",
     "allgather_object": "engine.horovod_state",
     "DistributedOptimizer": "engine.horovod_optimizer",
+    "Trainer": "engine.hf_trainer",
+    "TrainingArguments": "engine.hf_arguments",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -57,7 +57,8 @@ class _Rescale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: Callable[[], float], tensor: Tensor) -> Tensor:
         ctx.scale = scale
-        return tensor.view_as(tensor)
+        # A loss is copied: whoever has it may scale it in place, which a view of another would refuse.
+        return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

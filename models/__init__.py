@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from .attention import SelfAttention
     from .config import GPTConfig, LlamaConfig, RopeScaling
     from .gpt import GPTLoss
+    from .hf_pipe import CausalLMLoss, hf_layers
     from .layers import NextTokenLoss
     from .llama import LlamaLoss
     from .packed import pack
 
 _HOME = {
+    "CausalLMLoss": "hf_pipe",
     "GPTConfig": "config",
     "GPTLoss": "gpt",
     "LlamaConfig": "config",
@@ -25,10 +27,12 @@ _HOME = {
     "NextTokenLoss": "layers",
     "RopeScaling": "config",
     "SelfAttention": "attention",
+    "hf_layers": "hf_pipe",
     "pack": "packed",
 }
 
 __all__ = [
+    "CausalLMLoss",
     "GPTConfig",
     "GPTLoss",
     "LlamaConfig",
@@ -36,6 +40,7 @@ __all__ = [
     "NextTokenLoss",
     "RopeScaling",
     "SelfAttention",
+    "hf_layers",
     "pack",
 ]
 

@@ -22,7 +22,7 @@ from .gpt import gpt
 from .hf_config import from_hf, layer_count, same_model
 from .hf_names import FAMILIES, Entry, Names, Transposed, expand, names_of
 from .hf_read import Source, check, fetch, find, open_source, unused
-from .hf_save import agree, hugging_face, named, save_hf
+from .hf_save import agree, hugging_face, named, save_hf, wrapping
 from .llama import llama
 
 __all__ = ["Names", "Transposed", "config_from_hf", "load_hf", "save_hf"]
@@ -118,7 +118,8 @@ class _Loaded:
         spec = LayerSpec(self.cls, *args, **kwargs)
         wanted = torch.empty(0).device
         # Our layers are parameters and nothing else: made without values, they need not draw what is thrown away.
-        hollow = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+        here = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+        hollow = getattr(self.cls, "hollow", here)
         with torch.device("meta" if hollow else wanted):
             layer = spec.build(grid)
         prefix = f"layers.{self.index}."
@@ -209,6 +210,8 @@ def _entries(module: nn.Module, source: Source, names: Names | None) -> dict[str
     theirs, prefix = hugging_face(module)
     if theirs is not None:
         return {prefix + name: Entry((name,)) for name in theirs.state_dict()}  # what is tied, under every name
+    if (wrapped := wrapping(module)) is not None:
+        return expand(wrapped.names(), blocks)
     return expand(names_of(source.config.get("model_type")), blocks)
 
 

@@ -18,7 +18,7 @@ from .hf_config import layer_count, to_hf
 from .hf_names import Entry, Names, expand, names_of
 from .hf_write import FolderWriter
 
-__all__ = ["Held", "agree", "hugging_face", "named", "parts_of", "save_hf", "split"]
+__all__ = ["Held", "agree", "hugging_face", "named", "parts_of", "save_hf", "split", "wrapping"]
 
 
 class Held(NamedTuple):
@@ -82,7 +82,9 @@ def save_hf(
         written = _config(module, theirs, config)
         entries = {name: Entry((name.removeprefix(prefix),)) for name in held}
         if names is not None or theirs is None:
-            entries = expand(names or names_of(written.get("model_type")), layer_count(written))
+            wrapped = wrapping(module)
+            known = names_of(written.get("model_type")) if wrapped is None and names is None else None
+            entries = expand(names or known or wrapped.names(), layer_count(written))
         plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items()}
         if grid.rank == 0:
             tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
@@ -112,6 +114,12 @@ def hugging_face(module: Any) -> tuple[Any, str]:
     specs: Any = getattr(module, "specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
     return (inner, prefix) if hasattr(getattr(inner, "config", None), "to_dict") else (None, "")
+
+
+def wrapping(module: Any) -> Any:
+    """What the layers of ``hf_layers`` say of the model that they are parts of; None where there are none."""
+    arguments = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
+    return next((value for value in arguments if hasattr(value, "family") and hasattr(value, "names")), None)
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -152,6 +160,8 @@ def _config(module: nn.Module, theirs: Any, config: Any) -> dict[str, Any]:
     if config is None:
         candidates = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
         config = next((value for value in candidates if isinstance(value, (GPTConfig, LlamaConfig))), None)
+    if config is None and (wrapped := wrapping(module)) is not None:
+        config = {**wrapped.config.to_dict(), "architectures": [wrapped.architecture]}
     if config is None:
         raise ValueError(
             "the model does not tell its configuration: pass save_hf(model, path, config=GPTConfig(...)), or the "

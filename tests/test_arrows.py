@@ -46,7 +46,10 @@ NO_TORCH = ("__init__.py", "models/__init__.py", "models/config.py", "zero/flat.
 DRAWS = ("pipe/draw.py",)  # may use rich and matplotlib, in the functions that draw
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
-EXTRAS = {"matplotlib", "tensorboard", "transformers", "deepspeed", "wandb"}  # imported where they are used, not before
+# Imported where they are used, not before.
+EXTRAS = {"matplotlib", "tensorboard", "transformers", "accelerate", "deepspeed", "wandb"}
+# Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.
+REACHED_LATE = ("engine/hf_arguments.py", "engine/hf_trainer.py")
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 _LAUNCHER = ("engine/launch.py", "engine/run_cli.py", "engine/worker.py")
 READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER)
@@ -190,12 +193,14 @@ def bad_dependencies(root: Path) -> Iterator[str]:
                 torch_free = file != "__init__.py" and needs_no_torch(file)
                 if torch_free and not needs_no_torch(found.target) and not found.typing:
                     yield f"{where}, which needs torch; {file} must not"
+                if found.target in REACHED_LATE and file not in REACHED_LATE and not (found.lazy or found.typing):
+                    yield f"{where}, which needs an extra: import it in the function that uses it"
                 continue
             package = found.target.split(".")[0]
             if package in sys.stdlib_module_names or found.typing:
                 continue
             if package in EXTRAS:
-                if not found.lazy:
+                if not found.lazy and file not in REACHED_LATE:
                     yield f"{where}, an extra, at its top: import it in the function that uses it"
             elif needs_no_torch(file) and not (found.lazy and file in DRAWS):
                 yield f"{where}: it runs on the standard library alone"
@@ -332,6 +337,10 @@ OFFENDERS = [
     (bad_dependencies, "__init__.py", "import torch", "standard library alone"),
     (bad_dependencies, "pipe/draw.py", "import matplotlib", "an extra, at its top"),
     (bad_dependencies, "pipe/draw.py", "def f():\n    import matplotlib.pyplot as plt", None),
+    (bad_dependencies, "engine/a.py", "import transformers", "an extra, at its top"),
+    (bad_dependencies, "engine/hf_trainer.py", "import transformers\nfrom .hf_arguments import A", None),
+    (bad_dependencies, "engine/a.py", "from .hf_trainer import Trainer", "which needs an extra"),
+    (bad_dependencies, "engine/a.py", "def f():\n    from .hf_trainer import Trainer", None),
     (bad_dependencies, "engine/a.py", "import yaml", "does not name"),
     (bad_dependencies, "engine/a.py", "import torch, json, pydantic\nfrom rich.table import Table", None),
     (bad_dependencies, "pipe/new.py", "import json\nfrom ..grid.topology import Topology", None),
@@ -361,7 +370,8 @@ OFFENDERS = [
 @pytest.mark.parametrize(("rule", "file", "text", "complaint"), OFFENDERS)
 def test_the_rule_finds_an_offender(tmp_path: Path, rule: object, file: str, text: str, complaint: str | None) -> None:
     assert callable(rule)
-    for made in ("grid/topology", "grid/grid", "pipe/ops", "pipe/spec", "zero/flat", "models/config", "engine/launch"):
+    made_first = ("grid/topology", "grid/grid", "pipe/ops", "pipe/spec", "zero/flat", "models/config", "engine/launch")
+    for made in (*made_first, "engine/hf_trainer", "engine/hf_arguments"):
         path = tmp_path / f"{made}.py"
         path.parent.mkdir(exist_ok=True)
         path.touch()

@@ -1,0 +1,94 @@
+"""Train a small GPT-2 of transformers by triax.Trainer, on bytes, with no download.
+
+    python examples/hf_trainer.py
+    torchrun --nproc-per-node 4 examples/hf_trainer.py --triax '{"zero_optimization": {"stage": 3}}'
+    torchrun --nproc-per-node 4 examples/hf_trainer.py --triax ds_config.json --bf16 --max_steps 500
+
+It learns the source of Python's standard library, or the text that ``--data`` names. All options of transformers'
+TrainingArguments are taken; ``--resume`` goes on from the last checkpoint, on as many processes as there are now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from corpus import Bytes, find, load
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import triax
+
+LENGTH = 128  # bytes of a sample
+
+
+@dataclass
+class Options:
+    """What TrainingArguments do not have."""
+
+    data: list[str] = field(default_factory=list, metadata={"help": "Files and folders of text."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """A text cut into samples; transformers shifts the labels itself."""
+
+    def __init__(self, text: Bytes, most: int | None = None) -> None:
+        count = len(text) // LENGTH
+        self.text, self.starts = text, np.arange(count)[:: max(1, count // most) if most else 1][:most] * LENGTH
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = self.starts[index]
+        ids = torch.from_numpy(self.text[start : start + LENGTH].astype(np.int64))
+        return {"input_ids": ids, "labels": ids}
+
+
+def main() -> None:
+    """Train, evaluate, and save a folder that transformers reads."""
+    kinds: Any = (triax.TrainingArguments, Options)
+    parser = transformers.HfArgumentParser(kinds)
+    parser.set_defaults(
+        output_dir="runs/hf",
+        max_steps=200,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        warmup_steps=20,
+        logging_steps=20,
+        save_steps=100,
+        report_to="none",
+    )
+    args, options = parser.parse_args_into_dataclasses()
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    corpus = load(find(options.data), Path(args.output_dir) / "text")
+    config = transformers.GPT2Config(
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=options.width,
+        n_layer=options.layers,
+        n_head=options.heads,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(args.seed)
+    model = transformers.GPT2LMHeadModel(config)
+    held_out = Windows(corpus.held_out, most=64)
+    trainer = triax.Trainer(model=model, args=args, train_dataset=Windows(corpus.training), eval_dataset=held_out)
+    trainer.train(resume_from_checkpoint=options.resume or None)
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(Path(args.output_dir) / "model"))
+    if trainer.is_world_process_zero():
+        print(f"step {trainer.state.global_step}: held-out loss {loss:.3f} nats a byte; {args.output_dir}/model")
+
+
+if __name__ == "__main__":
+    main()
