@@ -34,8 +34,8 @@ def checked(
         )
     if issubclass(optimizer_class, OneBit) and stage != 0:
         raise ValueError(
-            f"{optimizer_class.__name__} has whole state on every replica, and errors that are each one's own, so there "
-            f"is nothing to shard: pass stage=0, not {stage}"
+            f"{optimizer_class.__name__} has whole state on every replica, and errors that are each one's own, which "
+            f"nothing shards: pass stage=0, not {stage}"
         )
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage is ZeRO's, 0, 1, 2 or 3, not {stage!r}")

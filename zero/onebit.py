@@ -8,13 +8,14 @@ elements:
 2. A server takes the mean of what came, adds what it left out the last time, compresses again, and sends all of them
    the result; it keeps what is left out too.
 
-A bit is a sign, and a scale the mean magnitude of a chunk: C(x) = |x|_1 / d * sign(x), which is nearest to x of all that
-are of this form (Lu et al. 2022, section 3). A chunk is what lies of one parameter in the part of one server.
+A bit is a sign, and a scale the mean magnitude of a chunk: C(x) = |x|_1 / d * sign(x), which is nearest to x of all
+that are of this form (Lu et al. 2022, section 3). A chunk is what lies of one parameter in the part of one server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class OneBitMean:
             raise ValueError(f"{numel} elements are no multiple of {_BITS} bits times {axis.size} ranks")
         self.part = (axis.rank * size, (axis.rank + 1) * size)
         cuts = sorted({0, numel, *(at for span in spans for at in span), *range(0, numel, size)})
-        chunks = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        chunks = [(a, b) for a, b in pairwise(cuts) if a < b]
         self._lengths = [b - a for a, b in chunks]
         self._each = torch.tensor(self._lengths, device=device)
         real = [any(a >= start and b <= stop for start, stop in spans) for a, b in chunks]

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 _ONE_FOR_ALL = ("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-
-
 # State of 0/1 Adam between two meetings: where the parameter was at the last one, u, and what u is made of.
 _APART = ("anchor", "moved", "rates", "shrunk")
 

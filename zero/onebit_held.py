@@ -57,8 +57,7 @@ def rooms(stepper: OneBitStepper, has: Has, keys: Iterable[str]) -> Iterator[tup
     for (_, master, *_), layout in zip(stepper._views, stepper.layouts, strict=True):
         state = optimizer.state[master]
         for key in known:
-            base, _, replica = key.rpartition(".")
-            if has(layout.name, key) is None or base in optimizer.OWN:
+            if has(layout.name, key) is None or key.rpartition(".")[0] in optimizer.OWN:
                 continue
             if key == optimizer.SERVER:
                 start, stop = stepper.served(master)

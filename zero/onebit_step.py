@@ -163,7 +163,9 @@ class OneBitStepper(WholeStepper):
     def met(self, bucket: Bucket, values: Tensor) -> Tensor:
         """A bucket's values when all replicas had the same the last time: ``values`` themselves, if they do now."""
         there = [(master, span) for _, master, home, span in self._views if home is bucket]
-        apart = [(self.optimizer.met(master), span) for master, span in there if self.optimizer.met(master) is not master]
+        apart = [
+            (self.optimizer.met(master), span) for master, span in there if self.optimizer.met(master) is not master
+        ]
         if apart:
             values = values.clone()
             for value, span in apart:
