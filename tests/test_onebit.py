@@ -19,6 +19,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine.config import ConfigError, read_config
 from triax.engine.weights import assembled
+from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import OneBitAdam, ShardedOptimizer
 from triax.zero.onebit import OneBitMean, pack, unpack
@@ -111,12 +112,12 @@ def trained(shape: tuple[int, int, int], kind: str, bucket: int = 2**20, **confi
 
 
 def compressed(x: Tensor, chunk: Tensor, alive: Tensor) -> Tensor:
-    """Lu et al. 2022: |x|_1 / d sign(x), of each chunk on its own."""
+    """Tang et al. 2021: signs, scaled to the length that they stand for; each chunk on its own."""
     found = torch.zeros_like(x)
     for number in chunk.unique():
         here = (chunk == number) & (alive > 0)
         if here.any():
-            scale = x[here].abs().mean()
+            scale = x[here].square().mean().sqrt()
             found[here] = torch.where(x[here] >= 0, scale, -scale)
     return found
 
@@ -149,7 +150,8 @@ class Reference:
     def __init__(self, kind: str, replicas: int, places: Any, corrects: bool, clip: float = 0.0) -> None:
         self.models = [PipelineModule(layers(Grid()), loss_fn=loss_fn).double() for _ in range(replicas)]
         self.update, self.n, self.corrects, self.clip = UPDATES[kind], replicas, corrects, clip
-        self.params, self.norms = PARAMS[kind], []
+        self.params = PARAMS[kind]
+        self.norms: list[float] = []
         named = dict(self.models[0].named_parameters())
         self.states: dict[str, dict[str, Any]] = {
             name: {
@@ -168,7 +170,8 @@ class Reference:
                 model.zero_grad()
                 x, y = share(t, i, self.n)
                 loss_fn(model(x), y).backward()
-                gradients.append({k: p.grad.flatten().clone() for k, p in model.named_parameters()})
+                own = {k: p.grad for k, p in model.named_parameters()}
+                gradients.append({k: g.flatten().clone() for k, g in own.items() if g is not None})
             self.norms.append(self.measure(gradients, t))
             for name in gradients[0]:
                 where = [dict(m.named_parameters())[name].data.view(-1) for m in self.models]
@@ -712,3 +715,29 @@ def test_refused_on_every_rank(ranks: Any) -> None:
             "needs shards of one size on all 2 tensor ranks",
         ]
         assert len(said) == len(wanted) and all(words in text for words, text in zip(wanted, said, strict=True)), said
+
+
+def tied_ends(kind: str) -> Any:
+    """A weight that the first and the last stage hold, each in a bucket of its own."""
+    grid = Grid(2, 2, 1, timeout=60)
+    sizes = GPTConfig(vocab_size=9, sequence_length=4, width=8, layers=2, heads=2, tie_embeddings=True)
+    model = PipelineModule(gpt(sizes), grid=grid, loss_fn=GPTLoss(grid, vocab_size=9))
+    optimizer = {"type": kind, "params": {"lr": 0.01, **PARAMS[kind]}}
+    settings = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "optimizer": optimizer}
+    engine = triax.initialize(model=model, config=settings)[0]
+    generator = torch.Generator().manual_seed(grid.data.rank)
+    losses = []
+    for _ in range(12):
+        ids = torch.randint(8, (4, 5), generator=generator)
+        pairs = zip(ids[:, :-1].split(2), ids[:, 1:].split(2), strict=True)
+        losses.append(engine.train_batch(iter(list(pairs))).item())
+    tie = next(bucket for bucket in engine._replicas.buckets if bucket.tie is not None)
+    return losses, tie.weights.clone(), {m.layout.name for m in tie.members}
+
+
+@pytest.mark.parametrize("kind", list(PARAMS))
+def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, kind: str) -> None:
+    found = ranks(4, tied_ends, kind)
+    for losses, weights, names in found:
+        assert names == found[0][2] and losses == found[0][0]
+        assert torch.equal(weights, found[0][1])

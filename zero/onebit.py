@@ -8,8 +8,9 @@ elements:
 2. A server takes the mean of what came, adds what it left out the last time, compresses again, and sends all of them
    the result; it keeps what is left out too.
 
-A bit is a sign, and a scale the mean magnitude of a chunk: C(x) = |x|_1 / d * sign(x), which is nearest to x of all
-that are of this form (Lu et al. 2022, section 3). A chunk is what lies of one parameter in the part of one server.
+A bit is a sign, and a scale keeps a chunk as long as it was: C(x) = |x|_2 / sqrt(d) * sign(x). (Lu et al. 2022 have
+|x|_1 / d, which is nearer to x, and a fifth shorter: docs/onebit.md has what that costs.) A chunk is what lies of one
+parameter in the part of one server.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class OneBitMean:
         real = [any(a >= start and b <= stop for start, stop in spans) for a, b in chunks]
         # The scales that go to, and come from, each rank: rows of one length, filled up with the number of no chunk.
         rows: list[list[int]] = [[] for _ in range(axis.size)]
-        for number, ((a, _), counts) in enumerate(zip(chunks, real, strict=True)):
-            if counts:
+        for number, ((a, _), whole) in enumerate(zip(chunks, real, strict=True)):
+            if whole:
                 rows[a // size].append(number)
         self._most = max(1, *(len(row) for row in rows))
         filled = [[*row, *[len(chunks)] * (self._most - len(row))] for row in rows]
@@ -94,8 +95,8 @@ class OneBitMean:
         """
         size, dtype = self._axis.size, own.dtype
         own.mul_(alive)
-        counts = self._sums(alive)
-        packed, scales = self._compress(own, counts, slice(None), size, alive)
+        ones = self._norms(alive).clamp(min=1)
+        packed, scales = self._compress(own, ones, slice(None), size, alive)
         outgoing = torch.cat([packed, self._table(scales, self._rows)], dim=1)
         incoming = torch.empty_like(outgoing)
         self._axis.all_to_all(incoming, outgoing)
@@ -108,7 +109,7 @@ class OneBitMean:
             total += signs.mul_(self._spread(came[rank, self._mine], self._mine))
         server += total.div_(size)
         server.mul_(alive[start:stop])
-        packed, scales = self._compress(server, counts, self._mine, 1, alive[start:stop])
+        packed, scales = self._compress(server, ones, self._mine, 1, alive[start:stop])
         every = own.new_zeros(len(self._lengths))
         every[self._mine] = scales
         mine = torch.cat([packed, self._table(every, self._rows[self._axis.rank].unsqueeze(0))], dim=1)
@@ -119,16 +120,16 @@ class OneBitMean:
         mean = unpack(whole[:, : packed.shape[1]], dtype).view(-1).mul_(self._spread(table.sum(dim=0), slice(None)))
         return mean.mul_(alive)
 
-    def _compress(self, x: Tensor, counts: Tensor, chunks: slice, rows: int, alive: Tensor) -> tuple[Tensor, Tensor]:
+    def _compress(self, x: Tensor, ones: Tensor, chunks: slice, rows: int, alive: Tensor) -> tuple[Tensor, Tensor]:
         """Bits (rows, bytes) and scales (chunks,); ``x`` takes what they leave out."""
-        scales = self._sums(x, chunks) / counts[chunks].clamp(min=1)
+        scales = self._norms(x, chunks) / ones[chunks]
         packed = pack((x >= 0).view(rows, -1))
         x.sub_(unpack(packed, x.dtype).view(-1).mul_(self._spread(scales, chunks)).mul_(alive))
         return packed, scales
 
-    def _sums(self, x: Tensor, chunks: slice = slice(None)) -> Tensor:
-        """The sum of magnitudes of each chunk."""
-        return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), 1))
+    def _norms(self, x: Tensor, chunks: slice = slice(None)) -> Tensor:
+        """The length of each chunk."""
+        return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), 2))
 
     def _spread(self, scales: Tensor, chunks: slice) -> Tensor:
         """A scale for each element: (chunks,) -> (elements,)."""

@@ -111,7 +111,8 @@ class OneBitStepper(WholeStepper):
         """
         self.rank, self.replicas = grid.data.rank, grid.data.size
         self.layouts = [b.members[at].layout for b in self._buckets for at in range(len(b.members))]
-        self._axis, self._where = grid.data, {m: (bucket, span) for _, m, bucket, span in self._views}
+        self._axis = grid.data
+        self._where: dict[Tensor, tuple[Bucket, slice]] = {m: (bucket, span) for _, m, bucket, span in self._views}
         exchange.summed = self.optimizer.summed
         self.optimizer.replicas = grid.data.size
         if grid.tensor.size > 1:
