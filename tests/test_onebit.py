@@ -454,7 +454,7 @@ def interrupted(
 @pytest.mark.parametrize(
     ("kind", "at", "config"),
     [
-        ("OneBitAdam", 2, {}),
+        pytest.param("OneBitAdam", 2, {}, marks=pytest.mark.exhaustive),
         ("OneBitAdam", 7, {"bf16": HALF}),
         ("ZeroOneAdam", 8, {}),
         ("ZeroOneAdam", 11, {"bf16": HALF}),  # between two meetings: replicas are apart
@@ -479,7 +479,7 @@ def test_resumed_in_the_middle_it_is_bitwise_the_same(
         assert not torch.equal(whole[0]["layers.0.weight"][0], whole[1]["layers.0.weight"][0])
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_on_another_number_of_replicas_what_is_left_out_goes_on(ranks: Any, tmp_path: Path, replicas: int) -> None:
     """Errors add as much to the next mean as they would have; where replicas were apart, they are where the mean is."""
     for kind, at in (("OneBitAdam", 7), ("ZeroOneAdam", 11)):
@@ -735,7 +735,9 @@ def tied_ends(kind: str) -> Any:
     return losses, tie.weights.clone(), {m.layout.name for m in tie.members}
 
 
-@pytest.mark.parametrize("kind", list(PARAMS))
+@pytest.mark.parametrize(
+    "kind", ["OneBitAdam", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in list(PARAMS)[1:])]
+)
 def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, kind: str) -> None:
     found = ranks(4, tied_ends, kind)
     for losses, weights, names in found:
