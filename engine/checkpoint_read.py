@@ -234,6 +234,7 @@ def _optimizer(held: Held, reader: Reader, usable: Mapping[str, Any], place: tup
                 held.set_other(name, key, reader.whole(f"{OPTIMIZER}/{key}/{name}"))
     saved = reader.index.head["numbers"]
     unlike = held.set_numbers({name: decode(saved[name]) for name in shapes if name in saved})
+    held.resume()
     if unlike:
         logging.getLogger("triax").warning(
             "%s: parameters beside %s had taken unlike numbers of steps: they count the most from here on",

@@ -18,6 +18,12 @@ class OptimizerConfig(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="Its arguments: lr, betas, weight_decay, ...")
     legacy_fusion: Any = idle("torch's fused kernels are used where there are any")
 
+    def notes(self) -> list[str]:
+        """What of an optimizer's arguments changes nothing here, and why."""
+        names = {"cuda_aware", "comm_backend_name"} & set(self.params)
+        why = "what is compressed travels as the grid has it: by NCCL where there is CUDA, else by gloo"
+        return [f"params.{name} does nothing: {why}" for name in sorted(names)] + super().notes()
+
 
 class SchedulerConfig(Section):
     """``scheduler``: the learning rates, stepped once a batch."""

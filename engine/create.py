@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..grid import Grid
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
-from . import optimizers, schedulers
+from . import one_bit, optimizers, schedulers
 from .checkpoint_auto import attach
 from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_config
 from .config_cli import resolved
@@ -287,6 +287,7 @@ def _checked(make: MakeOptimizer) -> MakeOptimizer:
     def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = make(groups)
         optimizers.require_elementwise(optimizer)
+        one_bit.require_told(optimizer)
         return optimizer
 
     return checked

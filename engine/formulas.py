@@ -22,11 +22,14 @@ STATES = {
     "asgd": 1,
     "lion": 1,
     "nadam": 2,
+    "onebitadam": 3,  # with what a replica's compression left out; and so the other two
+    "onebitlamb": 4,
     "radam": 2,
     "rmsprop": 1,
     "rprop": 2,
     "sgd": 0,
     "uncorrectedadam": 2,
+    "zerooneadam": 3,
 }
 
 

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 
 from ..grid import Grid
+from ..zero.onebit_step import stepped_by
 from ..zero.optimizer import ELEMENTWISE, needs_whole_tensors
 from ..zero.whole import WholeTensors
+from . import one_bit
 from .arguments import check_arguments
 from .config import Config
 from .config_base import ConfigError, nearest
 from .config_sections import OptimizerConfig
 from .elementwise import Lion, UncorrectedAdam
+from .one_bit import ONE_BIT
 
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 _OTHER_NAMES = {"DeepSpeedCPUAdagrad": "Adagrad", "DeepSpeedCPULion": "Lion", "FusedLion": "Lion"}
-KNOWN = (*ELEMENTWISE, "Lion", "Adafactor", "Muon", "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
+KNOWN = (*ELEMENTWISE, "Lion", "Adafactor", "Muon", *ONE_BIT, "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
 
 # What cannot be stepped on flat ranges, or is not here, and what comes nearest.
 _REFUSED = {
-    "Lamb": ("its trust ratio is of a whole tensor", "AdamW"),
-    "FusedLamb": ("its trust ratio is of a whole tensor", "AdamW"),
+    "Lamb": ("its trust ratio is of a whole tensor", "AdamW, or OneBitLamb in stage 0"),
+    "FusedLamb": ("its trust ratio is of a whole tensor", "AdamW, or OneBitLamb in stage 0"),
     "LBFGS": ("it evaluates the loss several times a step", "AdamW"),
     "SparseAdam": ("it steps sparse gradients, and gradients are dense here", "Adam"),
-    "OneBitAdam": ("it compresses what it sends", 'Adam, with communication_data_type "bf16"'),
-    "ZeroOneAdam": ("it compresses what it sends", 'Adam, with communication_data_type "bf16"'),
-    "OneBitLamb": ("it compresses what it sends", 'Adam, with communication_data_type "bf16"'),
     "MuAdam": ("its rates depend on the width of each layer", "Adam, with parameter groups of their own rates"),
     "MuAdamW": ("its rates depend on the width of each layer", "AdamW, with parameter groups of their own rates"),
     "MuSGD": ("its rates depend on the width of each layer", "SGD, with parameter groups of their own rates"),
@@ -77,6 +77,8 @@ def resolve(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: write gradient_clipping, outside of optimizer, instead")
     cls = _adam(name, params) if name in _ADAM else _class(_OTHER_NAMES.get(name, name))
+    if name in ONE_BIT:
+        one_bit.take_out(params)
     _drop(params, "set_grad_none", bool)
     if _drop(params, "fp32_optimizer_states", bool) is False:
         raise ConfigError(
@@ -112,6 +114,8 @@ def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
 def _class(name: str) -> type[torch.optim.Optimizer]:
     if name == "Lion":
         return Lion
+    if name in ONE_BIT:
+        return ONE_BIT[name]
     cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return cls
 
@@ -151,6 +155,8 @@ def require_whole_tensors(name: str, config: Config, grid: Grid | None = None) -
         config: stage 0 of ZeRO, and no offload, leave them whole.
         grid: and so does a tensor axis of 1; None: not known yet.
     """
+    if name in ONE_BIT:
+        one_bit.require_replicas(name, config, grid)
     if name not in WHOLE:
         return
     reason, instead = WHOLE[name]
@@ -177,7 +183,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _maker(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
-    return WholeTensors(make) if cls.__name__ in WHOLE else make
+    return WholeTensors(make) if cls.__name__ in WHOLE else stepped_by(cls, make)
 
 
 def _fused(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], params: dict[str, Any]) -> Any:

@@ -58,7 +58,8 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "product": torch.mul,
 }
 _SMALL, _MEDIUM = 2**10, 2**24  # bytes
-_GATHER, _EXCHANGE, _SCATTER = 0, 1, 2**20  # tags of these collectives' messages: stages use 2 and above
+# Tags of these collectives' messages: stages use 2 and above.
+_GATHER, _EXCHANGE, _SCATTER, _ALL = 0, 1, 2**20, 2**20 + 1
 
 
 class Axis:
@@ -185,6 +186,18 @@ class Axis:
             torch.add(total, received[-1], out=output)
 
         pending = _Messages(self._swap(list(parts), received, _SCATTER), add)
+        return pending if async_op else _waited(pending)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+        """Send each rank its one of a tensor, and receive its one for this rank: both (size, ...), contiguous."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return _Done()
+        self._count("all_to_all", _bytes(tensor) / self.size * (self.size - 1))
+        if tensor.is_cuda:
+            return self._start(dist.all_to_all_single, async_op, output, tensor)
+        output[self.rank].copy_(tensor[self.rank])
+        pending = _Messages(self._swap(list(tensor), list(output), _ALL))
         return pending if async_op else _waited(pending)
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Pending]:

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lend import gathered
+    from .onebit_adam import OneBitAdam, ZeroOneAdam
+    from .onebit_lamb import OneBitLamb
     from .standalone import ShardedOptimizer
 
-_HOME = {"ShardedOptimizer": "standalone", "gathered": "lend"}
+_HOME = {
+    "OneBitAdam": "onebit_adam",
+    "OneBitLamb": "onebit_lamb",
+    "ShardedOptimizer": "standalone",
+    "ZeroOneAdam": "onebit_adam",
+    "gathered": "lend",
+}
 
-__all__ = ["ShardedOptimizer", "gathered"]
+__all__ = ["OneBitAdam", "OneBitLamb", "ShardedOptimizer", "ZeroOneAdam", "gathered"]
 
 
 def __getattr__(name: str) -> Any:

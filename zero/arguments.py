@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis, Grid, layout_of
+from .onebit_adam import OneBit
 from .optimizer import ELEMENTWISE, needs_whole_tensors
 
 
@@ -30,6 +31,11 @@ def checked(
         raise ValueError(
             f"{optimizer_class.__name__} needs whole tensors, but optimizer state lives on flat ranges here; use one "
             f"of {', '.join(ELEMENTWISE)}"
+        )
+    if issubclass(optimizer_class, OneBit) and stage != 0:
+        raise ValueError(
+            f"{optimizer_class.__name__} has whole state on every replica, and errors that are each one's own, which "
+            f"nothing shards: pass stage=0, not {stage}"
         )
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage is ZeRO's, 0, 1, 2 or 3, not {stage!r}")

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ..grid import Grid, Layout
 from ..grid.random import derive
+from . import onebit_held
 from .arriving import publish
 from .buckets import Bucket
+from .onebit_step import OneBitStepper
 from .replicas import Replicas
 from .whole import WholeStepper
 
@@ -69,6 +71,8 @@ class Held:
         """
         for bucket in self._replicas.buckets:
             home, first = _home(bucket)
+            if mine and isinstance(self._stepper, OneBitStepper) and bucket.trained:
+                home = self._stepper.met(bucket, home)  # replicas may be apart
             yield from self._ranges(bucket, home, first, mine)
             self.behind(home)
         for named in self._outside:
@@ -80,6 +84,14 @@ class Held:
 
     def states(self) -> Iterator[tuple[str, Range]]:
         """The optimizer's state that is this rank's to write, with its keys."""
+        if isinstance(self._stepper, OneBitStepper):
+
+            def share(parameter: Tensor, flat: Tensor) -> Iterator[Range]:
+                return self._share(self._named[parameter], flat)
+
+            found = onebit_held.states(self._stepper, lambda p: self._tells(self._named[p]), share)
+            yield from ((key, Range(*piece)) for key, piece in found)
+            return
         if isinstance(self._stepper, WholeStepper):
             for parameter, master, *_ in self._stepper._views:
                 for key, value in self._known(master).items():
@@ -96,6 +108,8 @@ class Held:
 
         Only an optimizer for whole tensors has any, and then every replica has it: the first one tells.
         """
+        if isinstance(self._stepper, OneBitStepper):
+            return
         if isinstance(self._stepper, WholeStepper) and self._grid.data.is_first:
             for parameter, master, *_ in self._stepper._views:
                 for key, value in self._known(master).items():
@@ -119,6 +133,9 @@ class Held:
             has: the dtype of a parameter's state under a key; None: it is not loaded.
             keys: that it may have.
         """
+        if isinstance(self._stepper, OneBitStepper):
+            yield from ((key, Range(*piece)) for key, piece in onebit_held.rooms(self._stepper, has, keys))
+            return
         for key in keys:
             if isinstance(self._stepper, WholeStepper):
                 for parameter, master, *_ in self._stepper._views:
@@ -169,6 +186,11 @@ class Held:
                 state[key] = best.clone() if isinstance(best, Tensor) else best
         return unlike
 
+    def resume(self) -> None:
+        """All of the state was loaded."""
+        if isinstance(self._stepper, OneBitStepper):
+            self._stepper.resume()
+
     def set_other(self, name: str, key: str, value: Tensor) -> bool:
         """Give an optimizer for whole tensors state of another shape than its parameter's; False: not held here."""
         if isinstance(self._stepper, WholeStepper):
@@ -185,6 +207,8 @@ class Held:
     @torch.no_grad()
     def settle(self) -> None:
         """The values were written: weights take them, on every replica. Collective over the data axis."""
+        if isinstance(self._stepper, OneBitStepper):
+            self._stepper.rejoin()
         for bucket in self._trained():
             bucket.update()
             bucket.memory.behind(bucket.shard)

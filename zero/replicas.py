@@ -21,6 +21,7 @@ from .lend import settle
 from .mode import Managed, Mode
 from .norm import square, squares
 from .offload import Memories, agreed
+from .onebit_step import OneBitExchange, OneBitStepper, OneBitTensors, compressing
 from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
 from .whole import WholeStepper, WholeTensors
@@ -60,6 +61,8 @@ class Replicas:
         make: MakeOptimizer | None = None,
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
+        if isinstance(make, OneBitTensors):
+            mode = compressing(mode, grid)
         self.mode, self.axis, self.device = mode, grid.data, grid.device
         self.stepped = self._exchanged = False
         self._tensor_axis = grid.tensor
@@ -70,11 +73,14 @@ class Replicas:
             if make is not None:
                 together = mode.together if mode.overlap else 0
                 stepper = WholeStepper if isinstance(make, WholeTensors) else RangeStepper
+                stepper = OneBitStepper if isinstance(make, OneBitTensors) else stepper
                 self._stepper = stepper(make, self.buckets, groups, together)
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._reducer = GradientReducer(self.buckets, grid, tie_axes, mode)
         trained = [bucket for bucket in self.buckets if bucket.trained]
         self.exchanges = None if mode.exchange is None else mode.exchange(grid, trained)
+        if isinstance(self._stepper, OneBitStepper) and isinstance(self.exchanges, OneBitExchange):
+            self._stepper.connect(self.exchanges, grid)
         over = self._reducer.over  # tells it which gradients will not come
         parted = [bucket for bucket in self.buckets if bucket.gathered]
         self.gatherer = ParameterGatherer(parted, grid, order, mode, keep, over) if parted else None
@@ -179,6 +185,8 @@ class Replicas:
         Before an ``exchange`` it is that of this rank's own gradients: of use to see whether they are all finite.
         """
         if self.exchanges is None or self._exchanged:
+            if isinstance(self.exchanges, OneBitExchange) and self.exchanges.local:
+                return self.exchanges.squares(self.buckets, self.device)
             return squares(self.buckets, self.device)
         parts = [square(bucket.gradients) for bucket in self.buckets if bucket.gradients is not None]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.device)

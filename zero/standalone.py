@@ -19,6 +19,7 @@ from ..grid import Axis
 from .arguments import checked
 from .mode import Mode
 from .norm import clip_coefficient
+from .onebit_step import stepped_by
 from .stepped import PassesOptimizer
 
 
@@ -36,7 +37,8 @@ class ShardedOptimizer(PassesOptimizer):
     at ``.grad`` and so does not work with it: use bf16.
 
     Args:
-        optimizer_class: one that treats every element alone: Adam, AdamW, SGD, ...
+        optimizer_class: one that treats every element alone: Adam, AdamW, SGD, ...; or, in stage 0, one of those that
+            compress their momentum: ``OneBitAdam``, ``ZeroOneAdam``, ``OneBitLamb``.
         params: parameters, parameter groups or named parameters, as the class takes them.
         axis: ``grid.data``. The grid's tensor axis is summed over too, where parameters' layouts say so.
         stage: of ZeRO, 0 to 3: nothing is sharded; the optimizer's state; gradients too; weights too.
@@ -80,7 +82,7 @@ class ShardedOptimizer(PassesOptimizer):
         grid = checked(optimizer_class, axis, stage, module, backward_passes_per_step, reduction)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
-            lambda groups: optimizer_class(groups, **options),
+            stepped_by(optimizer_class, lambda groups: optimizer_class(groups, **options)),
             params,
             grid,
             Mode(stage, weight_dtype, masters, communication_dtype),
