@@ -98,6 +98,8 @@ class Automatic:
         if engine.global_steps == self._last:
             return
         self._last = step = engine.global_steps
+        if engine.local is not None and not engine.local.asks(step, self._every):
+            return
         self._flag.fill_(self.told)
         engine.grid.world.all_reduce(self._flag, op="max")  # the signal may have come to one rank alone
         leave = bool(self._flag)
