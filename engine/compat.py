@@ -19,6 +19,7 @@ from .data import Loader, make_loader
 from .finite import Finite
 from .observe import Observed
 from .precision import LossScaler
+from .sums import totals
 
 if TYPE_CHECKING:
     from .local import Local
@@ -164,6 +165,15 @@ class Compat(Checkpoints, Observed):
         """This rank's share of the square of the gradient's norm, where the step has to have it."""
         wanted = self.grid.size > 1 or self.config.gradient_clipping or self._scaler is not None or self._late
         return [self._replicas.squares()] if wanted else []
+
+    def _exchange(self, divisor: float) -> float:
+        """Have gradients brought together that were not summed; what then is to scale them by. Collective."""
+        if self._replicas.exchanges is None:
+            return 1.0 / divisor
+        self._replicas.exchange(1.0 / divisor)
+        (square,) = totals(self.grid, [self._replicas.squares()])
+        self._norm = math.sqrt(square)
+        return 1.0
 
     def loss_scale(self) -> float | None:
         """fp16's loss scale; None without fp16."""

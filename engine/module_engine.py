@@ -233,7 +233,7 @@ class ModuleEngine(Compat, Weights):
         )
         overflow = not skipped and self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
         if not (skipped or overflow):
-            scale = 1.0 / divisor
+            scale = self._exchange(divisor)
             if self.config.gradient_clipping and self._norm is not None:
                 scale *= clip_factor(self._norm, self.config.gradient_clipping)
             # What had no gradient anywhere stands still, as under torch's optimizers.

@@ -4,6 +4,7 @@ float64: tied or not, sequence parallel or not, with grouped queries, dropout, p
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -258,8 +259,10 @@ def name(grid: tuple[int, int, int]) -> str:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
 def test_invariance(ranks: Any, grid: tuple[int, int, int], cells_checked: list[Any]) -> None:
+    """A part of ``test_invariance_of_everything``."""
     cells = [(schedule, 1, stage, Job(tied)) for schedule, stage, tied in itertools.product(SCHEDULES, STAGES, TIED)]
-    check(ranks, grid, cells, cells_checked)
+    # A tensor axis of 4 or 8 among 8 ranks takes up to 3 s a cell on 2 cores: there each choice once or twice.
+    check(ranks, grid, cells[:: 3 if grid[2] >= 4 and math.prod(grid) == 8 else 1], cells_checked)
 
 
 @pytest.mark.parametrize("grid", [(2, 1, 1), (2, 2, 1), (2, 2, 2)], ids=name)

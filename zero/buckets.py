@@ -59,6 +59,7 @@ class Bucket:
         # Reduced once a step, the sum itself is the gradient: nothing is held for it before. (Sub-groups have views.)
         self._adopts = self.transient and not mode.each and not memory.offload.portions
         self._prescale = mode.prescale
+        self._summed = grid.data.size > 1 and mode.exchange is None  # over the replicas, here
         self._scatter, self._gather = mode.scatter, mode.gather
         self.owned = flat.owned(grid.data.rank) if sharded else (0, flat.numel)
         self.communicate = (mode.communicate if narrow else None) or accumulate
@@ -262,7 +263,7 @@ class Bucket:
                 for member in self.members:
                     member.parameter.grad = None  # a view of them, which would keep them
             return Accumulation(self, gradients)
-        if self._axis.size == 1:
+        if not self._summed:
             return None
         if self.communicate != gradients.dtype or not (self._scatter or self.owned == (0, self.flat.numel)):
             return Moved(self, gradients)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Layout
+from .compression import MakeExchange
 from .offload import Offload
 
 
@@ -63,6 +64,7 @@ class Mode:
             ahead beyond. None: no limit.
         offload: what is kept in the host's memory or on disk.
         reuse: in stage 3, keep a layer whole that runs again before so many elements of other layers have run.
+        exchange: makes what brings gradients together in place of their sum, in stages 0 and 1; None: the sum.
     """
 
     stage: int = 0
@@ -82,6 +84,7 @@ class Mode:
     live: int | None = None
     reuse: int = 0
     offload: Offload = field(default_factory=Offload)
+    exchange: MakeExchange | None = None
 
     def sharding(self, replicas: int) -> int:
         """The stage that acts: a single replica has nothing to shard, but for what is kept elsewhere."""

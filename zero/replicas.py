@@ -19,7 +19,7 @@ from .gradients import GradientReducer
 from .lay_out import make_buckets
 from .lend import settle
 from .mode import Managed, Mode
-from .norm import squares
+from .norm import square, squares
 from .offload import Memories, agreed
 from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
@@ -45,6 +45,7 @@ class Replicas:
         gatherer: what makes weights whole in stage 3; None where they always are.
         axis, device: over which the replicas lie, and where this one is.
         stepped: the gradients that are here are those of the last step, scaled.
+        exchanges: what brings gradients together in place of their sum; None: they are summed.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Replicas:
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.mode, self.axis, self.device = mode, grid.data, grid.device
-        self.stepped = False
+        self.stepped = self._exchanged = False
         self._tensor_axis = grid.tensor
         self._stepper: RangeStepper | None = None
         with agreed(grid, mode.offload):
@@ -72,6 +73,8 @@ class Replicas:
                 self._stepper = stepper(make, self.buckets, groups, together)
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._reducer = GradientReducer(self.buckets, grid, tie_axes, mode)
+        trained = [bucket for bucket in self.buckets if bucket.trained]
+        self.exchanges = None if mode.exchange is None else mode.exchange(grid, trained)
         over = self._reducer.over  # tells it which gradients will not come
         parted = [bucket for bucket in self.buckets if bucket.gathered]
         self.gatherer = ParameterGatherer(parted, grid, order, mode, keep, over) if parted else None
@@ -101,7 +104,7 @@ class Replicas:
 
     def begin(self) -> None:
         """A new step: gradients are zero."""
-        self.stepped = False
+        self.stepped = self._exchanged = False
         self._reducer.begin()
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
@@ -171,8 +174,29 @@ class Replicas:
         return found
 
     def squares(self) -> Tensor:
-        """This rank's share of the square of the global gradient norm."""
-        return squares(self.buckets, self.device)
+        """This rank's share of the square of the global gradient norm.
+
+        Before an ``exchange`` it is that of this rank's own gradients: of use to see whether they are all finite.
+        """
+        if self.exchanges is None or self._exchanged:
+            return squares(self.buckets, self.device)
+        parts = [square(bucket.gradients) for bucket in self.buckets if bucket.gradients is not None]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    def exchange(self, scale: float) -> None:
+        """Bring the gradients of the replicas together, each times ``scale``, where they were not summed. Collective.
+
+        Args:
+            scale: what makes their sum over the replicas the mean gradient.
+        """
+        assert self.exchanges is not None
+        trained = [bucket for bucket in self.buckets if bucket.trained]
+        own = [bucket.gradients for bucket in trained if bucket.gradients is not None]
+        if own and scale != 1.0:
+            torch._foreach_mul_(own, scale)
+        self.exchanges.gradients(trained)
+        self._exchanged = True
 
     def unused(self) -> int:
         """How many parameters had no gradient on this rank in this step."""

@@ -114,6 +114,9 @@ class ShardedOptimizer(PassesOptimizer):
         if self.passes.reduced:
             return
         self.passes.close()
+        if self._replicas.exchanges is not None:
+            self._replicas.exchange(1.0 / self._grid.data.size if self._mean else 1.0)
+            return
         owned = [bucket.owned_gradient for bucket in self._replicas.buckets if bucket.trained]
         if self._mean and self._grid.data.size > 1 and owned:
             torch._foreach_mul_(owned, 1.0 / self._grid.data.size)
