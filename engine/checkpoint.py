@@ -136,6 +136,7 @@ class Checkpoints:
                 schedule=load_lr_scheduler_states,
                 weights_only=load_module_only,
                 verify=engine.config.checkpoint.verify,
+                local=engine.local is not None,
             )
             reader = open_checkpoint(engine.grid, folder / chosen, wanted)
             return load(engine, reader, wanted)

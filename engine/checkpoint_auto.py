@@ -60,7 +60,7 @@ def resume(engine: Compat, folder: Path) -> None:
             _LOG.warning("%s is passed over: %s", folder / tag, reason)
         found = folders.tags(folder)[::-1]
     found = grid.world.all_gather_object(found)[0]
-    wanted = Wanted(verify=engine.config.checkpoint.verify)
+    wanted = Wanted(verify=engine.config.checkpoint.verify, local=engine.local is not None)
     for tag in found:
         try:
             reader = open_checkpoint(grid, folder / tag, wanted)

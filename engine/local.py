@@ -16,14 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..grid import Grid
+from ..grid import Grid, Layout
 from ..grid.replica import ReplicaGrid
 from ..pipe.module import PipelineModule
+from ..zero.held import Held
 from ..zero.local import Meetings, Outer
 from ..zero.local_async import AsyncMeetings
 from ..zero.whole import WholeStepper
-from . import precision
+from . import local_state, precision
 from .batch import AgreedError
+from .checkpoint_read import Reader, Wanted
+from .checkpoint_state import Part
 from .config import Config, ConfigError
 from .config_local import LocalUpdatesConfig
 from .engine import Engine
@@ -55,6 +58,11 @@ class Local:
             raise ConfigError("local_updates has nothing to step: give optimizer, or leave it out")
         if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
             raise ConfigError("local_updates with ReduceLROnPlateau: each replica has its own loss; go by steps")
+        if engine._replicas.mode.exchange is not None:
+            raise ConfigError(
+                "local_updates sums no gradients over replicas, so there is nothing to compress of them: leave one of "
+                "them out (communication_data_type says how differences travel)"
+            )
         replicas, outer = engine._replicas, Outer(*self.section.outer)
         if self.section.average_optimizer and isinstance(replicas._stepper, WholeStepper):
             name = type(replicas.optimizer).__name__
@@ -121,6 +129,28 @@ class Local:
     def asks(self, step: int, every: int | None) -> bool:
         """Whether ranks ask each other after this step whether one of them was told to end."""
         return self.just_met or (every is not None and step % every == 0)
+
+    def held(self) -> Held:
+        """What a checkpoint has of the engine's parameters. ``async_diloco`` meets for it: it is of one moment."""
+        if isinstance(self.meetings, AsyncMeetings):
+            self.meet()
+        return local_state.held(self._engine, self)
+
+    def parts(self) -> list[Part]:
+        """What this rank writes of its own replica; nothing, while the engine is the replica's alone."""
+        return [] if self._engine.grid is self.grid else local_state.parts(self._engine, self)
+
+    def numbers(self) -> dict[str, Any]:
+        """What is one number a parameter, of this replica."""
+        return local_state.numbers(self._engine, self)
+
+    def run_state(self) -> dict[str, Any]:
+        """Where the meetings are."""
+        return local_state.run_state(self)
+
+    def restore(self, reader: Reader, wanted: Wanted, usable: Mapping[str, Layout]) -> list[str]:
+        """Take from a checkpoint, whose weights were loaded, what is this replica's. Collective."""
+        return local_state.restore(self._engine, self, reader, wanted, usable)
 
     def report(self) -> dict[str, Any]:
         """Bytes that this rank sent to other replicas; see ``LocalUpdates.traffic_report``."""

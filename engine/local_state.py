@@ -7,8 +7,7 @@ outer/common/..., outer/velocity/...   the weights of the last meeting, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from . import checkpoint_state as states
 from .checkpoint_boxes import pieces
 from .checkpoint_index import Index
 from .checkpoint_read import Reader, Wanted, read_optimizer
-from .checkpoint_values import decode, encode
+from .checkpoint_values import encode
 
 if TYPE_CHECKING:
     from .compat import Compat
@@ -40,18 +39,20 @@ def _own(engine: Compat, local: Local) -> Held:
     return Held(engine._replicas, list(states._named(engine)), local.grid)
 
 
-def parts(engine: Compat, local: Local) -> Iterator[states.Part]:
+def parts(engine: Compat, local: Local) -> list[states.Part]:
     """What this rank writes beside the mean."""
     place = engine.grid.tensor.rank, engine.grid.tensor.size
+    told = {states.RANDOM} | ({states.WEIGHTS} if local.since == 0 else set())  # once for all replicas
     with local.alone():
-        for part in states.parts(engine, _own(engine, local)):
-            if not part.name.startswith(f"{states.RANDOM}/"):
-                yield part._replace(name=f"{_title(local)}/{part.name}")
+        own = [part for part in states.parts(engine, _own(engine, local)) if part.name.partition("/")[0] not in told]
+    found = [part._replace(name=f"{_title(local)}/{part.name}") for part in own]
     kinds = {"velocity": local.meetings.velocity, **({"common": local.meetings.common} if local.since else {})}
     for kind, flats in kinds.items():
         for part in held(engine, local).flats(flats, True) if flats else ():
             for box, value in pieces(part, *place):
-                yield states.Part(f"{OUTER}/{kind}/{part.name}", part.layout.shape, part.value.dtype, box, value)
+                title = f"{OUTER}/{kind}/{part.name}"
+                found.append(states.Part(title, part.layout.shape, part.value.dtype, box, value))
+    return found
 
 
 def numbers(engine: Compat, local: Local) -> dict[str, Any]:
@@ -121,13 +122,13 @@ def _replica(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usabl
     mine = Reader(reader.path, Index({**index.head, "numbers": told}, tensors, index.files))
     own = _own(engine, local)
     for part in own.values(mine=False):
-        if f"{states.WEIGHTS}/{part.name}" in usable:
+        if f"{states.WEIGHTS}/{part.name}" in usable and f"{states.WEIGHTS}/{part.name}" in tensors:
             mine.fill(f"{states.WEIGHTS}/{part.name}", part, *place)
     own.settle()
     for name, buffer, _ in states.buffers(engine.module, engine.grid.pipe.rank):
         if f"{states.BUFFERS}/{name}" in usable:
             value = torch.empty_like(buffer, memory_format=torch.contiguous_format)
-            whole = Range(name, replace(layout_of(buffer)), 0, buffer.numel(), value.view(-1))
+            whole = Range(name, layout_of(buffer), 0, buffer.numel(), value.view(-1))
             mine.fill(f"{states.BUFFERS}/{name}", whole, *place)
             buffer.copy_(value)
     run = index.head["run"]
@@ -139,6 +140,3 @@ def _replica(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usabl
 
 def _title(local: Local) -> str:
     return f"{REPLICA}/{local.grid.replica:05}"
-
-
-__all__ = ["OUTER", "REPLICA", "decode", "held", "numbers", "parts", "restore", "run_state"]

@@ -128,7 +128,7 @@ class AsyncMeetings(Meetings):
         self._take()
         self.lag = max((self.round - self._taken[i] for i in range(self._size) if i not in self._gone), default=0)
         self._settle()
-        self._begin()
+        self._begin(max(self._taken) if self._staleness else self.round)
         self.met += 1
 
     # ------------------------------------------------------------------------------------------- all, and the end
@@ -150,14 +150,14 @@ class AsyncMeetings(Meetings):
         for replica, posted in enumerate(last):
             for missing in range(posted + 1, max(last) + 1):
                 self._here[replica, missing] = []  # it counts as zero
+        self.met += max(last) > self.settled
         self._taken = [max(last)] * self._size
         self.round = max(last)
         self._settle()
-        self._begin()
+        self._begin(self.round)
         self._release()
         self.words = [Word(self.round - 1, word.steps, 0, tuple(self._taken)) for word in self.words]
         self._say()
-        self.met += 1
         self._axis.barrier()  # nobody reads what was said before
 
     def adopt(self) -> None:
@@ -335,13 +335,13 @@ class AsyncMeetings(Meetings):
             for replica in members:
                 del self._here[replica, self.settled]
 
-    def _begin(self) -> None:
-        """The next round starts from the common weights and what is here of the rounds that are not complete."""
+    def _begin(self, last: int) -> None:
+        """The next round starts from the common weights and what is here of the rounds up to ``last``."""
         for base, common in zip(self.base, self.common, strict=True):
             base.copy_(common)
-        if self.settled < self.round:
+        if self.settled < last:
             velocity = [each.clone() for each in self.velocity]
-            for number in range(self.settled + 1, self.round + 1):
+            for number in range(self.settled + 1, last + 1):
                 self._apply(number, self._members(number), self.base, velocity)
         self.take(self.base)
         self.round += 1

@@ -1,4 +1,4 @@
-"""What a checkpoint has of replicas that stepped on their own: for every reader their mean, and for these each one's."""
+"""What a checkpoint has of replicas that stepped on their own: their mean."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MeanHeld(Held):
                     yield from ((key, part) for part in self._ranges(bucket, value, bucket.owned[0], True))
 
     def flats(self, flats: Sequence[Tensor], mine: bool) -> Iterator[Range]:
-        """Tensors that go with the trained buckets, (numel,) each, by parameter: all, or what is this rank's to write."""
+        """Flat tensors that go with the trained buckets, by parameter: all of them, or what is this rank's to write."""
         for bucket, flat in zip(self._trained(), flats, strict=True):
             yield from self._ranges(bucket, flat, 0, mine)
 
