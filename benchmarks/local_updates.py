@@ -35,9 +35,11 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.05, help="seconds of a step")
     parser.add_argument("--slower", type=float, default=10.0, help="the slow replica's step takes so many times longer")
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each case runs")
+    parser.add_argument("--fast", type=int, default=3, help="replicas beside the slow one")
+    parser.add_argument("--types", nargs="+", choices=(ASYNC, WAITS), default=[ASYNC, WAITS])
     parser.add_argument("--json", action="store_true", help="one object instead of a table")
     options = parser.parse_args()
-    cases = [(ASYNC, 3, 1.0), (ASYNC, 4, options.slower), (WAITS, 4, options.slower)]
+    cases = [(ASYNC, options.fast, 1.0), *((kind, options.fast + 1, options.slower) for kind in options.types)]
     rows = [case(kind, replicas, slower, options) for kind, replicas, slower in cases]
     for row in rows:
         row["share"] = row["total"] / rows[0]["total"]
@@ -45,7 +47,7 @@ def main() -> None:
         print(json.dumps({"options": vars(options), "rows": rows}, indent=1))
         return
     table = Table(title=f"every {options.every}, max_staleness {options.staleness}, a step of {options.step:g} s")
-    for title in ("type", "replicas", "the last one", "steps/s", "of three", "each", "rounds", "at the bound"):
+    for title in ("type", "replicas", "the last one", "steps/s", "of the fast", "each", "rounds", "at the bound"):
         table.add_column(title)
     for row in rows:
         each = " ".join(f"{rate:.1f}" for rate in row["each"])

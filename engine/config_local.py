@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from .config_base import Section, setting
 
@@ -17,12 +17,11 @@ _LR, _MOMENTUM, _STALENESS = 0.7, 0.9, 2
 class LocalUpdatesConfig(Section):
     """``local_updates``: replicas step on their own, and meet every so many steps: docs/local-updates.md."""
 
-    type: Literal["local_sgd", "diloco", "async_diloco"] = setting(
-        "local_sgd",
-        "What a meeting does. local_sgd: the mean of the replicas' weights; diloco: Nesterov's step on their mean "
-        "difference; async_diloco: the same, with what is there, and nobody waits but at max_staleness.",
+    type: Literal["local_sgd", "diloco", "async_diloco"] = Field(
+        description="What a meeting does. local_sgd: the mean of the replicas' weights; diloco: Nesterov's step on "
+        "their mean difference; async_diloco: the same, with what is there, and nobody waits but at max_staleness.",
     )
-    every: int = setting(1, "Optimizer steps between two meetings.", ge=1)
+    every: int = Field(description="Optimizer steps between two meetings.", ge=1)
     outer_lr: float | None = setting(
         None, "diloco, async_diloco: of the step at a meeting; by default 0.7.", gt=0.0, allow_inf_nan=False
     )
@@ -38,13 +37,6 @@ class LocalUpdatesConfig(Section):
     meet_early: bool | None = setting(
         None, "async_diloco: end a round early where others would soon wait for this replica; by default true."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        if isinstance(values, dict) and ("type" not in values or "every" not in values):
-            raise ValueError('give type and every, such as {"type": "diloco", "every": 50}')
-        return values
 
     @model_validator(mode="after")
     def _agrees(self) -> LocalUpdatesConfig:

@@ -287,6 +287,11 @@ class LocalEngine(LocalUpdates, Engine):
         with _of(self).alone():
             return super()._eval_batch(*args)
 
+    def memory_report(self) -> dict[str, Any]:
+        """As ``Engine.memory_report``; ``held`` has ``common``: the common weights, and what goes with them."""
+        report = super().memory_report()
+        return {**report, "held": {**report["held"], "common": _of(self).meetings.held()}}
+
     def gather(self, what: str = "weights") -> dict[str, Tensor]:
         """As ``Engine.gather``, of this replica. Collective over it."""
         with _of(self).alone():

@@ -44,6 +44,10 @@ class ReplicaGrid(Grid):
         """Of how many."""
         return self.whole.replicas
 
+    def axes(self) -> list[Axis]:
+        """As the whole grid's, of which these are some."""
+        return self.whole.axes()
+
     def joint(self, *axes: str) -> Axis:
         """As the whole grid's. Collective over that."""
         return self.whole.joint(*axes)

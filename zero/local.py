@@ -81,7 +81,7 @@ class Meetings:
         self._average = average
         self.buckets = [bucket for bucket in replicas.buckets if bucket.trained]
         self._masters = masters_of(self.buckets)
-        self._dtypes = [dtype or master.dtype for master in self._masters]
+        self._dtypes = [dtype if dtype and m.is_floating_point() else m.dtype for m in self._masters]
         self.met = 0
         for master in self._masters:  # all begin with the first one's
             axis.broadcast(master)
@@ -130,6 +130,10 @@ class Meetings:
             common.copy_(master)
         for velocity in self.velocity:
             velocity.zero_()
+
+    def held(self) -> int:
+        """Bytes that this rank holds for it between two steps."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.common, *self.velocity))
 
     def bytes_of(self) -> tuple[float, float]:
         """Bytes that this rank sends in a meeting, by the formula; and for a step whose gradients are all-reduced.

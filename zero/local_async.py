@@ -139,7 +139,14 @@ class AsyncMeetings(Meetings):
 
         Args:
             since: steps of this replica since its last meeting.
+
+        Raises:
+            RuntimeError: a replica has left, and would not come.
         """
+        if self._gone:
+            raise RuntimeError(
+                f"replicas {', '.join(map(str, sorted(self._gone)))} have left: meet, and save, before leave()"
+            )
         if since:
             self._post()
         table = torch.zeros(self._size, dtype=torch.int64, device=self._grid.device)
@@ -207,6 +214,11 @@ class AsyncMeetings(Meetings):
             self._say(gone=True)
         self.take(self.common)
         return complete
+
+    def held(self) -> int:
+        """As ``Meetings.held``; where a round is started from, and differences that wait for others, among them."""
+        here = [tensor for found in self._here.values() for tensor in found]
+        return super().held() + sum(tensor.numel() * tensor.element_size() for tensor in (*self.base, *here))
 
     @property
     def present(self) -> list[int]:
