@@ -30,7 +30,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 # In these folders, every file but these runs where torch is not installed, on the standard library alone.
 MAY_NEED_TORCH: dict[str, tuple[str, ...]] = {
-    "grid": ("autocast", "axis", "clock", "grid", "layout", "logged", "mark", "nest", "random", "recorded"),
+    "grid": ("autocast", "axis", "clock", "grid", "layout", "logged", "mark", "nest", "random", "recorded", "replica"),
     "pipe": (
         *("backward", "boundary", "executor", "frame", "meta", "module", "nest", "p2p", "recompute", "replay"),
         *("dialect", "saved", "spec", "ties"),

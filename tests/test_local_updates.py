@@ -342,7 +342,8 @@ HALF: dict[str, Any] = {"bf16": {"enabled": True}, "communication_data_type": "b
 RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
     (((2, 2, 1), {"type": "diloco", "every": 3, **OUTER}, ADAMW), 4, {}),
     (((1, 2, 2), {"type": "local_sgd", "every": 3, "average_optimizer": True}, SGD), 2, {}),
-    (((1, 4, 1), {"type": "diloco", "every": 2}, ADAMW), 4, {}),
+    (((1, 4, 1), {"type": "diloco", "every": 2}, {"type": "Adafactor", "params": {"lr": 1e-2}}), 4, {}),
+    (((1, 2, 2), {"type": "diloco", "every": 3}, ADAMW), 4, {"fp16": {"enabled": True}, "dtype": torch.float32}),
     (((2, 2, 1), {"type": "diloco", "every": 3}, ADAMW), 4, HALF),
     (((2, 2, 1), {"type": "async_diloco", "every": 3, "max_staleness": 0, **OUTER}, ADAMW), 3, {}),
 ]
