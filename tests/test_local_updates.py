@@ -560,7 +560,9 @@ def one_fails(local: dict[str, Any]) -> Any:
         module_step(engine, step)
 
 
-@pytest.mark.parametrize("kind", [{"type": "local_sgd"}, {"type": "async_diloco", "max_staleness": 1}])
+@pytest.mark.parametrize(
+    "kind", [{"type": "local_sgd"}, {"type": "async_diloco", "max_staleness": 1, "meet_early": False}]
+)
 def test_a_replica_that_fails_ends_the_run(ranks: Any, kind: dict[str, Any]) -> None:
     """The others stop where they would wait for it, and say which one it was."""
     with pytest.raises(RankFailure) as failure:
