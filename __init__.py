@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .engine.comms import log_summary as log_summary
     from .engine.data import RepeatingLoader as RepeatingLoader
     from .engine.engine import Engine as Engine
+    from .engine.hf_arguments import TrainingArguments as TrainingArguments
+    from .engine.hf_trainer import Trainer as Trainer
     from .engine.horovod import ProcessSet as ProcessSet
     from .engine.horovod import add_process_set as add_process_set
     from .engine.horovod import cross_rank as cross_rank
@@ -74,8 +76,6 @@ if TYPE_CHECKING:
     from .engine.horovod_state import broadcast_object as broadcast_object
     from .engine.horovod_state import broadcast_optimizer_state as broadcast_optimizer_state
     from .engine.horovod_state import broadcast_parameters as broadcast_parameters
-    from .engine.hf_arguments import TrainingArguments as TrainingArguments
-    from .engine.hf_trainer import Trainer as Trainer
     from .engine.inference import InferenceEngine as InferenceEngine
     from .engine.inference import init_inference as init_inference
     from .engine.module_engine import ModuleEngine as ModuleEngine

@@ -92,7 +92,8 @@ class Feed:
             samples = torch.zeros(grid.data.size, dtype=torch.int64)
             samples[grid.data.rank] = table[:, 1].sum()
             grid.data.all_reduce(samples)
-            self._first = int(samples[: grid.data.rank].sum())
+            # (Of replicas that do not talk at every step nothing is known: they count as being as large.)
+            self._first = int(samples[: grid.data.rank].sum()) + (grid.replica - grid.data.rank) * int(samples.sum())
 
         microbatches, first = [], self._first
         for index, (kind, length) in enumerate(self._facts):

@@ -137,6 +137,7 @@ class Checkpoints:
                 schedule=load_lr_scheduler_states,
                 weights_only=load_module_only,
                 verify=engine.config.checkpoint.verify,
+                local=engine.local is not None,
             )
             path = engine.grid.world.all_gather_object(folders.place(folder, chosen))[0]
             reader = open_checkpoint(engine.grid, path, wanted)

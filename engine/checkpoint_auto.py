@@ -61,7 +61,7 @@ def resume(engine: Compat, folder: Path) -> None:
             _LOG.warning("%s is passed over: %s", folder / tag, reason)
         found = folders.tags(folder)[::-1]
     found = grid.world.all_gather_object(found)[0]
-    wanted = Wanted(verify=engine.config.checkpoint.verify)
+    wanted = Wanted(verify=engine.config.checkpoint.verify, local=engine.local is not None)
     for tag in found:
         try:
             reader = open_checkpoint(grid, folder / tag, wanted)
@@ -99,6 +99,8 @@ class Automatic:
         if engine.global_steps == self._last:
             return
         self._last = step = engine.global_steps
+        if engine.local is not None and not engine.local.asks(step, self._every):
+            return
         self._flag.fill_(self.told)
         engine.grid.world.all_reduce(self._flag, op="max")  # the signal may have come to one rank alone
         leave = bool(self._flag)

@@ -47,6 +47,7 @@ class Wanted:
         schedule: the learning-rate schedule.
         weights_only: neither of them, nor steps and places.
         verify: hold what is read against its checksums first.
+        local: what replicas that step on their own had, each of them.
     """
 
     strict: bool = True
@@ -54,12 +55,14 @@ class Wanted:
     schedule: bool = True
     weights_only: bool = False
     verify: bool = True
+    local: bool = False
 
     def kinds(self) -> tuple[str, ...]:
         """Of tensors."""
         if self.weights_only:
             return (WEIGHTS, BUFFERS, CLIENT)
-        return (WEIGHTS, BUFFERS, CLIENT, RANDOM, *((OPTIMIZER,) if self.optimizer else ()))
+        more = ("replica", "outer") if self.local else ()
+        return (WEIGHTS, BUFFERS, CLIENT, RANDOM, *((OPTIMIZER,) if self.optimizer else ()), *more)
 
 
 @contextmanager
@@ -194,11 +197,13 @@ def restore(engine: Compat, reader: Reader, wanted: Wanted) -> None:
             reader.fill(f"{BUFFERS}/{name}", Range(name, layout_of(buffer), 0, buffer.numel(), value.view(-1)), *place)
             buffer.copy_(value)
     if wanted.weights_only:
+        if engine.local is not None:
+            engine.local.restore(reader, wanted, usable)
         return
     notes = []
     if wanted.optimizer and engine._replicas.optimizer is not None:
         if states.same_state(state.get("optimizer"), engine):
-            _optimizer(held, reader, usable, place)
+            read_optimizer(held, reader, usable, place)
             notes += states.set_optimizer(engine, state)
         else:
             notes.append(f"the optimizer was a {state['optimizer']}: its state is not loaded")
@@ -206,6 +211,8 @@ def restore(engine: Compat, reader: Reader, wanted: Wanted) -> None:
         notes += states.set_schedule(engine, state)
     with agreed(grid):  # a loader may be of other data
         notes += states.set_position(engine, state)
+    if engine.local is not None:
+        notes += engine.local.restore(reader, wanted, usable)
     if index.head["grid"] == grid.topology.axes:
         names = {name.split("/")[1]: name for name in index.tensors if name.startswith(f"{RANDOM}/")}
         mine = {kind: f"{RANDOM}/{kind}/{grid.rank:05}" for kind in names}
@@ -215,7 +222,8 @@ def restore(engine: Compat, reader: Reader, wanted: Wanted) -> None:
             logging.getLogger("triax").warning("%s: %s", reader.path, note)
 
 
-def _optimizer(held: Held, reader: Reader, usable: Mapping[str, Any], place: tuple[int, int]) -> None:
+def read_optimizer(held: Held, reader: Reader, usable: Mapping[str, Any], place: tuple[int, int]) -> None:
+    """Give an optimizer the state that is there of the parameters that can be used."""
     entries = reader.index.tensors
     shapes = {name.partition("/")[2]: layout.shape for name, layout in usable.items() if name.startswith(WEIGHTS)}
     keys = list(dict.fromkeys(name.split("/", 2)[1] for name in entries if name.startswith(f"{OPTIMIZER}/")))

@@ -40,6 +40,8 @@ class Part(NamedTuple):
 
 def held_by(engine: Compat) -> Held:
     """An engine's parameters."""
+    if engine.local is not None:
+        return engine.local.held()
     return Held(engine._replicas, list(_named(engine)), engine.grid)
 
 
@@ -104,6 +106,8 @@ def parts(engine: Compat, held: Held) -> Iterator[Part]:
             yield from boxes(BUFFERS, Range(name, layout, 0, flat.numel(), flat))
     for name, state in _generators(engine).items():
         yield _whole(f"{RANDOM}/{name}/{grid.rank:05}", state)
+    if engine.local is not None:
+        yield from engine.local.parts()
 
 
 def _whole(name: str, value: Tensor) -> Part:
@@ -140,9 +144,12 @@ def set_generators(engine: Compat, states: Mapping[str, Tensor]) -> None:
 
 def numbers(engine: Compat, held: Held) -> dict[str, Any]:
     """What is one number a parameter, of those that this rank stands for."""
+    more = {} if engine.local is None else engine.local.numbers()
     if not (engine.grid.data.is_first and engine.grid.tensor.is_first):
-        return {}
-    return {name: encode(state, None, f"the optimizer's state of {name}") for name, state in held.numbers().items()}
+        return more
+    return more | {
+        name: encode(state, None, f"the optimizer's state of {name}") for name, state in held.numbers().items()
+    }
 
 
 def run_state(engine: Compat) -> dict[str, Any]:
@@ -166,6 +173,8 @@ def run_state(engine: Compat) -> dict[str, Any]:
             "type": type(schedule).__name__,
             "state": encode(schedule.state_dict(), None, f"the state of {type(schedule).__name__}"),
         }
+    if engine.local is not None:
+        state["local_updates"] = engine.local.run_state()
     if hasattr(loader, "state_dict"):
         state["loader"] = encode(loader.state_dict(), None, "the state of training_dataloader")
     return state
@@ -188,14 +197,19 @@ def set_optimizer(engine: Compat, state: Mapping[str, Any]) -> list[str]:
             for key, value in options.items():
                 if key in group:
                     _set(group, key, value)
-    scaler = engine._scaler
-    if scaler is not None and "loss_scaler" in state:
-        theirs = state["loss_scaler"]
-        scaler.scale, scaler.skipped = theirs["scale"], theirs["skipped"]
-        scaler._good, scaler._patience = theirs["good"], theirs["patience"]
-        if (executor := getattr(engine, "_executor", None)) is not None:
-            executor.loss_scale = scaler.scale
+    if engine._scaler is not None and "loss_scaler" in state:
+        set_scaler(engine, state["loss_scaler"])
     return notes
+
+
+def set_scaler(engine: Compat, theirs: Mapping[str, Any]) -> None:
+    """Put back a loss scaler's numbers."""
+    scaler = engine._scaler
+    assert scaler is not None
+    scaler.scale, scaler.skipped = theirs["scale"], theirs["skipped"]
+    scaler._good, scaler._patience = theirs["good"], theirs["patience"]
+    if (executor := getattr(engine, "_executor", None)) is not None:
+        executor.loss_scale = scaler.scale
 
 
 def set_schedule(engine: Compat, state: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .observe import Observed
 from .precision import LossScaler
 from .sums import totals
 
+if TYPE_CHECKING:
+    from .local import Local
+
 
 class Compat(Checkpoints, Observed):
     """What ``Engine`` says of itself, and the size of its batch."""
@@ -33,6 +36,7 @@ class Compat(Checkpoints, Observed):
     training_dataloader: Any
     module: Any
     lr_scheduler: Any
+    local: Local | None = None  # where replicas step on their own
     _replicas: Replicas
     _all_or_none: Any
     _scaler: LossScaler | None
@@ -92,7 +96,7 @@ class Compat(Checkpoints, Observed):
             "gradient_accumulation_steps": None,
         }
         config = self.config.model_copy(update=sizes)
-        batch = batch_sizes(config, self.grid.data.size)
+        batch = batch_sizes(config, self.grid.replicas)
         self._reschedule(batch.accumulation)
         self._samples, self._since = self.global_samples, self.global_steps
         self.config, self.batch = config, batch
@@ -122,13 +126,12 @@ class Compat(Checkpoints, Observed):
             collate_fn: makes a microbatch of a list of samples.
             num_local_io_workers: processes that read ahead; None or 0: this one reads.
         """
-        data = self.grid.data
         return make_loader(
             dataset,
             self.batch.train,
             self.batch.micro,
-            data.rank,
-            data.size,
+            self.grid.replica,
+            self.grid.replicas,
             self.config.seed,
             drop_last=self.config.dataloader_drop_last,
             collate=collate_fn,

@@ -12,6 +12,8 @@ from ..pipe.schedules import NAMES
 from .choose import FILES
 from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
 from .config_checkpoint import CheckpointConfig
+from .config_local import LocalUpdatesConfig
+from .config_local import check as check_local
 from .config_profiling import AmpConfig, CommsLoggerConfig, FlopsProfilerConfig, TorchAutocastConfig
 from .config_sections import (
     ActivationCheckpointingConfig,
@@ -80,6 +82,9 @@ class Config(Section):
     data_types: DataTypesConfig = setting(DataTypesConfig(), "Dtypes that follow from bf16 and fp16.")
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
         None, "The dtype in which gradients are summed over replicas; by default that they have."
+    )
+    local_updates: LocalUpdatesConfig | None = setting(
+        None, "Replicas that step on their own, and meet every so many steps; null: they step together."
     )
     seed: int = setting(0, "Of the data's order and of dropout.")
     nan_loss: Literal["raise", "skip", "ignore"] = setting(
@@ -202,6 +207,7 @@ class Config(Section):
                 "communication_data_type and torch_autocast.lower_precision_safe_modules both say in which dtype "
                 "gradients are summed over replicas: give one of them"
             )
+        check_local(self)
         zero, section = self.zero_optimization, self.checkpoint
         if section.async_ and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
             raise ValueError(

@@ -23,6 +23,7 @@ from .config_cli import resolved
 from .data import Loader
 from .engine import Engine, training_schedule
 from .instruments import instrument
+from .local import LocalEngine, LocalModuleEngine
 from .module_engine import ModuleEngine
 from .observe import observe
 from .recomputation import set_up
@@ -155,11 +156,13 @@ def initialize(
         lr_scheduler = _scheduler(checked.scheduler, make)
     require_same(grid, checked, model, groups, optimizer)
     engine: Engine | ModuleEngine
+    alone = checked.local_updates is not None
+    more = (training_data, lr_scheduler, collate_fn)
     if isinstance(model, PipelineModule):
         assert schedule is not None
-        engine = Engine(model, checked, schedule, make, groups, training_data, lr_scheduler, collate_fn)
+        engine = (LocalEngine if alone else Engine)(model, checked, schedule, make, groups, *more)
     else:
-        engine = ModuleEngine(model, grid, checked, make, groups, training_data, lr_scheduler, collate_fn)
+        engine = (LocalModuleEngine if alone else ModuleEngine)(model, grid, checked, make, groups, *more)
     instrument(engine)
     attach(engine)
     unmoved = getattr(engine.lr_scheduler, "note", None)

@@ -67,7 +67,7 @@ class Engine(Compat, Weights):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.module, self.config, self.grid = module, config, module.grid
-        self.batch = batch_sizes(config, self.grid.data.size)
+        self.batch = batch_sizes(config, self.grid.replicas)
         self.global_steps = 0
         self.record_timeline = self.record_memory = False
         self.timeline: Timeline | None = None

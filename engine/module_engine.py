@@ -83,7 +83,7 @@ class ModuleEngine(Compat, Weights):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.module, self.config, self.grid = module, config, grid
-        self.batch = batch_sizes(config, grid.data.size)
+        self.batch = batch_sizes(config, grid.replicas)
         self._half = precision.half_dtype(config)
         self._mode = precision.mode(config, grid, module)
         self._scaler = precision.scaler(config)
@@ -132,7 +132,7 @@ class ModuleEngine(Compat, Weights):
                 self._begin()
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
-                first = self.grid.data.rank * share + self._micro * self.batch.micro
+                first = self.grid.replica * share + self._micro * self.batch.micro
                 number_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_alike(self.grid, (args, kwargs))
             y = self.module(*args, **kwargs)

@@ -65,6 +65,11 @@ def _offload(zero: ZeroConfig) -> Offload:
     )
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """By its name in the configuration: fp32, bf16, fp16."""
+    return _DTYPES[name]
+
+
 def half_dtype(config: Config) -> torch.dtype | None:
     """bf16 or fp16, if the configuration enables one."""
     return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None

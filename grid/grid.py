@@ -115,6 +115,16 @@ class Grid:
 
             record(self, folder)
 
+    @property
+    def replica(self) -> int:
+        """Which replica this is: the part of a batch that is its own goes by it."""
+        return self.data.rank
+
+    @property
+    def replicas(self) -> int:
+        """Of how many, whether or not they talk at every step."""
+        return self.data.size
+
     def axis(self, name: str) -> Axis:
         """The axis of that name."""
         if name not in DEFAULT_AXES:

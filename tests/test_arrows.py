@@ -31,7 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # In these folders, every file but these runs where torch is not installed, on the standard library alone.
 MAY_NEED_TORCH: dict[str, tuple[str, ...]] = {
     "grid": (
-        *("autocast", "axis", "clock", "grid", "layout", "logged", "mark", "nest", "random", "recorded"),
+        *("autocast", "axis", "clock", "grid", "layout", "logged", "mark", "nest", "random", "recorded", "replica"),
         "timeline",
     ),
     "pipe": (

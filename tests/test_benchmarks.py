@@ -73,3 +73,10 @@ def test_tensor_compares_and_counts() -> None:
     alone, shards = (found[name]["activations"][0] for name in ("one process", "triax, sequence parallel"))
     assert 0.5 <= shards / alone < 0.55
     assert found["triax"]["counted"] > 0
+
+
+def test_local_updates_counts_who_steps() -> None:
+    args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
+    alone, beside = json.loads(run("local_updates.py", *args))["rows"]
+    assert len(alone["each"]) == 1 and len(beside["each"]) == 2 and alone["share"] == 1
+    assert min(alone["rounds"] + beside["rounds"]) >= 1 and beside["total"] == sum(beside["each"])

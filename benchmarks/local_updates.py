@@ -1,0 +1,102 @@
+"""One slow replica among those that step on their own: how much of the others' throughput is left.
+
+    python benchmarks/local_updates.py                  # 3 replicas; 4, one ten times slower; the same that wait
+    python benchmarks/local_updates.py --every 5        # a round of the others is shorter than a step of the slow one
+
+Each replica's step is a tiny model's and a sleep, so that what is measured is who waits for whom, and not the machine.
+What is quoted: steps of all replicas a second, and of each replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import triax
+from triax.engine.launch import launch
+
+ASYNC, WAITS = "async_diloco", "diloco"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--every", type=int, default=20, help="steps between two meetings")
+    parser.add_argument("--staleness", type=int, default=2, help="max_staleness")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds of a step")
+    parser.add_argument("--slower", type=float, default=10.0, help="the slow replica's step takes so many times longer")
+    parser.add_argument("--seconds", type=float, default=12.0, help="how long each case runs")
+    parser.add_argument("--fast", type=int, default=3, help="replicas beside the slow one")
+    parser.add_argument("--types", nargs="+", choices=(ASYNC, WAITS), default=[ASYNC, WAITS])
+    parser.add_argument("--json", action="store_true", help="one object instead of a table")
+    options = parser.parse_args()
+    cases = [(ASYNC, options.fast, 1.0), *((kind, options.fast + 1, options.slower) for kind in options.types)]
+    rows = [case(kind, replicas, slower, options) for kind, replicas, slower in cases]
+    for row in rows:
+        row["share"] = row["total"] / rows[0]["total"]
+    if options.json:
+        print(json.dumps({"options": vars(options), "rows": rows}, indent=1))
+        return
+    table = Table(title=f"every {options.every}, max_staleness {options.staleness}, a step of {options.step:g} s")
+    for title in ("type", "replicas", "the last one", "steps/s", "of the fast", "each", "rounds", "at the bound"):
+        table.add_column(title)
+    for row in rows:
+        each = " ".join(f"{rate:.1f}" for rate in row["each"])
+        slow = f"{row['slower']:g} times slower" if row["slower"] > 1 else "as the others"
+        figures = (f"{row['total']:.1f}", f"{row['share']:.0%}", each, " ".join(map(str, row["rounds"])))
+        table.add_row(row["type"], str(row["replicas"]), slow, *figures, f"{max(row['waited']):.1f} s")
+    Console(width=140).print(table)
+
+
+def case(kind: str, replicas: int, slower: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = launch(replica, kind, slower, vars(options), folder, ranks=replicas, threads=1)
+        if code:
+            sys.exit(code)
+        told = [json.loads((Path(folder) / f"{rank}").read_text()) for rank in range(replicas)]
+    each = [one["steps"] / one["seconds"] for one in told]
+    found = {"type": kind, "replicas": replicas, "slower": slower, "total": sum(each), "each": each}
+    return {**found, "rounds": [one["meetings"] for one in told], "waited": [one["waited"] for one in told]}
+
+
+def replica(kind: str, slower: float, options: dict[str, Any], folder: str) -> None:
+    """One replica's training."""
+    grid = triax.Grid()
+    torch.manual_seed(0)
+    local: dict[str, Any] = {"type": kind, "every": options["every"]}
+    if kind == ASYNC:
+        local["max_staleness"] = options["staleness"]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "local_updates": local,
+    }
+    engine, *_ = triax.initialize(model=nn.Linear(64, 64), config=config, grid=grid)
+    nap = options["step"] * (slower if grid.rank == grid.size - 1 else 1.0)
+    grid.world.barrier()
+    began, steps = time.monotonic(), 0
+    # Those that wait for each other take as many steps; the others as many as they can.
+    while steps < options["every"] if kind == WAITS else time.monotonic() - began < options["seconds"]:
+        time.sleep(nap)
+        engine.backward(engine(torch.randn(4, 64)).square().mean())
+        engine.step()
+        steps += 1
+    seconds = time.monotonic() - began
+    account = engine.traffic_report()["local"]
+    engine.leave()
+    told = {"steps": steps, "seconds": seconds, "meetings": account["meetings"], "waited": account.get("waited_s", 0.0)}
+    (Path(folder) / f"{grid.rank}").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Checkpoints of replicas that step on their own.
+
+weights/..., optimizer/...             the replicas' mean: what any other run goes on from
+replica/00001/weights/..., ...         what each replica had: the same number of replicas goes on from these, bitwise
+outer/common/..., outer/velocity/...   the weights of the last meeting, and the outer step's momentum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Layout, layout_of
+from ..zero.held import Held, Range
+from ..zero.local_held import MeanHeld
+from . import checkpoint_state as states
+from .checkpoint_boxes import pieces
+from .checkpoint_index import Index
+from .checkpoint_read import Reader, Wanted, read_optimizer
+from .checkpoint_values import encode
+
+if TYPE_CHECKING:
+    from .compat import Compat
+    from .local import Local
+
+REPLICA, OUTER = "replica", "outer"
+
+
+def held(engine: Compat, local: Local) -> MeanHeld:
+    """An engine's parameters, as the whole grid's."""
+    return MeanHeld(engine._replicas, list(states._named(engine)), local.grid.whole, local.since == 0)
+
+
+def _own(engine: Compat, local: Local) -> Held:
+    """The same, as this replica's."""
+    return Held(engine._replicas, list(states._named(engine)), local.grid)
+
+
+def parts(engine: Compat, local: Local) -> list[states.Part]:
+    """What this rank writes beside the mean."""
+    place = engine.grid.tensor.rank, engine.grid.tensor.size
+    told = {states.RANDOM} | ({states.WEIGHTS} if local.since == 0 else set())  # once for all replicas
+    with local.alone():
+        own = [part for part in states.parts(engine, _own(engine, local)) if part.name.partition("/")[0] not in told]
+    found = [part._replace(name=f"{_title(local)}/{part.name}") for part in own]
+    kinds = {"velocity": local.meetings.velocity, **({"common": local.meetings.common} if local.since else {})}
+    for kind, flats in kinds.items():
+        for part in held(engine, local).flats(flats, True) if flats else ():
+            for box, value in pieces(part, *place):
+                title = f"{OUTER}/{kind}/{part.name}"
+                found.append(states.Part(title, part.layout.shape, part.value.dtype, box, value))
+    return found
+
+
+def numbers(engine: Compat, local: Local) -> dict[str, Any]:
+    """What is one number a parameter, of this replica; and its loss scale."""
+    found: dict[str, Any] = {}
+    if engine.grid.tensor.is_first:
+        for name, state in _own(engine, local).numbers().items():
+            found[f"{_title(local)}/{name}"] = encode(state, None, f"the optimizer's state of {name}")
+    if local.grid.world.is_first and engine._scaler is not None:
+        found[_title(local)] = states.vars_of(engine._scaler)
+    return found
+
+
+def run_state(local: Local) -> dict[str, Any]:
+    """Where the meetings are: alike on every rank."""
+    return {
+        "type": local.section.type,
+        "replicas": local.grid.replicas,
+        "since": local.since,
+        "steps": local.steps,
+        "meetings": local.meetings.met,
+    }
+
+
+def restore(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable: Mapping[str, Layout]) -> list[str]:
+    """After the mean was loaded: what each replica had, if it is so many replicas' own. Collective; returns notes.
+
+    Args:
+        usable: what of the checkpoint's weights and buffers is loaded, with its layouts.
+    """
+    local.meetings.adopt()
+    local.since = 0
+    saved = reader.index.head["run"].get("local_updates")
+    if saved is None or wanted.weights_only:
+        return []
+    everything, notes = held(engine, local), []
+    same = saved["replicas"] == local.grid.replicas
+    if not same and saved["since"]:
+        notes.append(
+            f"{saved['replicas']} replicas had taken {saved['since']} steps since they met, and here are "
+            f"{local.grid.replicas}: all go on from their mean, as after a meeting"
+        )
+    if wanted.optimizer:
+        _flats(engine, everything, reader, "velocity", local.meetings.velocity, usable)
+    if same:
+        _flats(engine, everything, reader, "common", local.meetings.common, usable)
+        _replica(engine, local, reader, wanted, usable)
+        local.since = saved["since"]
+    local.steps, local.meetings.met = saved["steps"], saved["meetings"]
+    return notes
+
+
+def _flats(
+    engine: Compat, held: MeanHeld, reader: Reader, kind: str, flats: list[Tensor], usable: Mapping[str, Layout]
+) -> None:
+    for part in held.flats(flats, False) if flats else ():
+        name = f"{OUTER}/{kind}/{part.name}"
+        if name in reader.index.tensors and f"{states.WEIGHTS}/{part.name}" in usable:
+            reader.fill(name, part, engine.grid.tensor.rank, engine.grid.tensor.size)
+
+
+def _replica(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable: Mapping[str, Layout]) -> None:
+    """What this replica had."""
+    prefix, index, place = f"{_title(local)}/", reader.index, (engine.grid.tensor.rank, engine.grid.tensor.size)
+    tensors = {name.removeprefix(prefix): e for name, e in index.tensors.items() if name.startswith(prefix)}
+    told = {n.removeprefix(prefix): each for n, each in index.head["numbers"].items() if n.startswith(prefix)}
+    mine = Reader(reader.path, Index({**index.head, "numbers": told}, tensors, index.files))
+    own = _own(engine, local)
+    for part in own.values(mine=False):
+        if f"{states.WEIGHTS}/{part.name}" in usable and f"{states.WEIGHTS}/{part.name}" in tensors:
+            mine.fill(f"{states.WEIGHTS}/{part.name}", part, *place)
+    own.settle()
+    for name, buffer, _ in states.buffers(engine.module, engine.grid.pipe.rank):
+        if f"{states.BUFFERS}/{name}" in usable:
+            value = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+            whole = Range(name, layout_of(buffer), 0, buffer.numel(), value.view(-1))
+            mine.fill(f"{states.BUFFERS}/{name}", whole, *place)
+            buffer.copy_(value)
+    run = index.head["run"]
+    if wanted.optimizer and states.same_state(run.get("optimizer"), engine):
+        read_optimizer(own, mine, usable, place)
+        if engine._scaler is not None and (scaler := index.head["numbers"].get(_title(local))) is not None:
+            states.set_scaler(engine, scaler)
+
+
+def _title(local: Local) -> str:
+    return f"{REPLICA}/{local.grid.replica:05}"
