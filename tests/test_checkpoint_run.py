@@ -99,9 +99,9 @@ def test_sigterm_to_the_launcher_saves_and_the_next_start_goes_on(tmp_path: Path
 @pytest.mark.timeout(900)
 def test_hosts_come_and_go_and_the_run_goes_on(tmp_path: Path) -> None:
     """Of two hosts (``--nnodes 1:2``) one is killed, later there are two again: other data axes, the same losses."""
-    steps, port = 60, free_port()
+    steps, port = 120, free_port()
     command = [*TRIAX, "run", "--nnodes", "1:2", "--nproc", 1, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "j"]
-    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"]
+    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"]
     command += ["--max-restarts", 9, "--threads", 1, "--tee", "none", "--log-dir"]
     end = [script(tmp_path), Path(__file__).parent, steps, tmp_path, 0.1]
     with started(*command, tmp_path / "one", *end, cwd=tmp_path) as one:
