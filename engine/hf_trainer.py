@@ -155,9 +155,11 @@ class Trainer(transformers.Trainer):
 
     def _sharded(self) -> Any:
         """The model, over the tensor axis if there is one."""
-        if self.grid.tensor.size > 1 and not getattr(self.model, "_triax_sharded", False):
+        if self.grid.tensor.size > 1 and not hasattr(self.model, "_triax_share"):
+            count = getattr(self.model, "num_parameters", lambda exclude_embeddings: 1)
+            whole = count(exclude_embeddings=True)
             parallelize(self.model, self.grid)
-            self.model._triax_sharded = True
+            self.model._triax_share = count(exclude_embeddings=True) / whole
         return self.model
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -271,8 +273,9 @@ class Trainer(transformers.Trainer):
         return recursively_apply(once, self.accelerator.gather(data))
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """As transformers'; tensor ranks share them."""
-        return super().floating_point_ops(inputs) / self.grid.tensor.size
+        """As transformers', which goes by the parameters of the model; a tensor rank's share of the whole model's."""
+        share = getattr(self.model, "_triax_share", 1.0)
+        return super().floating_point_ops(inputs) / (share * self.grid.tensor.size)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

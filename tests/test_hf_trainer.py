@@ -255,12 +255,12 @@ def test_the_best_model_comes_back(ranks: Any, tmp_path: Path) -> None:
 
 
 def narrow(out: str, key: str, stage: int) -> Any:
-    config = {"zero_optimization": {"stage": stage}, key: {"enabled": "auto"}}
+    section: dict[str, Any] = {"enabled": "auto"} | ({"initial_scale_power": 20} if key == "fp16" else {})
+    config = {"zero_optimization": {"stage": stage}, key: section}
     trainer = trainer_of("gpt2", out, replicas_here(), config, **{key: True})
     trainer.train()
     trainer.save_model(f"{out}/last")
-    masters = trainer.engine.save_checkpoint(f"{out}/masters", "last")
-    return told(trainer), {str(p.dtype) for p in trainer.model.parameters()}, masters
+    return told(trainer), {str(p.dtype) for p in trainer.model.parameters()}, trainer.engine.skipped_steps
 
 
 @pytest.mark.exhaustive
@@ -268,15 +268,15 @@ def narrow(out: str, key: str, stage: int) -> Any:
 @pytest.mark.parametrize(("key", "stage"), [("bf16", 0), ("bf16", 3), ("fp16", 1), ("fp16", 2)])
 def test_precision(ranks: Any, plain: Any, tmp_path: Path, key: str, stage: int, count: int) -> None:
     out = str(tmp_path / "out")
-    for found, kinds, saved in ranks(count, narrow, out, key, stage, timeout=120):
-        assert saved and kinds == {f"torch.{'bfloat16' if key == 'bf16' else 'float16'}"}
-        skipped = STEPS - len({*found["learning_rate"]})
-        assert (key == "fp16") == (skipped > 3)  # the scale starts too high: rates wait with the weights
+    for found, kinds, skipped in ranks(count, narrow, out, key, stage, timeout=120):
+        assert kinds == {f"torch.{'bfloat16' if key == 'bf16' else 'float16'}"}
+        assert (key == "fp16") == (skipped > 0)  # the scale starts too high, and rates wait with the weights
+        assert len({*found["learning_rate"]}) == STEPS - skipped
         if key == "bf16":
             assert found["loss"] == pytest.approx(plain("gpt2")["loss"], rel=0.02)
         assert found["loss"][-1] < 0.9 * found["loss"][0]
-    kinds = {tensor.dtype for tensor in weights(f"{out}/last").values()}
-    assert kinds == {torch.bfloat16 if key == "bf16" else torch.float16}
+    stored = {tensor.dtype for tensor in weights(f"{out}/last").values()}
+    assert stored == {torch.bfloat16 if key == "bf16" else torch.float16}
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -313,7 +313,7 @@ def test_other_arguments_act_as_ever(
         ):
             assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
         assert found["tokens"] == wanted["tokens"]
-        assert found["flos"] == pytest.approx(wanted["flos"], rel=0.2)  # of a sharded model, by its own count
+        assert found["flos"] == pytest.approx(wanted["flos"], rel=1e-9)
 
 
 def twice(out: str, replicas: int, config: Any) -> Any:
