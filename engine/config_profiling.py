@@ -10,13 +10,24 @@ from pydantic import Strict, WithJsonSchema, model_validator
 from .config_base import Section, idle, no_such, refused, setting
 
 # What ``comms_logger.prof_ops`` may name: the collectives and messages of ``grid/axis.py``.
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "receive", "all_gather_object", "barrier")
+OPS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "receive",
+    "all_gather_object",
+    "barrier",
+)
 # DeepSpeed's and torch's names of the same.
 _ALSO = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_base": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_base": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
     "isend": "send",
     "recv": "receive",
     "irecv": "receive",

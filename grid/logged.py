@@ -109,6 +109,10 @@ class LoggedAxis(Axis):
         """See above."""
         return self._timed("reduce_scatter", _bytes(tensor), Axis.reduce_scatter, output, tensor, async_op)
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+        """See above."""
+        return self._timed("all_to_all", _bytes(tensor), Axis.all_to_all, output, tensor, async_op)
+
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """See above."""
         return self._timed("broadcast", _bytes(tensor), Axis.broadcast, tensor, source, async_op)

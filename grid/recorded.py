@@ -43,6 +43,11 @@ class RecordedAxis(Axis):
         started = super().reduce_scatter
         return self._watched("reduce_scatter", async_op, lambda: started(output, tensor, async_op))
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+        """As ``Axis.all_to_all``."""
+        started = super().all_to_all
+        return self._watched("all_to_all", async_op, lambda: started(output, tensor, async_op))
+
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """As ``Axis.broadcast``."""
         started = super().broadcast
