@@ -207,7 +207,9 @@ class ZeroConfig(Section):
             )
         kept = self.stage3_keep_gathered and self.stage3_max_live_parameters is None and self.stage == 3
         if self.zero_hpz_partition_size > 1 and kept:
-            notes.append("zero_hpz_partition_size does nothing: stage3_keep_gathered gathers weights once a step")
+            notes.append(
+                "zero_hpz_partition_size keeps no second shard: stage3_keep_gathered gathers weights once a step"
+            )
         for key in sorted(self.model_fields_set):
             stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
             acts = "x-status" not in extra_of(type(self).model_fields[key])

@@ -61,13 +61,16 @@ def _plus(zero: ZeroConfig, replicas: int) -> Plus | None:
         ConfigError: groups that do not divide the replicas.
     """
     third = zero.stage == 3
+    # What stays whole to the end of the step is gathered once: there is nothing to keep a second shard for.
+    once = zero.stage3_keep_gathered and zero.stage3_max_live_parameters is None
     plus = Plus(
         weights=zero.zero_quantized_weights and third,
         frozen=zero.zero_quantized_nontrainable_weights and third,
         gradients=zero.zero_quantized_gradients and zero.stage > 0,
-        secondary=zero.zero_hpz_partition_size if third else 1,
+        secondary=zero.zero_hpz_partition_size if third and not once else 1,
+        host=zero.zero_hpz_partition_size if third else 1,
     )
-    if replicas == 1 or plus == Plus():
+    if replicas == 1 or not (plus.weights or plus.frozen or plus.gradients or plus.secondary > 1):
         return None
     try:
         plus.check(replicas)

@@ -418,7 +418,6 @@ def learned(shape: tuple[int, int, int], steps: int, zero: dict[str, Any]) -> tu
     model = PipelineModule(gpt(size), grid=grid, loss_fn=GPTLoss(grid, vocab_size=32))
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
         "zero_optimization": zero,
         "bf16": {"enabled": True},
@@ -459,17 +458,31 @@ def test_on_grids_with_other_axes(ranks: Any, shape: tuple[int, int, int]) -> No
         assert other[2]["uncompressed"] == one[2]["formula"]
 
 
+class Sometimes(Layer):
+    """With a part that some replicas use and others do not."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.other, self._used = nn.Linear(WIDTH, WIDTH), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + self.other(y) if self._used else y
+
+
 def looped(plus: dict[str, Any]) -> dict[str, Tensor]:
-    """A plain loop, with weights read and written at awkward times."""
+    """A plain loop, with weights read and written at awkward times, and gradients that not every replica has."""
     grid = Grid(timeout=60)
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(3)))
+    model = nn.Sequential(*(Sometimes(used=(grid.data.rank >> i) % 2 == 0) for i in range(3)))
     optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), grid.data, stage=3, module=model, lr=0.1, **plus)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(grid.data.rank))
     found = {}
     for step in range(3):
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        if step < 2 or grid.data.is_first:
+            loss.backward()
         optimizer.synchronize()
         model(x)  # keeps what is to be stepped
         optimizer.step()
@@ -481,6 +494,31 @@ def looped(plus: dict[str, Any]) -> dict[str, Tensor]:
     with gathered(model):
         found |= {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return found
+
+
+def reloaded(folder: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of a plain module: at first, after a step, and when what was saved at first is there again."""
+    grid = Grid(timeout=60)
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, HPZ: 2},
+    }
+    engine, *_ = triax.initialize(model=nn.Sequential(Layer(), Layer()), config=config, grid=grid)
+    engine.save_checkpoint(folder)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    first = engine(x)
+    engine.backward(first.square().mean())
+    engine.step()
+    moved = engine(x)  # keeps what a checkpoint replaces
+    engine.load_checkpoint(folder)
+    return first.detach(), moved.detach(), engine(x).detach()
+
+
+def test_what_a_checkpoint_replaced_is_not_used(ranks: Any, tmp_path: Any) -> None:
+    for first, moved, again in ranks(2, reloaded, str(tmp_path)):
+        assert torch.equal(first, again) and not torch.equal(first, moved)
 
 
 def test_in_a_plain_loop(ranks: Any) -> None:
@@ -515,7 +553,7 @@ def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> Non
         with pytest.raises(ConfigError, match=words):
             config(zero, **more)
     notes = config({"stage": 3, HPZ: 2, "stage3_keep_gathered": True}).notes()
-    assert "zero_optimization.zero_hpz_partition_size does nothing: stage3_keep_gathered" in " ".join(notes)
+    assert "zero_optimization.zero_hpz_partition_size keeps no second shard: stage3_keep_gathered" in " ".join(notes)
     notes = config({"stage": 2, HPZ: 2, QWZ: True, QGZ: True}).notes()
     assert [note for note in notes if "acts in stage 3, not in stage 2" in note and QGZ not in note] == notes
     assert len(notes) == 2 and not config({**ALL, HPZ: 2}).notes()
@@ -529,6 +567,7 @@ def test_the_optimizer_refuses_it_too(ranks: Any) -> None:
         ({"stage": 1, "quantized_weights": True}, "in stage 1 they are whole"),
         ({"stage": 0, "quantized_gradients": True}, "stage 0 shards nothing"),
         ({"stage": 2, "quantized_gradients": True, "communication_dtype": torch.bfloat16}, "give one"),
+        ({"stage": 3, "hpz_partition_size": 2, "keep_gathered": True}, "gathers weights once a step"),
         ({"stage": 3, "hpz_partition_size": 3}, "2 replicas do not fall into groups of 3: give one of 1, 2"),
     ):
         assert all(words in said for said in ranks(2, refusing, options))

@@ -23,12 +23,14 @@ class Plus:
         gradients: stages 1 to 3 reduce gradients as blocks of 4 bits (qgZ).
         secondary: in stage 3, every so many consecutive replicas (those of a host) keep the weights once more among
             them, from a step's first gather on, and gather from there (hpZ); 1: none do.
+        host: how many consecutive replicas are on a host, for reductions in two hops; 1: find out.
     """
 
     weights: bool = False
     frozen: bool = False
     gradients: bool = False
     secondary: int = 1
+    host: int = 1
 
     def check(self, replicas: int) -> None:
         """Refuse groups that do not divide the replicas.
@@ -36,14 +38,15 @@ class Plus:
         Raises:
             ValueError: the message names the sizes that do.
         """
-        if self.secondary < 1 or replicas % self.secondary:
-            fitting = ", ".join(str(size) for size in range(1, replicas + 1) if replicas % size == 0)
-            raise ValueError(
-                f"{replicas} replicas do not fall into groups of {self.secondary}: give one of {fitting}, best the "
-                "number of them on a host"
-            )
+        for size in (self.secondary, self.host):
+            if size < 1 or replicas % size:
+                fitting = ", ".join(str(each) for each in range(1, replicas + 1) if replicas % each == 0)
+                raise ValueError(
+                    f"{replicas} replicas do not fall into groups of {size}: give one of {fitting}, best the number of "
+                    "them on a host"
+                )
 
-    def fitting(self, stage: int, replicas: int, communicate: torch.dtype | None) -> Plus | None:
+    def fitting(self, stage: int, replicas: int, communicate: torch.dtype | None, keep: bool) -> Plus | None:
         """Itself, if that makes sense of so many replicas; None where there is nothing to do.
 
         Raises:
@@ -54,6 +57,8 @@ class Plus:
                 f"quantized_weights and hpz_partition_size are about gathering weights, and in stage {stage} they are "
                 "whole: set stage=3, or leave them out"
             )
+        if keep and self.secondary != 1:
+            raise ValueError("keep_gathered gathers weights once a step, so hpz_partition_size saves nothing: give one")
         if stage == 0 and self.gradients:
             raise ValueError("quantized_gradients reduce-scatters them, and stage 0 shards nothing: set stage=1")
         if self.gradients and communicate is not None:

@@ -52,9 +52,7 @@ class PlusGatherer(ParameterGatherer):
         super().__init__(buckets, grid, order, mode, keep, over)
         plus = mode.plus
         assert plus is not None
-        # What stays whole to the end of the step is gathered once: there is nothing to keep it for.
-        alone = plus.secondary == 1 or (keep and mode.live is None)
-        within = None if alone else inner(grid, plus.secondary, " gather")
+        within = inner(grid, plus.secondary, " gather") if plus.secondary > 1 else None
         self._exact = False
         self._ways = {
             id(bucket): _Way(bucket, self._axis, within, plus.quantizes(bucket.trained)) for bucket in buckets
@@ -186,7 +184,7 @@ def equip(
             "one of them"
         )
     if plus.gradients:
-        quantize_reductions([bucket for bucket in buckets if bucket.trained], grid, plus.secondary)
+        quantize_reductions([bucket for bucket in buckets if bucket.trained], grid, plus.host)
     if gatherer is None or optimizer is None or not gatherer.secondary:
         return
     reference = weakref.ref(gatherer)

@@ -86,14 +86,14 @@ class ShardedOptimizer(PassesOptimizer):
         **options: Any,
     ) -> None:
         grid = checked(optimizer_class, axis, stage, module, backward_passes_per_step, reduction)
-        plus = Plus(quantized_weights, False, quantized_gradients, hpz_partition_size)
-        plus = plus.fitting(stage, grid.data.size, communication_dtype)
+        plus = Plus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
+        fitting = plus.fitting(stage, grid.data.size, communication_dtype, keep_gathered)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
             lambda groups: optimizer_class(groups, **options),
             params,
             grid,
-            Mode(stage, weight_dtype, masters, communication_dtype, plus=plus),
+            Mode(stage, weight_dtype, masters, communication_dtype, plus=fitting),
             bucket_size,
             module=module,
             units=units,
