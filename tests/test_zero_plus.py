@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,19 +28,17 @@ Array = NDArray[Any]
 
 
 def quantized(x: Array, bits: int) -> Array:
-    """What a row of floats is after ``pack`` and ``unpack``: by the definition, block by block."""
+    """What rows of floats are after ``pack`` and ``unpack``: by the definition, block by block."""
     wide = np.float64 if x.dtype == np.float64 else np.float32
-    most, out = 2 ** (bits - 1) - 1, np.empty(x.shape, wide)
-    for row in np.ndindex(x.shape[:-1]):
-        for start in range(0, x.shape[-1], BLOCK):
-            block = x[row][start : start + BLOCK].astype(wide)
-            scale = wide(np.abs(block).max() / wide(most))
-            if not np.isfinite(scale):
-                out[row][start : start + BLOCK] = np.nan
-            elif scale < np.finfo(wide).tiny:
-                out[row][start : start + BLOCK] = 0
-            else:
-                out[row][start : start + BLOCK] = np.rint(block * (wide(1) / scale)) * scale
+    most, out = wide(2 ** (bits - 1) - 1), np.empty(x.shape, wide)
+    for start in range(0, x.shape[-1], BLOCK):
+        block = x[..., start : start + BLOCK].astype(wide)
+        scale = np.abs(block).max(-1, keepdims=True) / most
+        with np.errstate(all="ignore"):
+            found = np.rint(np.multiply(block, wide(1) / scale)) * scale
+        found[np.broadcast_to(scale < np.finfo(wide).tiny, found.shape)] = 0
+        found[np.broadcast_to(~np.isfinite(scale), found.shape)] = np.nan
+        out[..., start : start + BLOCK] = found
     return out
 
 
@@ -211,8 +210,14 @@ def trained(shape: tuple[int, int, int], cases: list[tuple[dict[str, Any], dict[
             layer.register_forward_pre_hook(
                 lambda layer, _, name=name, seen=seen: seen.update({name: layer.linear.weight.detach().clone()})
             )
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            engine.record_timeline = step == STEPS - 1
             engine.train_batch(batches)
+            if step == 0:
+                engine.eval_batch(batches)  # gathers too, and what that keeps is not old
+        assert engine.timeline is not None
+        names = {flight.name for flight in engine.timeline.flights[grid.pipe.rank]}
+        assert ("all_to_all" in names) == bool(zero.get(QGZ))
         layout = [
             (bucket.flat.numel, [(m.layout.name, s.start, s.stop) for m, s in zip(bucket.members, bucket.flat.slots)])
             for bucket in engine._replicas.buckets
@@ -266,14 +271,16 @@ def simulated(layout: Any, replicas: int, zero: dict[str, Any]) -> tuple[dict[st
 QWZ, QGZ, HPZ = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
 PLAIN: dict[str, Any] = {"stage": 3}
 ALL: dict[str, Any] = {"stage": 3, QWZ: True, QGZ: True}
+_NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     ((1, 2, 1), [({**PLAIN, QWZ: True}, {}), (ALL, {}), ({"stage": 1, QGZ: True}, {}), ({"stage": 2, QGZ: True}, {})]),
+    ((1, 2, 1), [({**ALL, "offload_param": _NVME}, {}), ({**ALL, HPZ: 2, "offload_optimizer": _NVME}, {})]),
     ((1, 4, 1), [(ALL, {}), ({**ALL, HPZ: 2}, {})]),
     ((2, 2, 1), [(ALL, {}), (ALL, {"pipeline": {"schedule": "zb-h1"}})]),
 ]
 
 
-@pytest.mark.parametrize(("shape", "cases"), _WAYS, ids=["2", "4", "2x2"])
+@pytest.mark.parametrize(("shape", "cases"), _WAYS, ids=["2", "2 offloaded", "4", "2x2"])
 def test_steps_are_those_of_one_process_that_quantises(ranks: Any, shape: Any, cases: Any) -> None:
     """In float64 to 1e-10: weights that every replica sees alike, masters that nothing rounds, reduced gradients."""
     every = ranks(math.prod(shape), trained, shape, cases)
@@ -300,7 +307,6 @@ def test_secondary_shards_change_no_bit(ranks: Any) -> None:
         for one in found[1:]:
             for mine, theirs in zip(one[:3], found[0][:3], strict=True):
                 assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
-        assert set(found[4][4]["sent"]) == {"data", "data within", "world"} or found[4][4]["sent"]["data within"]
         gathers = [one[4]["sent"]["data"]["all_gather"]["calls"] for one in found]
         assert gathers[0] > LAYERS and gathers[1] == gathers[2] == gathers[4] == LAYERS  # one a step and layer
 
@@ -453,8 +459,8 @@ def test_training_ends_where_it_ends_without(ranks: Any, replicas: int, host: in
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
 def test_on_grids_with_other_axes(ranks: Any, shape: tuple[int, int, int]) -> None:
-    plain = ranks(4, learned, shape, 4, PLAIN)
-    for one, other in zip(plain, ranks(4, learned, shape, 4, {**ALL, HPZ: 2}), strict=True):
+    plain = ranks(4, learned, shape, 3, PLAIN)
+    for one, other in zip(plain, ranks(4, learned, shape, 3, {**ALL, HPZ: 2}), strict=True):
         assert other[1] != one[1] and other[1] == pytest.approx(one[1], rel=0.02)
         assert other[0] == pytest.approx(one[0], rel=0.01)
         assert other[2]["uncompressed"] == one[2]["formula"]

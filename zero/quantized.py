@@ -135,7 +135,7 @@ def quantize_reductions(buckets: Sequence[Bucket], grid: Grid, host: int) -> Non
         host: how many consecutive replicas are on a host; 1: found out.
     """
     host = host if host > 1 else ranks_per_host(grid)
-    hops = (None, None)
+    hops: tuple[Axis, Axis] | tuple[None, None] = (None, None)
     if 1 < host < grid.data.size:
         hops = inner(grid, host, " reduce"), outer(grid, host, " reduce")
     axis = QuantizedReduction(grid.data, *hops)
