@@ -11,15 +11,8 @@ from .config_base import Section, idle, no_such, refused, setting
 
 # What ``comms_logger.prof_ops`` may name: the collectives and messages of ``grid/axis.py``.
 OPS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "send",
-    "receive",
-    "all_gather_object",
-    "barrier",
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive"),
+    *("all_gather_object", "barrier"),
 )
 # DeepSpeed's and torch's names of the same.
 _ALSO = {

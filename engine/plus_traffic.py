@@ -15,7 +15,7 @@ def with_plus(report: dict[str, Any], replicas: Replicas, program: Program, rank
     """``Engine.traffic_report`` under ZeRO++: its formula, and the one without as ``uncompressed``."""
     if replicas.mode.plus is None:
         return report
-    return {**report, "formula": plus_formula(replicas, program, rank), "uncompressed": report["formula"]}
+    return {"uncompressed": report["formula"], **report, "formula": plus_formula(replicas, program, rank)}
 
 
 def plus_formula(replicas: Replicas, program: Program, rank: int) -> dict[str, float]:

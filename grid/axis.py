@@ -49,7 +49,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _SMALL, _MEDIUM = 2**10, 2**24  # bytes
 # Tags of these collectives' messages: stages use 2 and above.
-_GATHER, _EXCHANGE, _SCATTER, _ALL_TO_ALL = 0, 1, 2**20, 2**20 + 1
+_GATHER, _EXCHANGE, _SCATTER, _ALL = 0, 1, 2**20, 2**20 + 1
 
 
 class Axis:
@@ -179,17 +179,15 @@ class Axis:
         return pending if async_op else _waited(pending)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
-        """Send each rank its n-th of dim 0 of a contiguous tensor; ``output``, as large, has theirs in rank order."""
+        """Send each rank its one of a tensor, and receive its one for this rank: both (size, ...), contiguous."""
         if self.size == 1:
-            if output.data_ptr() != tensor.data_ptr():
-                output.copy_(tensor)
+            output.copy_(tensor)
             return _Done()
         self._count("all_to_all", _bytes(tensor) / self.size * (self.size - 1))
         if tensor.is_cuda:
             return self._start(dist.all_to_all_single, async_op, output, tensor)
-        parts, received = tensor.view(self.size, -1), output.view(self.size, -1)
-        received[self.rank].copy_(parts[self.rank])
-        pending = _Messages(self._swap(list(parts), list(received), _ALL_TO_ALL))
+        output[self.rank].copy_(tensor[self.rank])
+        pending = _Messages(self._swap(list(tensor), list(output), _ALL))
         return pending if async_op else _waited(pending)
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Pending]:
