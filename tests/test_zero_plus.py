@@ -82,6 +82,13 @@ def test_an_overflow_is_not_hidden(bits: int) -> None:
         torch.testing.assert_close(unpack(pack(x, bits), BLOCK, bits, x.dtype), torch.full((BLOCK,), back))
 
 
+def test_what_is_chosen_for_which_weights() -> None:
+    frozen = Plus(frozen=True)
+    assert Plus(weights=True).quantizes(torch.float32, True) and Plus(weights=True).quantizes(torch.bfloat16, False)
+    assert frozen.quantizes(torch.float16, False) and not frozen.quantizes(torch.float16, True)
+    assert not any(frozen.quantizes(dtype, False) for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn))
+
+
 def test_which_ranks_are_on_a_host() -> None:
     two = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert alike_runs(list("aabbaabb"), two) == 2
@@ -271,6 +278,7 @@ def simulated(layout: Any, replicas: int, zero: dict[str, Any]) -> tuple[dict[st
 QWZ, QGZ, HPZ = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
 PLAIN: dict[str, Any] = {"stage": 3}
 ALL: dict[str, Any] = {"stage": 3, QWZ: True, QGZ: True}
+_WHOLE = "stage3_param_persistence_threshold"
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _WAYS: list[tuple[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     ((1, 2, 1), [({**PLAIN, QWZ: True}, {}), (ALL, {}), ({"stage": 1, QGZ: True}, {}), ({"stage": 2, QGZ: True}, {})]),
@@ -350,6 +358,7 @@ def test_bytes_are_counted_as_sent(ranks: Any) -> None:
     cases: list[tuple[dict[str, Any], dict[str, float]]] = [
         ({QWZ: True}, {"data": 3 * (gathers * eight + m * DEEP * whole)}),
         ({QGZ: True}, {"data": 3 * (gathers * whole + m * DEEP * four)}),
+        ({QWZ: True, _WHOLE: 10**6}, {"data": 3 * (DEEP * whole + m * DEEP * whole)}),  # published, and not rounded
         ({HPZ: 2}, {"data": 3 * (DEEP * whole + m * DEEP * whole), "data within": 2 * (gathers - DEEP) * whole}),
         (
             {QWZ: True, QGZ: True, HPZ: 2},
@@ -365,15 +374,16 @@ def test_bytes_are_counted_as_sent(ranks: Any) -> None:
             sent, formula = traffic["sent"], dict(traffic["formula"])
             axes = {axis: sum(kind["bytes"] for kind in sent[axis].values()) for axis in sent if "data" in axis}
             assert axes == wanted, zero
-            saved = (m - 1) * (eight if QWZ in zero else whole)
+            saved = 0 if _WHOLE in zero else (m - 1) * (eight if QWZ in zero else whole)
             name, share = ("data within", 2) if HPZ in zero else ("data", 3)
             assert {**axes, name: axes[name] + share * saved} == formula, zero
-            assert traffic["uncompressed"]["data"] == 3 * m * 3 * 4 * n
+            assert traffic["uncompressed"]["data"] == (m + 1 if _WHOLE in zero else 3 * m) * 3 * 4 * n
             assert memory["held"].get("secondary") == (
                 DEEP * 2 * (eight if QWZ in zero else whole) if HPZ in zero else None
             )
             assert memory["formula"].get("secondary") == memory["held"].get("secondary")
-            assert memory["held"]["parameters"] == memory["formula"]["parameters"] == 4 * n
+            if _WHOLE not in zero:
+                assert memory["held"]["parameters"] == memory["formula"]["parameters"] == 4 * n
 
 
 def test_what_is_not_trained_may_travel_in_8_bits_alone(ranks: Any) -> None:

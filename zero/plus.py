@@ -68,14 +68,15 @@ class Plus:
         self.check(replicas)
         return self
 
-    def quantizes(self, trained: bool) -> bool:
-        """Whether weights that are trained, or those that are not, are gathered as blocks of 8 bits."""
-        return self.weights or (self.frozen and not trained)
+    def quantizes(self, dtype: torch.dtype, trained: bool) -> bool:
+        """Whether such weights are gathered as blocks of 8 bits: integers, complex numbers and floats of 8 never."""
+        wanted = self.weights or (self.frozen and not trained)
+        return wanted and dtype.is_floating_point and dtype.itemsize > 1
 
     def kept(self, numel: int, dtype: torch.dtype, trained: bool) -> float:
         """Bytes that a rank's secondary shard of so many elements takes, but for padding."""
         size = float(dtype.itemsize)
-        if self.quantizes(trained):
+        if self.quantizes(dtype, trained):
             size = 1 + scale_dtype(dtype).itemsize / BLOCK
         return numel * size / self.secondary
 

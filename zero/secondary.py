@@ -55,7 +55,8 @@ class PlusGatherer(ParameterGatherer):
         within = inner(grid, plus.secondary, " gather") if plus.secondary > 1 else None
         self._exact = False
         self._ways = {
-            id(bucket): _Way(bucket, self._axis, within, plus.quantizes(bucket.trained)) for bucket in buckets
+            id(bucket): _Way(bucket, self._axis, within, plus.quantizes(bucket.weights.dtype, bucket.trained))
+            for bucket in buckets
         }
 
     @property
@@ -184,7 +185,8 @@ def equip(
             "one of them"
         )
     if plus.gradients:
-        quantize_reductions([bucket for bucket in buckets if bucket.trained], grid, plus.host)
+        real = [bucket for bucket in buckets if bucket.trained and bucket.communicate.is_floating_point]
+        quantize_reductions(real, grid, plus.host)
     if gatherer is None or optimizer is None or not gatherer.secondary:
         return
     reference = weakref.ref(gatherer)
