@@ -20,8 +20,10 @@ from triax.engine.config import ConfigError, read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.blocks import BLOCK, pack, packed_bytes, unpack
+from triax.zero.mode import Mode
 from triax.zero.plus import Plus, alike_runs, inner, outer
 from triax.zero.quantized import QuantizedReduction
+from triax.zero.secondary import equip
 
 WIDTH, LAYERS, MICROBATCHES, STEPS = 40, 3, 2, 3
 Array = NDArray[Any]
@@ -557,6 +559,10 @@ def refusing(options: dict[str, Any]) -> str:
     return str(error.value)
 
 
+def nobody() -> Any:
+    raise AssertionError("it is refused before it is made")
+
+
 def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     def config(zero: dict[str, Any], **more: Any) -> Any:
         return read_config({"train_batch_size": 1, "zero_optimization": zero, **more})
@@ -575,6 +581,10 @@ def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> Non
     notes = config({"stage": 2, HPZ: 2, QWZ: True, QGZ: True}).notes()
     assert [note for note in notes if "acts in stage 3, not in stage 2" in note and QGZ not in note] == notes
     assert len(notes) == 2 and not config({**ALL, HPZ: 2}).notes()
+    plus = Plus(gradients=True)
+    for mode in (Mode(stage=2, communicate=torch.bfloat16, plus=plus), Mode(exchange=lambda *_: nobody(), plus=plus)):
+        with pytest.raises(ValueError, match="another dtype or compression"):
+            equip(mode, Grid(), [], None, None)
     with caplog.at_level(logging.WARNING, logger="triax"):
         one = made(Grid(), {**ALL, HPZ: 8})  # one replica: nothing is sent
     assert one._replicas.mode.plus is None and not caplog.text

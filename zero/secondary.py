@@ -175,14 +175,14 @@ def equip(
     """What ``mode.plus`` asks of gradients, and of secondary shards when the optimizer has stepped. Collective.
 
     Raises:
-        ValueError: gradients are not summed, so there is nothing to quantise.
+        ValueError: gradients are to travel in another way too.
     """
     plus = mode.plus
     assert plus is not None
-    if plus.gradients and mode.exchange is not None:
+    if plus.gradients and (mode.exchange is not None or mode.communicate is not None):
         raise ValueError(
-            "zero_quantized_gradients is a way to sum gradients, and what compresses them sends something else: give "
-            "one of them"
+            "quantised gradients (zero_quantized_gradients) travel in 4 bits, and another dtype or compression is said "
+            "for them too: give one of them"
         )
     if plus.gradients:
         real = [bucket for bucket in buckets if bucket.trained and bucket.communicate.is_floating_point]
