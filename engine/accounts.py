@@ -32,10 +32,7 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
     (It sends less where weights stay whole from one pass to the next: the first layer's of a stage that turns from
     a backward to a forward, and all of them if they are kept gathered within the step.)
     """
-    backwards: dict[int, int] = {}
-    for op in program.ops[rank]:
-        if op.kind in "BW":
-            backwards[op.stage] = backwards.get(op.stage, 0) + 1
+    backwards = backward_passes(program, rank)
     total = 0.0
     for bucket in buckets:
         if not bucket.trained:
@@ -53,6 +50,15 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
     return total * (replicas - 1) / replicas
 
 
+def backward_passes(program: Program, rank: int) -> dict[int, int]:
+    """How many each stage of a rank has in a step."""
+    backwards: dict[int, int] = {}
+    for op in program.ops[rank]:
+        if op.kind in "BW":
+            backwards[op.stage] = backwards.get(op.stage, 0) + 1
+    return backwards
+
+
 def measured(grid: Grid, executor: Executor) -> Timeline:
     """When the ops of the step that just ended ran, on every pipe rank of this replica, and its collectives with them.
 
@@ -66,7 +72,7 @@ def measured(grid: Grid, executor: Executor) -> Timeline:
     mine = [
         Flight(f.collective, *(clock.at(at) - origin for at in (f.start, f.waited, f.end)))
         for f in grid.traffic.flights or []
-        if f.axis == "data"
+        if f.axis.split()[0] == "data"  # "data within" too
     ]
     both = grid.pipe.all_gather_object((tuple(s for s in spans if s.op.kind in COMPUTE), tuple(mine)))
     return Timeline(tuple(spans for spans, _ in both), tuple(flights for _, flights in both))
@@ -136,6 +142,9 @@ class Accounts:
             for name, value in states._asdict().items():
                 if name == "parameters" or parameter in trained:
                     total[name] += value
+        if mode.plus is not None and self._replicas.gatherer is not None and self._replicas.gatherer.secondary:
+            shards = (mode.plus.kept(p.numel(), p.dtype, p in trained) for p in self._module.parameters())
+            total["secondary"] = sum(shards)
         return total
 
 
@@ -162,6 +171,8 @@ def held_bytes(replicas: Replicas, module: torch.nn.Module) -> dict[str, int]:
             held["masters"] += here(bucket.master)
     held["parameters"] += sum(_size(p) for p in module.parameters() if p not in managed)
     held["buffers"] = sum(_size(buffer) for buffer in module.buffers())
+    if replicas.gatherer is not None and replicas.gatherer.secondary:
+        held["secondary"] = replicas.gatherer.secondary
     if replicas.optimizer is not None:
         states = [t for state in replicas.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         held["optimizer"] = sum(_size(t) for t in states if t.dim() and replicas.place(t) == "none")

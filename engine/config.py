@@ -209,6 +209,12 @@ class Config(Section):
             )
         check_local(self)
         zero, section = self.zero_optimization, self.checkpoint
+        narrowed = self.communication_data_type or self.torch_autocast.lower_precision_safe_modules
+        if zero.zero_quantized_gradients and zero.stage and narrowed:
+            raise ValueError(
+                "zero_optimization.zero_quantized_gradients sends gradients in 4 bits, and communication_data_type (or "
+                "torch_autocast.lower_precision_safe_modules) in another dtype: give one of them"
+            )
         if section.async_ and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
             raise ValueError(
                 "checkpoint.async copies what is written into the host's memory, and offload keeps it on nvme for "

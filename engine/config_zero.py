@@ -141,19 +141,22 @@ class ZeroConfig(Section):
     enable_sanity_checks: Any = idle("what it would check is always checked")
     legacy_stage1: Any = idle("there is one stage 1")
     compute_grad_norm: Any = idle("the norm is always computed")
-    zero_quantized_weights: Any = refused(
-        "weights travel in the dtype they have: leave it out, and enable bf16 to halve their bytes"
+    zero_quantized_weights: bool = setting(
+        False, "ZeRO++, stage 3: gather weights as blocks of 8 bits. Shards, and what is saved, are not rounded."
     )
-    zero_quantized_nontrainable_weights: Any = refused("weights travel in the dtype they have: leave it out")
-    zero_quantized_gradients: Any = refused(
-        'gradients are summed in a float dtype: leave it out, and set communication_data_type to "bf16" to halve their '
-        "bytes"
+    zero_quantized_nontrainable_weights: bool = setting(
+        False, "ZeRO++, stage 3: gather those so that are not trained, whether or not the others are."
     )
-    zero_hpz_partition_size: Any = refused(
-        "stage 3 shards over the whole data axis: leave it out, and set stage3_keep_gathered to true to gather once a "
-        "step",
+    zero_quantized_gradients: bool = setting(
+        False, "ZeRO++: reduce gradients as blocks of 4 bits: first within hosts, where replicas fill several alike."
+    )
+    zero_hpz_partition_size: int = setting(
         1,
+        "ZeRO++, stage 3: so many consecutive replicas, those of a host, keep the weights once more among them, from "
+        "a step's first gather on, and gather from there. 1: none do.",
+        ge=1,
     )
+    zeropp_loco_param: Any = refused("no error is fed back to quantised gradients: leave it out")
     mics_shard_size: Any = refused("shards go over the whole data axis: leave it out", -1)
     mics_hierarchical_params_gather: Any = refused("shards go over the whole data axis: leave it out")
     elastic_checkpoint: Any = refused("checkpoints are not this section's: leave it out")
@@ -180,6 +183,20 @@ class ZeroConfig(Section):
                 del given[old]
         return given
 
+    @model_validator(mode="after")
+    def _plus(self) -> ZeroConfig:
+        """What of ZeRO++ does not go with something else."""
+        if self.zero_quantized_gradients and not self.reduce_scatter and self.stage:
+            raise ValueError(
+                "zero_quantized_gradients is a way to reduce-scatter gradients, and reduce_scatter is false: give one"
+            )
+        if self.zero_hpz_partition_size > 1 and self.stage == 3 and self.offload_param.device != "none":
+            raise ValueError(
+                "zero_hpz_partition_size keeps a second shard of the weights in the model's memory, and offload_param "
+                "has even the first elsewhere, for want of room there: give one of them"
+            )
+        return self
+
     def notes(self) -> list[str]:
         """What the user asked for that changes nothing here, and why."""
         notes = [reason for key, (value, reason) in _NOTHING.items() if getattr(self, key) == value]
@@ -187,6 +204,11 @@ class ZeroConfig(Section):
             notes.append(
                 f"offload_param keeps shards of the weights, and in stage {self.stage} they are whole: it does "
                 "nothing; set stage 3, or leave it out"
+            )
+        kept = self.stage3_keep_gathered and self.stage3_max_live_parameters is None and self.stage == 3
+        if self.zero_hpz_partition_size > 1 and kept:
+            notes.append(
+                "zero_hpz_partition_size keeps no second shard: stage3_keep_gathered gathers weights once a step"
             )
         for key in sorted(self.model_fields_set):
             stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
@@ -208,6 +230,10 @@ _NOTHING = {
     ),
 }
 _STAGES = {
+    "zero_quantized_weights": (3,),
+    "zero_quantized_nontrainable_weights": (3,),
+    "zero_quantized_gradients": (1, 2, 3),
+    "zero_hpz_partition_size": (3,),
     "reduce_scatter": (1, 2, 3),
     "reduce_each_microbatch": (2, 3),
     "allgather_partitions": (1, 2),

@@ -35,6 +35,7 @@ from .config import Config, ConfigError, PipelineConfig, batch_sizes
 from .data import Loader, RepeatingLoader
 from .failure import all_or_none
 from .monitor import make_monitor
+from .plus_traffic import with_plus
 from .recomputation import log_profile
 from .schedulers import advance
 from .sums import mean, totals
@@ -265,12 +266,13 @@ class Engine(Compat, Weights):
     def traffic_report(self) -> dict[str, Any]:
         """Bytes that this rank sent in the last ``train_batch``, counted: axis -> collective -> calls and bytes.
 
-        ``formula`` has, for the data axis, what ZeRO's paper says: ``accounts.data_axis_formula``.
+        ``formula`` has, for the data axis, what ZeRO's paper says: ``accounts.data_axis_formula``. Under ZeRO++ it has
+        what that one's says (``plus_traffic.plus_formula``), and ``uncompressed`` what ZeRO's does.
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
         zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
         data = accounts.data_axis_formula(self._replicas.buckets, self.grid.data.size, zero, self._training, rank)
-        return {"sent": sent, "formula": {"data": data}}
+        return with_plus({"sent": sent, "formula": {"data": data}}, self._replicas, self._training, rank)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of this rank, counted, beside the papers' formula and the process's own peak.

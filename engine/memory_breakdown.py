@@ -77,7 +77,7 @@ def table(step: int, grid: Grid, everyone: list[dict[str, Row]]) -> str:
     for rank, rows in enumerate(everyone):
         lines.append(grid.describe(rank))
         for point, row in rows.items():
-            lines.append(f"{point:<{width}}" + "".join(f"{units.size(row[kind]):>14}" for kind in kinds))
+            lines.append(f"{point:<{width}}" + "".join(f"{units.size(row.get(kind, 0)):>14}" for kind in kinds))
     return "\n".join(lines)
 
 

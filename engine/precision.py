@@ -10,8 +10,9 @@ from torch import nn
 from ..grid import Grid
 from ..zero.mode import Mode
 from ..zero.offload import Offload, Place
+from ..zero.plus import Plus
 from .autocast import autocast_dtype, narrow_gradients, scaling
-from .config import Config, Fp16Config, OffloadConfig, ZeroConfig
+from .config import Config, ConfigError, Fp16Config, OffloadConfig, ZeroConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,6 +44,7 @@ def mode(config: Config, grid: Grid, module: nn.Module) -> Mode:
         live=zero.stage3_max_live_parameters,
         reuse=zero.stage3_max_reuse_distance or 0,
         offload=_offload(zero),
+        plus=_plus(zero, grid.data.size),
     )
 
 
@@ -50,6 +52,31 @@ def _prescale(config: Config, replicas: int) -> float:
     """What gradients are multiplied by before they are summed; a single replica sums nothing."""
     factor = config.gradient_predivide_factor * (replicas if config.prescale_gradients else 1)
     return 1.0 / factor if replicas > 1 else 1.0
+
+
+def _plus(zero: ZeroConfig, replicas: int) -> Plus | None:
+    """What of ZeRO++ acts in this stage; a single replica sends nothing.
+
+    Raises:
+        ConfigError: groups that do not divide the replicas.
+    """
+    third = zero.stage == 3
+    # What stays whole to the end of the step is gathered once: there is nothing to keep a second shard for.
+    once = zero.stage3_keep_gathered and zero.stage3_max_live_parameters is None
+    plus = Plus(
+        weights=zero.zero_quantized_weights and third,
+        frozen=zero.zero_quantized_nontrainable_weights and third,
+        gradients=zero.zero_quantized_gradients and zero.stage > 0,
+        secondary=zero.zero_hpz_partition_size if third and not once else 1,
+        host=zero.zero_hpz_partition_size if third else 1,
+    )
+    if replicas == 1 or not (plus.weights or plus.frozen or plus.gradients or plus.secondary > 1):
+        return None
+    try:
+        plus.check(replicas)
+    except ValueError as error:
+        raise ConfigError(f"zero_optimization.zero_hpz_partition_size: {error}") from error
+    return plus
 
 
 def _offload(zero: ZeroConfig) -> Offload:

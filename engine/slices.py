@@ -76,8 +76,10 @@ _COLLECTIVES = {
     ("pipe", "barrier"): ("pipe", "idle"),
     ("data", "all_gather"): ("data", "gather"),
     ("data", "broadcast"): ("data", "gather"),
+    ("data within", "all_gather"): ("data", "gather"),
 }
 _AXES = {"pipe": ("pipe", "tied weights"), "data": ("data", "reduce"), "tensor": ("tensor", "collectives")}
+_AXES |= dict.fromkeys(("data within", "data between"), ("data", "reduce"))  # of ZeRO++, within hosts and between them
 WORLD = ("world", "agree")  # and the groups that join several axes
 _ROUNDING = 1e-9  # seconds, that a file's microseconds may be off
 

@@ -212,6 +212,7 @@ class Held:
         for bucket in self._trained():
             bucket.update()
             bucket.memory.behind(bucket.shard)
+        self._replicas.changed()
         publish(self._trained(), self._replicas.mode.together)
 
     def _trained(self) -> list[Bucket]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..grid import Layout
 from .compression import MakeExchange
 from .offload import Offload
+from .plus import Plus
 
 
 class Managed(NamedTuple):
@@ -65,6 +66,7 @@ class Mode:
         offload: what is kept in the host's memory or on disk.
         reuse: in stage 3, keep a layer whole that runs again before so many elements of other layers have run.
         exchange: makes what brings gradients together in place of their sum, in stages 0 and 1; None: the sum.
+        plus: what of ZeRO++ saves bytes; None: nothing.
     """
 
     stage: int = 0
@@ -85,6 +87,7 @@ class Mode:
     reuse: int = 0
     offload: Offload = field(default_factory=Offload)
     exchange: MakeExchange | None = None
+    plus: Plus | None = None
 
     def sharding(self, replicas: int) -> int:
         """The stage that acts: a single replica has nothing to shard, but for what is kept elsewhere."""

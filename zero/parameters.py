@@ -97,6 +97,14 @@ class ParameterGatherer:
             for layer in layers:
                 self.drop(layer)
 
+    @property
+    def secondary(self) -> int:
+        """Bytes of weights that are kept besides shards, between gathers."""
+        return 0
+
+    def changed(self) -> None:
+        """Shards were written: weights that are kept besides them are old."""
+
     def abandon(self) -> None:
         """After a failure: let go of every gather under way."""
         self._arriving.clear()

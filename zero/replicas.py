@@ -24,6 +24,7 @@ from .offload import Memories, agreed
 from .onebit_step import OneBitExchange, OneBitStepper, OneBitTensors, compressing
 from .optimizer import MakeOptimizer, RangeStepper
 from .parameters import ParameterGatherer
+from .secondary import PlusGatherer, equip
 from .whole import WholeStepper, WholeTensors
 
 
@@ -83,7 +84,10 @@ class Replicas:
             self._stepper.connect(self.exchanges, grid)
         over = self._reducer.over  # tells it which gradients will not come
         parted = [bucket for bucket in self.buckets if bucket.gathered]
-        self.gatherer = ParameterGatherer(parted, grid, order, mode, keep, over) if parted else None
+        gatherer: type[ParameterGatherer] = ParameterGatherer if mode.plus is None else PlusGatherer
+        self.gatherer = gatherer(parted, grid, order, mode, keep, over) if parted else None
+        if mode.plus is not None:
+            equip(mode, grid, self.buckets, self.gatherer, self.optimizer)
         settle((member.parameter for member in members), self)
 
     @property
@@ -156,6 +160,11 @@ class Replicas:
         self._reducer.abandon()
         if self.gatherer is not None:
             self.gatherer.abandon()
+
+    def changed(self) -> None:
+        """Somebody wrote shards: what is kept of weights besides them is old. Collective."""
+        if self.gatherer is not None:
+            self.gatherer.changed()
 
     def displaced(self) -> str | None:
         """The name of a parameter that went elsewhere, so that a step would not move it."""

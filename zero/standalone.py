@@ -20,6 +20,7 @@ from .arguments import checked
 from .mode import Mode
 from .norm import clip_coefficient
 from .onebit_step import stepped_by
+from .plus import Plus
 from .stepped import PassesOptimizer
 
 
@@ -55,6 +56,10 @@ class ShardedOptimizer(PassesOptimizer):
         master_dtype: of master weights, state and accumulated gradients; by default fp32 under a ``weight_dtype``,
             else the parameters' own.
         communication_dtype: in which gradients are summed over replicas; by default ``master_dtype``.
+        quantized_weights: in stage 3, gather weights as blocks of 8 bits (ZeRO++, as are the next two).
+        quantized_gradients: in stages 1 to 3, reduce gradients as blocks of 4 bits.
+        hpz_partition_size: in stage 3, so many consecutive replicas, those of a host, keep the weights once more among
+            them, and gather from there but for the first time in a step.
         options: the optimizer class's own: ``lr=1e-3``, ...
 
     Raises:
@@ -77,15 +82,20 @@ class ShardedOptimizer(PassesOptimizer):
         weight_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
         communication_dtype: torch.dtype | None = None,
+        quantized_weights: bool = False,
+        quantized_gradients: bool = False,
+        hpz_partition_size: int = 1,
         **options: Any,
     ) -> None:
         grid = checked(optimizer_class, axis, stage, module, backward_passes_per_step, reduction)
+        plus = Plus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
+        fitting = plus.fitting(stage, grid.data.size, communication_dtype, keep_gathered)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
             stepped_by(optimizer_class, lambda groups: optimizer_class(groups, **options)),
             params,
             grid,
-            Mode(stage, weight_dtype, masters, communication_dtype),
+            Mode(stage, weight_dtype, masters, communication_dtype, plus=fitting),
             bucket_size,
             module=module,
             units=units,
