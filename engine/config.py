@@ -12,6 +12,7 @@ from ..pipe.schedules import NAMES
 from .choose import FILES
 from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
 from .config_checkpoint import CheckpointConfig
+from .config_compression import GradientCompressionConfig, check_compression
 from .config_profiling import AmpConfig, CommsLoggerConfig, FlopsProfilerConfig, TorchAutocastConfig
 from .config_sections import (
     ActivationCheckpointingConfig,
@@ -81,6 +82,12 @@ class Config(Section):
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
         None, "The dtype in which gradients are summed over replicas; by default that they have."
     )
+    gradient_compression: GradientCompressionConfig = setting(
+        GradientCompressionConfig(), "What travels in place of the plain sum of gradients: docs/compression.md."
+    )
+    sparse_gradients: bool = setting(
+        False, "Sum embeddings' gradients by the rows that came, where that sends less. Stages 0 and 1."
+    )
     seed: int = setting(0, "Of the data's order and of dropout.")
     nan_loss: Literal["raise", "skip", "ignore"] = setting(
         "raise",
@@ -129,7 +136,6 @@ class Config(Section):
     disable_allgather: Any = refused("every rank needs the new weights: leave it out")
     elasticity: Any = refused("the number of ranks is the launcher's: leave it out")
     autotuning: Any = refused("leave it out: triax schedule --compare and triax memory weigh layouts on paper")
-    sparse_gradients: Any = refused("gradients are dense: leave it out, and build embeddings with sparse=False")
     sparse_attention: Any = refused("attention is the model's: leave it out, and list a layer that has it")
     compression_training: Any = refused("layers are trained as they are listed: leave it out")
     quantize_training: Any = refused("layers are trained as they are listed: leave it out")
@@ -202,6 +208,7 @@ class Config(Section):
                 "communication_data_type and torch_autocast.lower_precision_safe_modules both say in which dtype "
                 "gradients are summed over replicas: give one of them"
             )
+        check_compression(self)
         zero, section = self.zero_optimization, self.checkpoint
         if section.async_ and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
             raise ValueError(

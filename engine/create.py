@@ -18,6 +18,7 @@ from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
 from . import optimizers, schedulers
 from .checkpoint_auto import attach
+from .compression import require_one_momentum
 from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_config
 from .config_cli import resolved
 from .data import Loader
@@ -160,6 +161,7 @@ def initialize(
         engine = Engine(model, checked, schedule, make, groups, training_data, lr_scheduler, collate_fn)
     else:
         engine = ModuleEngine(model, grid, checked, make, groups, training_data, lr_scheduler, collate_fn)
+    require_one_momentum(checked, engine.optimizer)
     instrument(engine)
     attach(engine)
     unmoved = getattr(engine.lr_scheduler, "note", None)

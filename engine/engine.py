@@ -265,12 +265,13 @@ class Engine(Compat, Weights):
     def traffic_report(self) -> dict[str, Any]:
         """Bytes that this rank sent in the last ``train_batch``, counted: axis -> collective -> calls and bytes.
 
-        ``formula`` has, for the data axis, what ZeRO's paper says: ``accounts.data_axis_formula``.
+        ``formula`` has, for the data axis, what ZeRO's paper says (or that of what compresses gradients), and
+        ``uncompressed`` the same for gradients in the dtype they have: ``accounts.data_axis``.
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
         zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
-        data = accounts.data_axis_formula(self._replicas.buckets, self.grid.data.size, zero, self._training, rank)
-        return {"sent": sent, "formula": {"data": data}}
+        data, whole = accounts.data_axis(self._replicas, self.grid.data.size, zero, self._training, rank)
+        return {"sent": sent, "formula": {"data": data}, "uncompressed": {"data": whole}}
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of this rank, counted, beside the papers' formula and the process's own peak.

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lend import gathered
+    from .powersgd import PowerSGD
+    from .sparse_rows import SparseRows
     from .standalone import ShardedOptimizer
+    from .topk import TopK
 
-_HOME = {"ShardedOptimizer": "standalone", "gathered": "lend"}
+_HOME = {
+    "PowerSGD": "powersgd",
+    "ShardedOptimizer": "standalone",
+    "SparseRows": "sparse_rows",
+    "TopK": "topk",
+    "gathered": "lend",
+}
 
-__all__ = ["ShardedOptimizer", "gathered"]
+__all__ = ["PowerSGD", "ShardedOptimizer", "SparseRows", "TopK", "gathered"]
 
 
 def __getattr__(name: str) -> Any:

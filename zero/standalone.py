@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis
-from .arguments import checked
+from .arguments import checked, compressed
+from .compression import MakeExchange
 from .mode import Mode
 from .norm import clip_coefficient
 from .stepped import PassesOptimizer
@@ -53,6 +54,8 @@ class ShardedOptimizer(PassesOptimizer):
         master_dtype: of master weights, state and accumulated gradients; by default fp32 under a ``weight_dtype``,
             else the parameters' own.
         communication_dtype: in which gradients are summed over replicas; by default ``master_dtype``.
+        compression: ``"fp16"`` or ``"bf16"``, other names of such a ``communication_dtype``; or, in stages 0 and 1,
+            ``TopK(...)``, ``PowerSGD(...)``, ``SparseRows([...])``: after a step's last backward pass. See docs.
         options: the optimizer class's own: ``lr=1e-3``, ...
 
     Raises:
@@ -75,15 +78,17 @@ class ShardedOptimizer(PassesOptimizer):
         weight_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
         communication_dtype: torch.dtype | None = None,
+        compression: str | MakeExchange | None = None,
         **options: Any,
     ) -> None:
         grid = checked(optimizer_class, axis, stage, module, backward_passes_per_step, reduction)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
+        communicate, exchange = compressed(compression, communication_dtype, stage)
         super().__init__(
             lambda groups: optimizer_class(groups, **options),
             params,
             grid,
-            Mode(stage, weight_dtype, masters, communication_dtype),
+            Mode(stage, weight_dtype, masters, communicate, exchange=exchange),
             bucket_size,
             module=module,
             units=units,
