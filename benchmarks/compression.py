@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,7 @@ def table(results: dict[str, Any]) -> str:
         if row is None:
             continue
         if "refused" in row:
-            lines.append(f"| {name} | refused: {row['refused'].replace('|', '/')} | | | | |")
+            lines.append(f"| {name} | refused: {shorten(row['refused'].replace('|', '/'), 150)} | | | | |")
             continue
         loss = to = ""
         if "validation" in base:

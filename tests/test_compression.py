@@ -102,7 +102,7 @@ class RankR:
                 qs = [each.T @ p for each in m]
                 for k, each in enumerate(m):
                     self.e[k][key] = each - p @ qs[k].T
-                self.q[key] = sum(qs)  # type: ignore[assignment]
+                self.q[key] = torch.stack(qs).sum(0)
                 out.copy_(p @ self.q[key].T)
         return total
 
@@ -204,7 +204,7 @@ def plain(start: Gradients, replicas: int, exchange: Reference, steps: int = STE
         gradients = exchange(local)
         with torch.no_grad():
             for name, parameter in zip(names, parameters, strict=True):
-                parameter -= LR * gradients[name]
+                parameter.sub_(LR * gradients[name])
         trace.append((gradients, {n: p.detach().clone() for n, p in zip(names, parameters, strict=True)}))
     return trace
 
@@ -220,8 +220,8 @@ def assert_same(found: Trace, wanted: Trace) -> None:
     for step, ((gradients, weights), (theirs, want)) in enumerate(zip(found, wanted, strict=True)):
         for mine, other, what in ((gradients, theirs, "gradient"), (weights, want, "weight")):
             for name, value in other.items():
-                message = f"{what} of {name} after step {step + 1}"
-                torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, s=message: s + m)
+                message = f"{what} of {name} after step {step + 1}: {{}}".format
+                torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-12, msg=message)
 
 
 TOPK = {"type": "topk", "ratio": 0.05}
@@ -287,7 +287,8 @@ def hooked(shape: tuple[int, int], rank: int) -> Any:
         (weight * gradient).sum().backward()
         optimizer.synchronize()
         ours = next(optimizer.gradients())[1].clone()
-        theirs = torch_hook.powerSGD_hook(state, _GradBucket(gradient)).wait()
+        bucket: Any = _GradBucket(gradient)
+        theirs = torch_hook.powerSGD_hook(state, bucket).wait()
         optimizer.step()
         found.append((ours, theirs.view(shape)))
     return found
@@ -617,7 +618,7 @@ def alone(compression: Any, stage: int, steps: int = 6, resume: int = 0) -> Any:
     def made() -> tuple[nn.Module, ShardedOptimizer]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Embedding(20, WIDTH)]).double()
-        chosen = SparseRows([model[2].weight]) if compression == "rows" else compression
+        chosen = SparseRows(list(model[2].parameters())) if compression == "rows" else compression
         return model, ShardedOptimizer(
             torch.optim.SGD, model.parameters(), grid.data, stage=stage, compression=chosen, lr=LR
         )
@@ -738,7 +739,7 @@ def test_refused_where_it_is_made() -> None:
         ({"compression": 4}, "compression is a int"),
     ):
         with pytest.raises(ValueError, match=words):
-            ShardedOptimizer(torch.optim.SGD, model.parameters(), axis, lr=1.0, **arguments)  # type: ignore[arg-type]
+            ShardedOptimizer(torch.optim.SGD, model.parameters(), axis, lr=1.0, **arguments)
     for make in (
         lambda: TopK(0.0),
         lambda: TopK(momentum=1.0),

@@ -114,6 +114,12 @@ def flats(buckets: Sequence[Bucket]) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
+def moved(buckets: Sequence[Bucket]) -> set[Tensor]:
+    """The parameters whose whole gradients are not all zero: by what is left of steps before, if by nothing else."""
+    own = flats(buckets)
+    return {place.member.parameter for place in places(buckets) if bool(place.of(own).any())}
+
+
 class Rest:
     """The plain sum over the replicas of what is not compressed.
 

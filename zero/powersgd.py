@@ -9,8 +9,8 @@ Vogels et al. 2019 (arXiv:1905.13727), algorithms 1 and 2. For each matrix (rows
 
 ``torch.distributed.algorithms.ddp_comm_hooks`` has a hook of this name. It takes DDP's buckets and calls torch's
 collectives itself, so that its bytes are not counted here; it draws one Q a bucket, so that another grid would start
-from another; and it takes errors against the mean, so that what sets the replicas' errors apart only ever adds up. (Their
-sum, and with it the steps, are the same: tests hold one against the other.)
+from another; and it takes errors against the mean, so that what sets the replicas' errors apart only ever adds up.
+(Their sum, and with it the steps, are the same: tests hold one against the other.)
 """
 
 from __future__ import annotations
