@@ -16,6 +16,7 @@ from ..pipe.ops import COMPUTE
 from ..pipe.passes import Program
 from ..pipe.simulate import Flight, Span, Timeline
 from ..zero.buckets import Bucket
+from ..zero.compressor import Compressor
 from ..zero.replicas import Replicas
 from .formulas import STATES, ModelStates, model_states
 from .meter import Meter
@@ -23,7 +24,9 @@ from .meter import Meter
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, program: Program, rank: int) -> float:
+def data_axis_formula(
+    buckets: Sequence[Bucket], replicas: int, stage: int, program: Program, rank: int, narrow: bool = True
+) -> float:
     """Bytes that ZeRO sends on the data axis in one step, from each rank: Rajbhandari et al. 2020, section 7.
 
     With M the bytes of a rank's weights and N replicas, a reduce-scatter or an all-gather of them sends
@@ -31,13 +34,19 @@ def data_axis_formula(buckets: Sequence[Bucket], replicas: int, stage: int, prog
     microbatch and one all-gather. Stage 3 gathers for each forward and each backward pass and reduces after each.
     (It sends less where weights stay whole from one pass to the next: the first layer's of a stage that turns from
     a backward to a forward, and all of them if they are kept gathered within the step.)
+
+    Args:
+        buckets: of the rank.
+        replicas, stage: N, and that of ZeRO.
+        program, rank: which stages run backward how often.
+        narrow: gradients travel in the dtype of communication; False: in that in which they are accumulated.
     """
     backwards = backward_passes(program, rank)
     total = 0.0
     for bucket in buckets:
         if not bucket.trained:
             continue
-        gradient = bucket.flat.numel * bucket.communicate.itemsize
+        gradient = bucket.flat.numel * (bucket.communicate if narrow else bucket.owned_gradient.dtype).itemsize
         weight = bucket.flat.numel * bucket.weights.element_size()
         passes = sum(backwards.get(s, 0) for s in bucket.stages) if bucket.each else 1
         if stage == 0:
@@ -57,6 +66,21 @@ def backward_passes(program: Program, rank: int) -> dict[int, int]:
         if op.kind in "BW":
             backwards[op.stage] = backwards.get(op.stage, 0) + 1
     return backwards
+
+
+def data_axis(replicas: Replicas, size: int, stage: int, program: Program, rank: int) -> tuple[float, float]:
+    """What the papers' formulas say that one step sends on the data axis: with what is configured, and without.
+
+    Args:
+        replicas: of this rank.
+        size, stage, program, rank: of ``data_axis_formula``.
+    """
+    whole = data_axis_formula(replicas.buckets, size, stage, program, rank, narrow=False)
+    if isinstance(replicas.exchanges, Compressor):
+        trained = [bucket for bucket in replicas.buckets if bucket.trained] if stage else []
+        weights = sum(bucket.flat.numel * bucket.weights.element_size() for bucket in trained)
+        return replicas.exchanges.formula() + weights * (size - 1) / size, whole
+    return data_axis_formula(replicas.buckets, size, stage, program, rank), whole
 
 
 def measured(grid: Grid, executor: Executor) -> Timeline:
@@ -173,6 +197,8 @@ def held_bytes(replicas: Replicas, module: torch.nn.Module) -> dict[str, int]:
     held["buffers"] = sum(_size(buffer) for buffer in module.buffers())
     if replicas.gatherer is not None and replicas.gatherer.secondary:
         held["secondary"] = replicas.gatherer.secondary
+    if replicas.exchanges is not None:
+        held["compression"] = sum(_size(t) for flats in replicas.exchanges.state().values() for t in flats)
     if replicas.optimizer is not None:
         states = [t for state in replicas.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         held["optimizer"] = sum(_size(t) for t in states if t.dim() and replicas.place(t) == "none")

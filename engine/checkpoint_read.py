@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ..grid import Grid, layout_of
 from ..zero.held import Held, Range
+from . import checkpoint_exchange
 from . import checkpoint_state as states
 from .batch import AgreedError
 from .checkpoint_boxes import everything, overlap, pieces, within
+from .checkpoint_exchange import EXCHANGE
 from .checkpoint_file import DTYPES, CorruptError
 from .checkpoint_folder import what
 from .checkpoint_index import Entry, Index, read_index
@@ -61,7 +63,7 @@ class Wanted:
         """Of tensors."""
         if self.weights_only:
             return (WEIGHTS, BUFFERS, CLIENT)
-        more = ("replica", "outer") if self.local else ()
+        more = (*((EXCHANGE,) if self.optimizer else ()), *(("replica", "outer") if self.local else ()))
         return (WEIGHTS, BUFFERS, CLIENT, RANDOM, *((OPTIMIZER,) if self.optimizer else ()), *more)
 
 
@@ -207,6 +209,7 @@ def restore(engine: Compat, reader: Reader, wanted: Wanted) -> None:
             notes += states.set_optimizer(engine, state)
         else:
             notes.append(f"the optimizer was a {state['optimizer']}: its state is not loaded")
+        notes += checkpoint_exchange.restore(engine, held, reader, place)
     if wanted.schedule:
         notes += states.set_schedule(engine, state)
     with agreed(grid):  # a loader may be of other data

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..grid import Layout, layout_of
 from ..pipe.module import PipelineModule
 from ..zero.held import Held, Named, Range
+from . import checkpoint_exchange
 from .checkpoint_boxes import Spans, everything, pieces
 from .checkpoint_values import decode, encode
 from .schedulers import follow
@@ -97,6 +98,10 @@ def parts(engine: Compat, held: Held) -> Iterator[Part]:
         yield from boxes(WEIGHTS, part)
     for key, part in held.states():
         yield from boxes(f"{OPTIMIZER}/{key}", part)
+    for kind, part in checkpoint_exchange.ranges(engine, held):
+        yield from boxes(kind, part)
+    for name, value in checkpoint_exchange.whole(engine, held):
+        yield _whole(name, value)
     for name, key, value in held.others():
         yield _whole(f"{OPTIMIZER}/{key}/{name}", value)
     for name, buffer, stands in buffers(engine.module, grid.pipe.rank):
@@ -161,6 +166,7 @@ def run_state(engine: Compat) -> dict[str, Any]:
         "global_samples": engine.global_samples,
         "train_batch_size": engine.batch.train,
         "seed": engine.config.seed,
+        **checkpoint_exchange.numbers(engine),
     }
     if optimizer is not None:
         groups = [{k: v for k, v in group.items() if k not in _MEANS} for group in optimizer.param_groups]

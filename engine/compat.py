@@ -164,7 +164,7 @@ class Compat(Checkpoints, Observed):
     def _squares(self) -> list[Tensor]:
         """This rank's share of the square of the gradient's norm, where the step has to have it."""
         wanted = self.grid.size > 1 or self.config.gradient_clipping or self._scaler is not None or self._late
-        return [self._replicas.squares()] if wanted else []
+        return [self._replicas.squares()] if wanted or self._replicas.exchanges is not None else []
 
     def _exchange(self, divisor: float) -> float:
         """Have gradients brought together that were not summed; what then is to scale them by. Collective."""

@@ -12,6 +12,7 @@ from ..pipe.schedules import NAMES
 from .choose import FILES
 from .config_base import ConfigError, Section, describe, idle, no_such, refused, setting
 from .config_checkpoint import CheckpointConfig
+from .config_compression import GradientCompressionConfig, check_compression
 from .config_local import LocalUpdatesConfig
 from .config_local import check as check_local
 from .config_profiling import AmpConfig, CommsLoggerConfig, FlopsProfilerConfig, TorchAutocastConfig
@@ -86,6 +87,12 @@ class Config(Section):
     local_updates: LocalUpdatesConfig | None = setting(
         None, "Replicas that step on their own, and meet every so many steps; null: they step together."
     )
+    gradient_compression: GradientCompressionConfig = setting(
+        GradientCompressionConfig(), "What travels in place of the plain sum of gradients: docs/compression.md."
+    )
+    sparse_gradients: bool = setting(
+        False, "Sum embeddings' gradients by the rows that came, where that sends less. Stages 0 and 1."
+    )
     seed: int = setting(0, "Of the data's order and of dropout.")
     nan_loss: Literal["raise", "skip", "ignore"] = setting(
         "raise",
@@ -134,7 +141,6 @@ class Config(Section):
     disable_allgather: Any = refused("every rank needs the new weights: leave it out")
     elasticity: Any = refused("the number of ranks is the launcher's: leave it out")
     autotuning: Any = refused("leave it out: triax schedule --compare and triax memory weigh layouts on paper")
-    sparse_gradients: Any = refused("gradients are dense: leave it out, and build embeddings with sparse=False")
     sparse_attention: Any = refused("attention is the model's: leave it out, and list a layer that has it")
     compression_training: Any = refused("layers are trained as they are listed: leave it out")
     quantize_training: Any = refused("layers are trained as they are listed: leave it out")
@@ -208,6 +214,7 @@ class Config(Section):
                 "gradients are summed over replicas: give one of them"
             )
         check_local(self)
+        check_compression(self)
         zero, section = self.zero_optimization, self.checkpoint
         narrowed = self.communication_data_type or self.torch_autocast.lower_precision_safe_modules
         if zero.zero_quantized_gradients and zero.stage and narrowed:

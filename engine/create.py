@@ -18,6 +18,7 @@ from ..pipe.module import PipelineModule
 from ..zero.optimizer import MakeOptimizer
 from . import one_bit, optimizers, schedulers
 from .checkpoint_auto import attach
+from .compression import require_one_momentum
 from .config import Config, ConfigError, SchedulerConfig, batch_sizes, read_config
 from .config_cli import resolved
 from .data import Loader
@@ -163,6 +164,7 @@ def initialize(
         engine = (LocalEngine if alone else Engine)(model, checked, schedule, make, groups, *more)
     else:
         engine = (LocalModuleEngine if alone else ModuleEngine)(model, grid, checked, make, groups, *more)
+    require_one_momentum(checked, engine.optimizer)
     instrument(engine)
     attach(engine)
     unmoved = getattr(engine.lr_scheduler, "note", None)

@@ -266,13 +266,15 @@ class Engine(Compat, Weights):
     def traffic_report(self) -> dict[str, Any]:
         """Bytes that this rank sent in the last ``train_batch``, counted: axis -> collective -> calls and bytes.
 
-        ``formula`` has, for the data axis, what ZeRO's paper says: ``accounts.data_axis_formula``. Under ZeRO++ it has
-        what that one's says (``plus_traffic.plus_formula``), and ``uncompressed`` what ZeRO's does.
+        ``formula`` has, for the data axis, what ZeRO's paper says (or that of what compresses gradients, or ZeRO++'s:
+        ``plus_traffic.plus_formula``), and ``uncompressed`` what ZeRO's does, for gradients in the dtype they have:
+        ``accounts.data_axis``.
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
         zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
-        data = accounts.data_axis_formula(self._replicas.buckets, self.grid.data.size, zero, self._training, rank)
-        return with_plus({"sent": sent, "formula": {"data": data}}, self._replicas, self._training, rank)
+        data, whole = accounts.data_axis(self._replicas, self.grid.data.size, zero, self._training, rank)
+        report = {"sent": sent, "formula": {"data": data}, "uncompressed": {"data": whole}}
+        return with_plus(report, self._replicas, self._training, rank)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of this rank, counted, beside the papers' formula and the process's own peak.

@@ -11,10 +11,9 @@ from ..grid import Grid
 from ..zero.mode import Mode
 from ..zero.offload import Offload, Place
 from ..zero.plus import Plus
+from . import compression
 from .autocast import autocast_dtype, narrow_gradients, scaling
 from .config import Config, ConfigError, Fp16Config, OffloadConfig, ZeroConfig
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mode(config: Config, grid: Grid, module: nn.Module) -> Mode:
@@ -25,12 +24,11 @@ def mode(config: Config, grid: Grid, module: nn.Module) -> Mode:
     """
     half, zero = half_dtype(config), config.zero_optimization
     narrow = narrow_gradients(config, module, grid)
-    communicate = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
     return Mode(
         stage=zero.stage,
         weights=half,
         accumulate=torch.float32 if half is not None else None,
-        communicate=communicate if narrow is None else autocast_dtype(config),
+        communicate=compression.communicate(config) if narrow is None else autocast_dtype(config),
         narrow=narrow,
         prescale=_prescale(config, grid.data.size),
         each=zero.reduce_each_microbatch,
@@ -44,6 +42,7 @@ def mode(config: Config, grid: Grid, module: nn.Module) -> Mode:
         live=zero.stage3_max_live_parameters,
         reuse=zero.stage3_max_reuse_distance or 0,
         offload=_offload(zero),
+        exchange=compression.exchange(config, module, grid),
         plus=_plus(zero, grid.data.size),
     )
 
@@ -94,7 +93,7 @@ def _offload(zero: ZeroConfig) -> Offload:
 
 def dtype_of(name: str) -> torch.dtype:
     """By its name in the configuration: fp32, bf16, fp16."""
-    return _DTYPES[name]
+    return compression.DTYPES[name]
 
 
 def half_dtype(config: Config) -> torch.dtype | None:

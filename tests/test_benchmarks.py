@@ -80,3 +80,19 @@ def test_local_updates_counts_who_steps() -> None:
     alone, beside = json.loads(run("local_updates.py", *args))["rows"]
     assert len(alone["each"]) == 1 and len(beside["each"]) == 2 and alone["share"] == 1
     assert min(alone["rounds"] + beside["rounds"]) >= 1 and beside["total"] == sum(beside["each"])
+
+
+def test_compression_makes_its_table(tmp_path: Path) -> None:
+    table, text = tmp_path / "table.md", tmp_path / "text.py"
+    table.write_text("before\n<!-- benchmarks/compression.py -->\nold\n<!-- end -->\nafter\n")
+    text.write_text("def f(x):\n    return x + 1\n" * 99)
+    (tmp_path / "other.py").write_text(text.read_text())
+    sizes = ("--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16", "--batch", "2", "--microbatch", "1")
+    rest = ("--steps", "2", "--replicas", "2", "--validation", "2", "--runs", str(tmp_path), "--table", str(table))
+    command = ("compression.py", *sizes, *rest, "--data", str(tmp_path), "--methods", "none,bf16")
+    first, second = run(*command), run(*command)  # the second time, the results are there already
+    assert "bf16: step 2" in first and "step" not in second
+    lines = table.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
+    none, narrow = (line for line in lines if line.startswith(("| none |", "| bf16 |")))
+    assert "| 1/1.0 |" in none and "| 1/2.0 |" in narrow

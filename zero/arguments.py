@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis, Grid, layout_of
+from .compression import MakeExchange
 from .onebit_adam import OneBit
 from .optimizer import ELEMENTWISE, needs_whole_tensors
+
+_NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def checked(
@@ -46,6 +49,29 @@ def checked(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction over replicas is 'mean' or 'sum', not {reduction!r}")
     return grid
+
+
+def compressed(
+    compression: str | MakeExchange | None, dtype: torch.dtype | None, stage: int
+) -> tuple[torch.dtype | None, MakeExchange | None]:
+    """In which dtype gradients are summed, and what stands in place of the sum, if anything."""
+    if isinstance(compression, str):
+        if compression not in _NARROW:
+            raise ValueError(
+                f"compression is 'fp16' or 'bf16', or zero.TopK(...), zero.PowerSGD(...) or zero.SparseRows([...]), "
+                f"not {compression!r}"
+            )
+        if dtype not in (None, _NARROW[compression]):
+            raise ValueError(f"compression={compression!r} and communication_dtype={dtype} differ: give one of them")
+        return _NARROW[compression], None
+    if compression is not None and not callable(compression):
+        raise ValueError(f"compression is a {type(compression).__name__}: pass 'fp16', or zero.TopK(...), say")
+    if compression is not None and stage > 1:
+        raise ValueError(
+            f"{type(compression).__name__} acts on a replica's whole gradient of a step, and stage {stage} has it "
+            "reduced after each backward pass: use stage 1, or compression='bf16'"
+        )
+    return dtype, compression
 
 
 def listed(

@@ -263,8 +263,12 @@ class Bucket:
                 for member in self.members:
                     member.parameter.grad = None  # a view of them, which would keep them
             return Accumulation(self, gradients)
-        if not self._summed:
-            return None
+        return self.sum() if self._summed else None
+
+    def sum(self) -> Pending:
+        """Start summing whole gradients over the data axis, in their place: all of them, or the owned range alone."""
+        gradients = self.gradients
+        assert gradients is not None
         if self.communicate != gradients.dtype or not (self._scatter or self.owned == (0, self.flat.numel)):
             return Moved(self, gradients)
         if self.owned == (0, self.flat.numel):

@@ -17,6 +17,7 @@ from ..grid.random import derive
 from . import onebit_held
 from .arriving import publish
 from .buckets import Bucket
+from .compressor import Compressor, Kept
 from .onebit_step import OneBitStepper
 from .replicas import Replicas
 from .whole import WholeStepper
@@ -56,6 +57,7 @@ class Held:
         self._stepper = replicas._stepper
         self.parameters = list(parameters)
         self._named: dict[Tensor, Named] = {named.parameter: named for named in parameters}
+        self._by_name = {named.layout.name: named for named in parameters}
         self._outside = [named for named in parameters if named.parameter not in replicas._bucket_of]
 
     def whole(self) -> str | None:
@@ -102,6 +104,20 @@ class Held:
             for key, value in self._flat(bucket).items():
                 yield from ((key, part) for part in self._ranges(bucket, value, bucket.owned[0], True))
                 bucket.memory.behind(value)
+
+    def exchanged(self) -> Iterator[tuple[str, Range]]:
+        """What this replica's exchange of gradients keeps, and is this rank's to write: keys, and where it is."""
+        yield from self._exchanged(mine=True)
+
+    def exchange_rooms(self) -> Iterator[tuple[str, Range]]:
+        """All of that on this rank, to be written to."""
+        yield from self._exchanged(mine=False)
+
+    def kept(self) -> Iterator[tuple[Kept, bool]]:
+        """What it keeps beside, alike on every replica; and whether it is this rank's to write."""
+        if isinstance(self._replicas.exchanges, Compressor):
+            for kept in self._replicas.exchanges.kept():
+                yield kept, self._grid.data.is_first and self._tells(self._named[kept.member.parameter])
 
     def others(self) -> Iterator[tuple[str, str, Tensor]]:
         """State of another shape than its parameter's (Adafactor's rows and columns): name, key, and all of it.
@@ -228,6 +244,14 @@ class Held:
             ):
                 view = flat[max(low - first, 0) : max(high - first, 0)]
                 yield Range(member.layout.name, member.layout, low - slot.start, high - slot.start, view)
+
+    def _exchanged(self, mine: bool) -> Iterator[tuple[str, Range]]:
+        exchange = self._replicas.exchanges
+        for key, flats in ({} if exchange is None else exchange.state()).items():
+            for bucket, flat in zip(self._trained(), flats, strict=True):
+                for part in self._ranges(bucket, flat, 0, False) if flat.numel() else ():
+                    if not mine or self._tells(self._by_name[part.name]):
+                        yield key, part
 
     def _share(self, named: Named, flat: Tensor) -> Iterator[Range]:
         """This replica's part of what every replica holds: whole rows of it."""

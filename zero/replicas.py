@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..grid import Axis, Grid
 from .buckets import Bucket
+from .compressor import moved
 from .gradients import GradientReducer
 from .lay_out import make_buckets
 from .lend import settle
@@ -223,6 +224,8 @@ class Replicas:
         """The parameters that had none on any replica. Collective over the data axis and the tensor axis."""
         members = [m.parameter for bucket in self.buckets if bucket.trained for m in bucket.members]
         unused = self._reducer.unused()
+        if self.exchanges is not None:  # a residual of steps before may be all that moves a parameter
+            unused = unused - moved([bucket for bucket in self.buckets if bucket.trained])
         used = torch.tensor([p not in unused for p in members], dtype=torch.uint8, device=self.device)
         for axis in (self.axis, self._tensor_axis):
             axis.all_reduce(used, op="max")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis
-from .arguments import checked
+from .arguments import checked, compressed
+from .compression import MakeExchange
 from .mode import Mode
 from .norm import clip_coefficient
 from .onebit_step import stepped_by
@@ -60,6 +61,8 @@ class ShardedOptimizer(PassesOptimizer):
         quantized_gradients: in stages 1 to 3, reduce gradients as blocks of 4 bits.
         hpz_partition_size: in stage 3, so many consecutive replicas, those of a host, keep the weights once more among
             them, and gather from there but for the first time in a step.
+        compression: ``"fp16"`` or ``"bf16"``, other names of such a ``communication_dtype``; or, in stages 0 and 1,
+            ``TopK(...)``, ``PowerSGD(...)``, ``SparseRows([...])``: after a step's last backward pass. See docs.
         options: the optimizer class's own: ``lr=1e-3``, ...
 
     Raises:
@@ -85,17 +88,19 @@ class ShardedOptimizer(PassesOptimizer):
         quantized_weights: bool = False,
         quantized_gradients: bool = False,
         hpz_partition_size: int = 1,
+        compression: str | MakeExchange | None = None,
         **options: Any,
     ) -> None:
         grid = checked(optimizer_class, axis, stage, module, backward_passes_per_step, reduction)
+        communicate, exchange = compressed(compression, communication_dtype, stage)
         plus = Plus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
-        fitting = plus.fitting(stage, grid.data.size, communication_dtype, keep_gathered)
+        fitting = plus.fitting(stage, grid.data.size, communicate, keep_gathered)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
             stepped_by(optimizer_class, lambda groups: optimizer_class(groups, **options)),
             params,
             grid,
-            Mode(stage, weight_dtype, masters, communication_dtype, plus=fitting),
+            Mode(stage, weight_dtype, masters, communicate, exchange=exchange, plus=fitting),
             bucket_size,
             module=module,
             units=units,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Grid
+from .compressor import give_back, kept_by
 from .mode import Mode
 from .optimizer import MakeOptimizer
 from .passes import Passes, options
@@ -95,7 +96,8 @@ class PassesOptimizer(torch.optim.Optimizer):
         """
         for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
             its.update(options(mine))
-        return {**self._inner.state_dict(), "shard": self._shard(), "masters": self._masters()}
+        state = {**self._inner.state_dict(), "shard": self._shard(), "masters": self._masters()}
+        return state if self._replicas.exchanges is None else {**state, "exchange": kept_by(self._replicas.exchanges)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -107,6 +109,8 @@ class PassesOptimizer(torch.optim.Optimizer):
         mine, theirs = self._shard(), state_dict.get("shard")
         if theirs != mine:
             raise ValueError(f"the state is of shard {theirs}, and this one is {mine}: load what this rank saved")
+        if self._replicas.exchanges is not None:
+            give_back(self._replicas.exchanges, state_dict.get("exchange"))
         self._inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for group, its in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(options(its))

@@ -1,0 +1,260 @@
+"""What compressed gradients and local updates cost in loss, and save in bytes: one GPT, trained by each method.
+
+    python benchmarks/compression.py                             # every method that is not in the file of results yet
+    python benchmarks/compression.py --methods none,topk         # these
+    python benchmarks/compression.py --table docs/compression.md # and put the table there
+
+The model, text and training are those of examples/train_gpt.py, on replicas alone, in stage 0 of ZeRO. Each method's
+result is kept in a file as soon as it is there, so that a run that ended goes on; results of other settings are not
+used. Bytes are those that one rank sent over the data axis, counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from corpus import batch, find, load, replica_rows, windows
+from train_gpt import Options, engine_config, gpt_config, warm_cosine
+
+from triax.engine.config import ConfigError, read_config
+from triax.engine.launch import launch
+from triax.grid.topology import Topology
+
+Adam = dict[str, Any]
+BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
+
+# name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps.
+METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
+    "none": lambda adam, steps: {},
+    "none, another seed": lambda adam, steps: {"seed": 1},
+    "fp16": lambda adam, steps: {"gradient_compression": {"type": "fp16"}},
+    "bf16": lambda adam, steps: {"gradient_compression": {"type": "bf16"}},
+    "topk": lambda adam, steps: {
+        "gradient_compression": {"type": "topk", "ratio": 0.01, "warmup_steps": steps // 3, "values": "fp16"}
+    },
+    "powersgd": lambda adam, steps: {
+        "gradient_compression": {"type": "powersgd", "rank": 4, "start_step": steps // 10}
+    },
+    "onebit-adam": lambda adam, steps: {
+        "optimizer": {"type": "OneBitAdam", "params": {**adam, "freeze_step": steps // 3}}
+    },
+    "zero-one-adam": lambda adam, steps: {"optimizer": {"type": "ZeroOneAdam", "params": adam}},
+    "onebit-lamb": lambda adam, steps: {
+        "optimizer": {"type": "OneBitLamb", "params": {**adam, "freeze_step": steps // 3}}
+    },
+    "local-sgd": lambda adam, steps: {"local_updates": {"type": "local_sgd", "every": 10}},
+    "diloco": lambda adam, steps: {"local_updates": {"type": "diloco", "every": 50}},
+}
+
+
+def main() -> None:
+    """Train by each method, and show the table."""
+    given = parse()
+    options = Options(
+        layers=given.layers,
+        width=given.width,
+        heads=given.heads,
+        sequence=given.sequence,
+        dropout=0.0,
+        steps=given.steps,
+        batch=given.batch,
+        microbatch=given.microbatch,
+        lr=4e-3,
+        warmup=min(50, given.steps // 2),
+        weight_decay=0.1,
+        clip=1.0,
+        seed=0,
+        zero=0,
+        schedule="1f1b",
+        runs=given.runs,
+        name="compression",
+        trace=0,
+        data=given.data,
+        validation=given.validation,
+    )
+    settings = {"replicas": given.replicas, **dict(sorted(vars(options).items()))}
+    settings = json.loads(json.dumps(settings, default=str))
+    load(find(options.data), options.runs / "corpus")  # here once, before there are ranks
+    file = given.results or given.runs / "compression.json"
+    wanted = given.methods.split(",") if given.methods else [*METHODS]
+    unknown = [name for name in wanted if name not in METHODS]
+    if unknown:
+        raise SystemExit(f"there is no method {unknown[0]!r}: choose from {', '.join(METHODS)}")
+    for name in wanted:
+        results = read(file, settings)
+        if name in results and not given.again:
+            continue
+        config = configured(options, name)
+        try:
+            read_config(config)
+        except ConfigError as error:
+            keep(file, settings, name, {"refused": str(error)})
+            continue
+        topology = Topology(data=given.replicas)
+        code = launch(train, options, name, config, file, settings, ranks=given.replicas, topology=topology)
+        if code:
+            keep(file, settings, name, {"refused": f"it failed, with exit code {code}"})
+    text = table(read(file, settings))
+    print(text)
+    if given.table is not None:
+        put(given.table, text, settings)
+
+
+def parse() -> argparse.Namespace:
+    """The command line; by default the main job, for 300 steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--methods", metavar="A,B", help="of: " + ", ".join(METHODS))
+    add("--again", action="store_true", help="those too that are in the file of results")
+    add("--steps", type=int, default=300)
+    add("--replicas", type=int, default=4)
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--sequence", type=int, default=128)
+    add("--batch", type=int, default=32)
+    add("--microbatch", type=int, default=4)
+    add("--validation", type=int, default=256, help="held-out sequences")
+    add("--data", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where text and results are kept (runs)")
+    add("--results", type=Path, metavar="FILE", help="of results (compression.json in --runs)")
+    add("--table", type=Path, metavar="FILE", help="a Markdown file, between whose two marks the table goes")
+    return parser.parse_args()
+
+
+def configured(options: Options, name: str) -> dict[str, Any]:
+    """The whole configuration of a method."""
+    base = engine_config(options)
+    for key in ("json_monitor", "timeline"):
+        del base[key]
+    return {**base, **METHODS[name](base["optimizer"]["params"], options.steps)}
+
+
+def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
+    """What every rank does; the first one keeps the result."""
+    import torch
+
+    import triax
+    from triax.models.gpt import GPTLoss, gpt
+
+    corpus = load(find(options.data), options.runs / "corpus")
+    shape = gpt_config(options)
+    grid, seed = triax.Grid(), config["seed"]
+    module = triax.PipelineModule(
+        gpt(shape), grid=grid, loss_fn=GPTLoss(grid, vocab_size=shape.vocab_size), seed=seed, dtype=torch.float32
+    )
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    try:
+        engine, *_ = triax.initialize(
+            model=module,
+            model_parameters=[{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, options)),
+            config=config,
+        )
+    except ConfigError as error:
+        if grid.rank == 0:
+            keep(file, settings, name, {"refused": str(error)})
+        return
+
+    def microbatches(rows: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part in replica_rows(rows, grid.data.rank, grid.data.size, options.microbatch):
+            tokens = torch.from_numpy(part.astype("int64"))
+            yield tokens[:, :-1], tokens[:, 1:]
+
+    sent, losses, start = [], [], time.monotonic()
+    for step in range(1, options.steps + 1):
+        rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=seed)
+        losses.append(float(engine.train_batch(microbatches(rows))))
+        sent.append(sum(entry["bytes"] for entry in engine.traffic_report()["sent"].get("data", {}).values()))
+        if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
+            took = time.monotonic() - start
+            print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
+    batches = math.ceil(options.validation / options.batch)
+    unseen = windows(corpus.held_out, batches * options.batch, options.sequence)
+    found = [float(engine.eval_batch(microbatches(rows))) for rows in np.split(unseen, batches)]
+    if grid.rank == 0:
+        late = sent[-max(1, options.steps // 3) :]
+        result = {
+            "validation": sum(found) / batches,
+            "training": sum(losses[-20:]) / len(losses[-20:]),
+            "bytes": sum(sent) / len(sent),
+            "late": sum(late) / len(late),
+            "seconds": time.monotonic() - start,
+            "parameters": shape.parameter_count,
+        }
+        keep(file, settings, name, result)
+    grid.close()
+
+
+# ------------------------------------------------------------------------------------- results, table
+
+
+def read(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The results that were kept, if they are of these settings."""
+    if not file.exists():
+        return {}
+    kept = json.loads(file.read_text())
+    found: dict[str, Any] = kept["results"] if kept["settings"] == settings else {}
+    return found
+
+
+def keep(file: Path, settings: dict[str, Any], name: str, result: dict[str, Any]) -> None:
+    """Put one result to the others."""
+    results = {**read(file, settings), name: result}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".part")
+    temporary.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+    temporary.replace(file)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results in Markdown, in the order of ``METHODS``."""
+    base = results.get("none", {})
+    lines = [
+        "| method | validation loss | to none | bytes a step | in the last third | of none's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in METHODS:
+        row = results.get(name)
+        if row is None:
+            continue
+        if "refused" in row:
+            lines.append(f"| {name} | refused: {shorten(row['refused'].replace('|', '/'), 150)} | | | | |")
+            continue
+        loss = to = ""
+        if "validation" in base:
+            loss = f"{100 * (row['validation'] / base['validation'] - 1):+.2f} %"
+            to = f"1/{base['late'] / row['late']:.1f}" if row["late"] else "0"
+        lines.append(f"| {name} | {row['validation']:.4f} | {loss} | {row['bytes']:,.0f} | {row['late']:,.0f} | {to} |")
+    return "\n".join(lines)
+
+
+def put(file: Path, text: str, settings: dict[str, Any]) -> None:
+    """Write the table between the two marks of a file."""
+    before, found, rest = file.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not found or not end:
+        raise SystemExit(f"{file} has no line {BEGIN} with a line {END} behind it: write both where the table belongs")
+    said = (
+        f"{settings['layers']} layers of width {settings['width']}, {settings['steps']} steps of {settings['batch']} "
+        f"sequences of {settings['sequence']} bytes on {settings['replicas']} replicas."
+    )
+    file.write_text(f"{before}{BEGIN}\n{said}\n\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
