@@ -43,7 +43,7 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "fp16": lambda adam, steps: {"gradient_compression": {"type": "fp16"}},
     "bf16": lambda adam, steps: {"gradient_compression": {"type": "bf16"}},
     "topk": lambda adam, steps: {
-        "gradient_compression": {"type": "topk", "ratio": 0.01, "warmup_steps": steps // 3, "values": "fp16"}
+        "gradient_compression": {"type": "topk", "ratio": 0.01, "start_step": steps // 3, "values": "fp16"}
     },
     "powersgd": lambda adam, steps: {
         "gradient_compression": {"type": "powersgd", "rank": 4, "start_step": steps // 10}

@@ -53,7 +53,8 @@ class GradientCompressionConfig(Section):
     @model_validator(mode="after")
     def _of_its_type(self) -> GradientCompressionConfig:
         for key in sorted(self.model_fields_set - {"type"}):
-            if key not in _OPTIONS[self.type]:
+            default = type(self).model_fields[key].default
+            if key not in _OPTIONS[self.type] and getattr(self, key) != default:  # a file may have all of them
                 kinds = [kind for kind, keys in _OPTIONS.items() if key in keys]
                 raise ValueError(
                     f"{key} is an option of type {' and '.join(kinds)}, and the type is {self.type}: leave it out"
