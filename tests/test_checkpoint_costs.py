@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +74,30 @@ def status(key: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
+@contextlib.contextmanager
+def handed_back() -> Iterator[None]:
+    """Within it memory of 64 KB and more is the system's again as soon as it is freed.
+
+    Else the C library keeps it, and what a process is at its largest depends on what lay where.
+    """
+    threshold, mallopt = -3, ctypes.CDLL(None).mallopt
+    assert mallopt(threshold, 2**16) == 1
+    try:
+        yield
+    finally:
+        assert mallopt(threshold, 2**25) == 1
+
+
 def grown(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
+    with handed_back():
+        small = engine(8, 1, **{"async": behind})  # brings in what a first save does: modules, a thread's stack
+        step(small, 8)
+        assert small.save_checkpoint(folder, "small")
+        assert small.wait_for_checkpoint() is None
+        return measured(folder, width, behind)
+
+
+def measured(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
     section: dict[str, Any] = {"async": behind}
     trained = engine(width, 1, **section)
 
@@ -87,7 +113,7 @@ def grown(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
     for _ in range(2):
         step(trained, width)
     trained.wait_for_checkpoint()
-    alone = largest()
+    alone = max(largest() for _ in range(4))  # reductions overlap with the backward pass now more, now less
     more = largest("a", "b") - alone
     share = (Path(folder) / "b" / f"rank-{trained.grid.rank:05}.safetensors").stat().st_size
     rooms = trained._behind._copies.values() if behind else ()
@@ -99,7 +125,7 @@ def test_the_hosts_memory_grows_by_one_copy(ranks: Any, tmp_path: Path, behind: 
     """Of what the rank writes, over two saves with training meanwhile; and by none where the run waits."""
     for more, share, copies in ranks(2, grown, str(tmp_path), 1000, behind, timeout=90):
         assert share > 36_000_000
-        slack = 3_000_000  # threads, modules, and what the allocator rounds up
+        slack = 3_000_000  # what the allocator rounds up
         if behind:
             assert copies < share < copies + 20_000  # a header
             assert share / 2 < more < share + slack  # a step alone takes some of it too, and gives it back
