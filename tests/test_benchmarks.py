@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -75,6 +77,7 @@ def test_tensor_compares_and_counts() -> None:
     assert found["triax"]["counted"] > 0
 
 
+@pytest.mark.exhaustive
 def test_local_updates_counts_who_steps() -> None:
     args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
     alone, beside = json.loads(run("local_updates.py", *args))["rows"]
@@ -82,6 +85,7 @@ def test_local_updates_counts_who_steps() -> None:
     assert min(alone["rounds"] + beside["rounds"]) >= 1 and beside["total"] == sum(beside["each"])
 
 
+@pytest.mark.exhaustive
 def test_compression_makes_its_table(tmp_path: Path) -> None:
     table, text = tmp_path / "table.md", tmp_path / "text.py"
     table.write_text("before\n<!-- benchmarks/compression.py -->\nold\n<!-- end -->\nafter\n")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from resident import own_pages, status
 from torch import Tensor, nn
 
 import triax
@@ -69,27 +67,8 @@ def test_twelve_bytes_a_parameter(ranks: Any, tmp_path: Path, half: str) -> None
         assert sum(sizes) == 12 * parameters + others + headers
 
 
-def status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
-
-
-@contextlib.contextmanager
-def handed_back() -> Iterator[None]:
-    """Within it memory of 64 KB and more is the system's again as soon as it is freed.
-
-    Else the C library keeps it, and what a process is at its largest depends on what lay where.
-    """
-    threshold, mallopt = -3, ctypes.CDLL(None).mallopt
-    assert mallopt(threshold, 2**16) == 1
-    try:
-        yield
-    finally:
-        assert mallopt(threshold, 2**25) == 1
-
-
 def grown(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
-    with handed_back():
+    with own_pages():
         small = engine(8, 1, **{"async": behind})  # brings in what a first save does: modules, a thread's stack
         step(small, 8)
         assert small.save_checkpoint(folder, "small")

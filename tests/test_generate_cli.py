@@ -215,6 +215,7 @@ def test_the_documented_programs(tmp_path: Path) -> None:
         assert all(word in known for word in command_line.split() if word.startswith("--")), command_line
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_compares() -> None:
     line = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), "--preset", "bytes-tiny", "--json"]
     done = subprocess.run(
