@@ -4,9 +4,9 @@
     python benchmarks/compression.py --methods none,topk         # these
     python benchmarks/compression.py --table docs/compression.md # and put the table there
 
-The model, text and training are those of examples/train_gpt.py, on replicas alone, in stage 0 of ZeRO. Each method's
-result is kept in a file as soon as it is there, so that a run that ended goes on; results of other settings are not
-used. Bytes are those that one rank sent over the data axis, counted.
+The model, text and training are those of examples/train_gpt.py, on replicas alone, in stage 0 of ZeRO but for "zero-3"
+and "zero++". Each method's result is kept in a file as soon as it is there, so that a run that ended goes on; results
+of other settings are not used. Bytes are those that one rank sent over the data axis, counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -26,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from corpus import batch, find, load, replica_rows, windows
-from train_gpt import Options, engine_config, gpt_config, warm_cosine
+from corpus import batch, find, load, windows
+from train_gpt import Options, build, engine_config, gpt_config, microbatches
 
 from triax.engine.config import ConfigError, read_config
 from triax.engine.launch import launch
@@ -55,6 +54,10 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "onebit-lamb": lambda adam, steps: {
         "optimizer": {"type": "OneBitLamb", "params": {**adam, "freeze_step": steps // 3}}
     },
+    "zero-3": lambda adam, steps: {"zero_optimization": {"stage": 3}},
+    "zero++": lambda adam, steps: {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    },
     "local-sgd": lambda adam, steps: {"local_updates": {"type": "local_sgd", "every": 10}},
     "diloco": lambda adam, steps: {"local_updates": {"type": "diloco", "every": 50}},
 }
@@ -64,6 +67,13 @@ def main() -> None:
     """Train by each method, and show the table."""
     given = parse()
     options = Options(
+        pipe=1,
+        data_parallel=given.replicas,
+        tensor=1,
+        schedule="1f1b",
+        zero=0,
+        dtype="float32",
+        sequence_parallel=False,
         layers=given.layers,
         width=given.width,
         heads=given.heads,
@@ -77,8 +87,6 @@ def main() -> None:
         weight_decay=0.1,
         clip=1.0,
         seed=0,
-        zero=0,
-        schedule="1f1b",
         runs=given.runs,
         name="compression",
         trace=0,
@@ -145,47 +153,28 @@ def configured(options: Options, name: str) -> dict[str, Any]:
 
 def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
     """What every rank does; the first one keeps the result."""
-    import torch
-
     import triax
-    from triax.models.gpt import GPTLoss, gpt
 
-    corpus = load(find(options.data), options.runs / "corpus")
-    shape = gpt_config(options)
-    grid, seed = triax.Grid(), config["seed"]
-    module = triax.PipelineModule(
-        gpt(shape), grid=grid, loss_fn=GPTLoss(grid, vocab_size=shape.vocab_size), seed=seed, dtype=torch.float32
-    )
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    corpus, seed = load(find(options.data), options.runs / "corpus"), config["seed"]
+    grid = triax.Grid()
     try:
-        engine, *_ = triax.initialize(
-            model=module,
-            model_parameters=[{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, options)),
-            config=config,
-        )
+        engine = build(Options(**{**vars(options), "seed": seed}), grid, config)
     except ConfigError as error:
         if grid.rank == 0:
             keep(file, settings, name, {"refused": str(error)})
         return
 
-    def microbatches(rows: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for part in replica_rows(rows, grid.data.rank, grid.data.size, options.microbatch):
-            tokens = torch.from_numpy(part.astype("int64"))
-            yield tokens[:, :-1], tokens[:, 1:]
-
     sent, losses, start = [], [], time.monotonic()
     for step in range(1, options.steps + 1):
         rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=seed)
-        losses.append(float(engine.train_batch(microbatches(rows))))
-        sent.append(sum(entry["bytes"] for entry in engine.traffic_report()["sent"].get("data", {}).values()))
+        losses.append(float(engine.train_batch(microbatches(options, grid, rows))))
+        sent.append(on_data(engine.traffic_report()["sent"]))
         if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
     batches = math.ceil(options.validation / options.batch)
     unseen = windows(corpus.held_out, batches * options.batch, options.sequence)
-    found = [float(engine.eval_batch(microbatches(rows))) for rows in np.split(unseen, batches)]
+    found = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]
     if grid.rank == 0:
         late = sent[-max(1, options.steps // 3) :]
         result = {
@@ -194,10 +183,16 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
             "bytes": sum(sent) / len(sent),
             "late": sum(late) / len(late),
             "seconds": time.monotonic() - start,
-            "parameters": shape.parameter_count,
+            "parameters": gpt_config(options).parameter_count,
         }
         keep(file, settings, name, result)
     grid.close()
+
+
+def on_data(sent: dict[str, Any]) -> float:
+    """Bytes of a step on the data axis, and on its parts: "data within" and "data between" hosts."""
+    axes = [collectives for axis, collectives in sent.items() if axis.startswith("data")]
+    return float(sum(entry["bytes"] for collectives in axes for entry in collectives.values()))
 
 
 # ------------------------------------------------------------------------------------- results, table

@@ -35,6 +35,8 @@ from triax.pipe.schedules import RECIPES, make_schedule
 
 if TYPE_CHECKING:
     # What needs torch is imported where it is used: a wrong option is answered at once, and ranks have torch already.
+    import torch
+
     from triax import Engine, Grid
 
 
@@ -99,49 +101,24 @@ def main() -> None:
 
 def train(options: Options) -> None:
     """What every rank does, from the empty grid to the pictures."""
-    import torch
-
     import triax
-    from triax.models.gpt import GPTLoss, gpt
     from triax.models.hf import save_hf
 
     corpus = load(find(options.data), options.runs / "corpus")
     config = gpt_config(options)
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     grid = triax.Grid(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
-    module = triax.PipelineModule(
-        gpt(config, sequence_parallel=options.sequence_parallel),
-        grid=grid,
-        loss_fn=GPTLoss(grid, vocab_size=config.vocab_size),
-        chunks=schedule.chunks,
-        placement=schedule.placement,
-        seed=options.seed,
-        dtype=getattr(torch, options.dtype),
-    )
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in module.parameters() if parameter.dim() == 1]
-    engine, _, _, _ = triax.initialize(
-        model=module,
-        model_parameters=[{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, options)),
-        config=engine_config(options),
-    )
+    engine = build(options, grid, engine_config(options))
 
     if options.resume and options.save is not None:
         engine.load_checkpoint(options.save)
-
-    def microbatches(rows: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A global batch of windows -> this replica's microbatches: inputs (micro, T), labels (micro, T)."""
-        for part in replica_rows(rows, grid.data.rank, grid.data.size, options.microbatch):
-            tokens = torch.from_numpy(part.astype("int64"))
-            yield tokens[:, :-1], tokens[:, 1:]
 
     # Whole batches of windows, so that every grid is measured on the same ones.
     batches = math.ceil(options.validation / options.batch)
     unseen = windows(corpus.held_out, batches * options.batch, options.sequence)
 
     def validate() -> float:
-        losses = [float(engine.eval_batch(microbatches(rows))) for rows in np.split(unseen, batches)]
+        losses = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]
         return sum(losses) / batches
 
     report = Reporter(options.runs / options.name, grid.rank == 0, options.steps, options.log_every)
@@ -165,7 +142,7 @@ def train(options: Options) -> None:
         if last and step < options.trace:
             engine.record_trace(report.folder / "timeline.json")
         rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=options.seed)
-        loss = float(engine.train_batch(microbatches(rows)))
+        loss = float(engine.train_batch(microbatches(options, grid, rows)))
         clock.tick(step)
         if engine.record_timeline:
             report.pipeline(step, engine.timeline)
@@ -198,6 +175,44 @@ def train(options: Options) -> None:
 
 
 # ----------------------------------------------------------------------------------------- its parts
+
+
+def build(options: Options, grid: Grid, config: dict[str, Any]) -> Engine:
+    """The model on the grid, cut as the schedule cuts it, and its optimizer: matrices decay, vectors do not."""
+    import torch
+
+    import triax
+    from triax.models.gpt import GPTLoss, gpt
+
+    shape = gpt_config(options)
+    schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
+    module = triax.PipelineModule(
+        gpt(shape, sequence_parallel=options.sequence_parallel),
+        grid=grid,
+        loss_fn=GPTLoss(grid, vocab_size=shape.vocab_size),
+        chunks=schedule.chunks,
+        placement=schedule.placement,
+        seed=options.seed,
+        dtype=getattr(torch, options.dtype),
+    )
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    engine, _, _, _ = triax.initialize(
+        model=module,
+        model_parameters=[{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, options)),
+        config=config,
+    )
+    return engine
+
+
+def microbatches(options: Options, grid: Grid, rows: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A global batch of windows -> this replica's microbatches: inputs (micro, T), labels (micro, T)."""
+    import torch
+
+    for part in replica_rows(rows, grid.data.rank, grid.data.size, options.microbatch):
+        tokens = torch.from_numpy(part.astype("int64"))
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def warm_cosine(options: Options, step: int) -> float:
