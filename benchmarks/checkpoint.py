@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint.py                  # 25 million parameters on 2 ranks: time and bytes
     python benchmarks/checkpoint.py --behind         # steps with a save under way beside steps without
+    python benchmarks/checkpoint.py --main-job       # the same for examples/train_gpt.py on 2 x 2 x 2
     python benchmarks/checkpoint.py --width 256 --layers 4 --rounds 2
 
 One run, the same disk, the same model (blocks of two linears) and AdamW in fp32, sharded over the ranks: triax in stage
@@ -27,9 +28,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from savers import MICRO, Saver, batch, engine, savers, step
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import train_gpt
 
 import triax
 from triax.engine.launch import launch
@@ -83,14 +89,35 @@ def measure(options: Any, folder: str) -> None:
     grid.close()
 
 
-def behind(options: Any, folder: str) -> None:
-    """What a save behind the run costs its steps: what each rank does; the first one prints."""
+def blocks(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
+    """Blocks of two linears in stage 3 of ZeRO: the grid, the engine, how many parameters, and what a step is."""
     grid, x = triax.Grid(), batch(options)
     trained = engine(options, **{"async": True})
+    return grid, trained, options.layers * (8 * options.width**2 + 5 * options.width), lambda: step(trained, x)
+
+
+def main_job(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
+    """The GPT that examples/train_gpt.py trains by default, on 2 stages x 2 replicas x 2 tensor shards."""
+    grid = triax.Grid(pipe=2, data=2, tensor=2)
+    job = train_gpt.parse(["--pipe", "2", "--data-parallel", "2", "--tensor", "2"])
+    config = {**train_gpt.engine_config(job), "checkpoint": {"async": True}}
+    del config["json_monitor"], config["timeline"]
+    trained = train_gpt.build(job, grid, config)
+    rows = np.random.default_rng(0).integers(0, 256, (job.batch, job.sequence + 1), dtype=np.uint8)
+
+    def one() -> None:
+        trained.train_batch(train_gpt.microbatches(job, grid, rows))
+
+    return grid, trained, train_gpt.gpt_config(job).parameter_count, one
+
+
+def behind(options: Any, folder: str) -> None:
+    """What a save behind the run costs its steps: what each rank does; the first one prints."""
+    grid, trained, parameters, one = main_job(options) if options.main_job else blocks(options)
 
     def steps(count: int) -> None:
         for _ in range(count):
-            step(trained, x)
+            one()
 
     def save() -> None:
         trained.save_checkpoint(folder, "a")
@@ -127,7 +154,7 @@ def behind(options: Any, folder: str) -> None:
     if grid.rank == 0:
         ratios = [one / other for one, other in zip(found["saving"], found["alone"], strict=True)]
         report = {
-            "parameters": options.layers * (8 * options.width**2 + 5 * options.width),
+            "parameters": parameters,
             "ranks": grid.size,
             "steps a block": count,
             "a step, in ms": round(1e3 * median(found["alone"]) / count, 3),
@@ -150,12 +177,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], help="of triax, DCP, DeepSpeed")
     parser.add_argument("--behind", action="store_true", help="the cost of a step while a save is written")
+    parser.add_argument("--main-job", action="store_true", help="that of examples/train_gpt.py, on 8 ranks")
     parser.add_argument("--steps", type=int, default=0, help="of a block, with --behind")
     parser.add_argument("--folder", default=None, help="on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        job = behind if options.behind else measure
-        sys.exit(launch(job, options, folder, ranks=options.ranks, threads=1))
+        job = behind if options.behind or options.main_job else measure
+        ranks = 8 if options.main_job else options.ranks
+        sys.exit(launch(job, options, folder, ranks=ranks, threads=1))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,7 +275,7 @@ class Clock:
 # --------------------------------------------------------------------------------------- the options
 
 
-def parse() -> Options:
+def parse(arguments: Sequence[str] | None = None) -> Options:
     """The command line. The defaults, with two of everything, train for some minutes on two cores."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -326,7 +326,7 @@ def parse() -> Options:
     add("--log-every", type=int, default=20, metavar="STEPS", help="a line, where there is no terminal (20)")
     add("--print-losses", action="store_true", help="print every loss in full")
     add("--trace", type=int, default=20, metavar="STEP", help="of which timeline.json is (20, or the last); 0: none")
-    return parser.parse_args(namespace=Options())
+    return parser.parse_args(arguments, namespace=Options())
 
 
 def check(options: Options) -> Topology:

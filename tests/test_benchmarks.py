@@ -48,6 +48,7 @@ def test_zero_compares_and_counts() -> None:
     assert all(len(row["times"]) == len(row["sent"]) == 2 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
     plot = tmp_path / "timeline.png"
     args = ("--stages", "2", "--microbatches", "3", "--steps", "3", "--milliseconds", "0.2")
@@ -56,6 +57,7 @@ def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_compares(tmp_path: Path) -> None:
     args = ("--width", "32", "--layers", "2", "--rounds", "1", "--folder", str(tmp_path))
     # What was loaded was what was saved, or it would have failed.
@@ -65,6 +67,13 @@ def test_checkpoint_compares(tmp_path: Path) -> None:
     assert found["steps a block"] > 0 and found["cost of a step"] > 0 and found["the copy, in ms"] > 0
 
 
+@pytest.mark.exhaustive
+def test_checkpoint_measures_the_main_job(tmp_path: Path) -> None:
+    found = json.loads(run("checkpoint.py", "--main-job", "--steps", "1", "--rounds", "1", "--folder", str(tmp_path)))
+    assert (found["ranks"], found["parameters"], found["steps a block"]) == (8, 842_496, 1)
+
+
+@pytest.mark.exhaustive
 def test_tensor_compares_and_counts() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
