@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,8 @@ def references(split: Any) -> dict[str, Reference]:
     }
 
 
-def each_kind(shape: tuple[int, int, int], stage: int, kinds: list[str]) -> dict[str, Trace]:
-    zero = {"stage": stage, "reduce_bucket_size": 200}
+def each_kind(shape: tuple[int, int, int], stage: int, kinds: list[str], **more: Any) -> dict[str, Trace]:
+    zero = {"stage": stage, "reduce_bucket_size": 200, **more}
     grid = Grid(*shape, timeout=60)
     options = [{"gradient_compression": SECTIONS[kind], "zero_optimization": zero} for kind in kinds]
     return {kind: steps_of(grid, each)[0] for kind, each in zip(kinds, options, strict=True)}
@@ -263,6 +264,17 @@ def test_each_step_is_the_papers(ranks: Any, shape: tuple[int, int, int], stage:
     for kind in kinds:
         reference = references(halves if shape[2] == 2 else None)[kind]
         wanted = plain(every[0][kind][0][1], shape[1], reference)
+        for found in every:
+            assert_same(found[kind][1:], wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_each_step_is_the_papers_where_the_update_is_offloaded(ranks: Any, tmp_path: Path, device: str) -> None:
+    kinds = ["dgc", "powersgd"]
+    more = {"offload_optimizer": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}}
+    every = ranks(2, partial(each_kind, **more), (1, 2, 1), 1, kinds)
+    for kind in kinds:
+        wanted = plain(every[0][kind][0][1], 2, references(None)[kind])
         for found in every:
             assert_same(found[kind][1:], wanted)
 
