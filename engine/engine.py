@@ -23,6 +23,7 @@ from ..pipe.passes import Program, lower
 from ..pipe.schedules import Schedule
 from ..pipe.simulate import Costs, Timeline
 from ..pipe.verify import verify
+from ..zero.arguments import cast
 from ..zero.mode import Managed
 from ..zero.norm import clip_factor
 from ..zero.optimizer import MakeOptimizer
@@ -98,7 +99,7 @@ class Engine(Compat, Weights):
         )
         module.fill(self._replicas.fill)
         self._accounts = accounts.Accounts(self._replicas, module)
-        _cast_rest(module, self._precision.weights)
+        cast((), module, self._precision.weights)
         module.around, module.ahead = self._replicas.around, self._replicas.ahead
         self.optimizer = self._replicas.optimizer
         self._executor = Executor(module, self._replicas)
@@ -378,11 +379,3 @@ def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.
         Managed(p.parameter, p.layout, p.stages, p.layers, p.tie, p.counted, group_of.get(p.parameter))
         for p in module.placed()
     ]
-
-
-def _cast_rest(module: PipelineModule, dtype: torch.dtype | None) -> None:
-    """Buffers, and parameters that are not trained, in the dtype of the weights."""
-    if dtype is not None:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_floating_point() and tensor.dtype != dtype:
-                tensor.data = tensor.data.to(dtype)

@@ -201,6 +201,20 @@ def test_from_a_configuration(tmp_path: Path) -> None:
             assert torch.equal(value.float(), model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_leaves_frequencies_as_they_are(half: str) -> None:
+    """A rotary frequency in bf16 would be off by radians some thousand tokens on, and no checkpoint would say so."""
+    config = {"train_batch_size": 2, half: {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    model = model_of("llama").float()
+    wanted = model.model.rotary_emb.inv_freq.clone()
+    pipe = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss())
+    for each in (pipe, model):
+        triax.initialize(model=each, config=config)
+        found = [buffer for name, buffer in each.named_buffers() if name.endswith("inv_freq")]
+        assert found and all(buffer.dtype == torch.float32 and torch.equal(buffer, wanted) for buffer in found)
+        assert {p.dtype for p in each.parameters()} == {torch.bfloat16 if half == "bf16" else torch.float16}
+
+
 def whole(case: str) -> str:
     with pytest.raises(ValueError, match="2 tensor ranks: take load_hf") as error:
         PipelineModule(hf_layers(model_of(case)), grid=Grid(tensor=2))

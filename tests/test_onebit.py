@@ -743,3 +743,27 @@ def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, kind: str) -> None
     for losses, weights, names in found:
         assert names == found[0][2] and losses == found[0][0]
         assert torch.equal(weights, found[0][1])
+
+
+def written_apart() -> Any:
+    """Between two meetings one parameter is written on every replica, and the others are not."""
+    engine = made((1, 2, 1), "ZeroOneAdam", params={"lr": 0.01})
+    number = 0
+    while number < 7 or engine.optimizer.meets(engine.optimizer.steps):
+        number += 1
+        step(engine, number)
+    parameters = dict(engine.module.named_parameters())
+    name = next(iter(parameters))
+    others = {other: p.detach().clone() for other, p in parameters.items() if other != name}
+    with triax.zero.gathered(parameters[name], modifier_rank=0):
+        parameters[name].data.fill_(3.0)
+    same = all(torch.equal(others[other], parameters[other]) for other in others)
+    step(engine, number + 1)
+    return parameters[name].detach().clone(), same, {other: p.detach().clone() for other, p in others.items()}
+
+
+def test_a_weight_that_is_written_between_meetings_stays_written(ranks: Any) -> None:
+    first, second = ranks(2, written_apart)
+    assert any(not torch.equal(first[2][name], second[2][name]) for name in first[2])  # they were apart
+    for weight, same, _ in (first, second):
+        assert same and (weight - 3.0).abs().max() < 0.2

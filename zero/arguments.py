@@ -120,8 +120,15 @@ def agree(parameters: Sequence[nn.Parameter], names: dict[Tensor, str], grid: Gr
         parameter.data.copy_(whole)
 
 
-def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """What is not laid out in buckets, in the dtype of the weights."""
-    for tensor in tensors:
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+def cast(parameters: Iterable[Tensor], module: nn.Module | None, dtype: torch.dtype | None) -> None:
+    """What is not laid out in buckets, in the dtype of the weights: a module's buffers, and what is not trained.
+
+    Frequencies of rotary positions (``inv_freq``, as transformers names them) stay as they are: whoever computes angles
+    does so in fp32, and a frequency that was rounded to bf16 is off by radians some thousand tokens on.
+    """
+    if dtype is None:
+        return
+    named = () if module is None else (*module.named_parameters(), *module.named_buffers())
+    for name, tensor in (*(("", parameter) for parameter in parameters), *named):
+        if tensor.is_floating_point() and tensor.dtype != dtype and not name.endswith("inv_freq"):
             tensor.data = tensor.data.to(dtype)

@@ -223,8 +223,6 @@ class Held:
     @torch.no_grad()
     def settle(self) -> None:
         """The values were written: weights take them, on every replica. Collective over the data axis."""
-        if isinstance(self._stepper, OneBitStepper):
-            self._stepper.rejoin()
         for bucket in self._trained():
             bucket.update()
             bucket.memory.behind(bucket.shard)

@@ -96,7 +96,7 @@ def _lent(home: Replicas, parameters: list[nn.Parameter], modifier_rank: int | N
                 for start, stop in parts:
                     home.axis.broadcast(bucket.weights[start:stop], source=modifier_rank)
                 bucket.adopt(parts)
-            home.changed()
+            home.changed(spans)
             for parameter in parameters:
                 if parameter in among:  # frozen, and in no bucket: every replica has it whole
                     whole = parameter.detach().contiguous()

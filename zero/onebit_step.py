@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -156,10 +156,16 @@ class OneBitStepper(WholeStepper):
         for bucket in self._buckets:
             bucket.update()
 
-    def rejoin(self) -> None:
-        """Weights were written, alike on every replica: whatever moved these apart is over."""
-        for _, master, *_ in self._views:
-            self.optimizer.rejoin(master)
+    def rejoin(self, written: Mapping[Bucket, Sequence[tuple[int, int]]] | None = None) -> None:
+        """Weights were written, alike on every replica: whatever moved these apart is over.
+
+        Args:
+            written: of each bucket the ranges, start to stop; None: everything.
+        """
+        for _, master, bucket, span in self._views:
+            parts = [(span.start, span.stop)] if written is None else written.get(bucket, ())
+            if any(start < span.stop and span.start < stop for start, stop in parts):
+                self.optimizer.rejoin(master)
 
     def met(self, bucket: Bucket, values: Tensor) -> Tensor:
         """A bucket's values when all replicas had the same the last time: ``values`` themselves, if they do now."""

@@ -94,7 +94,7 @@ class Passes:
             make=make,
             groups=[options(group) for group in groups],
         )
-        cast([*laid_out, *(() if module is None else (*module.parameters(), *module.buffers()))], mode.weights)
+        cast(laid_out, module, mode.weights)
         self._expected = expected
         self._units: Units | None = None
         if self.replicas.gatherer is not None:

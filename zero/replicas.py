@@ -162,8 +162,14 @@ class Replicas:
         if self.gatherer is not None:
             self.gatherer.abandon()
 
-    def changed(self) -> None:
-        """Somebody wrote shards: what is kept of weights besides them is old. Collective."""
+    def changed(self, written: Mapping[Bucket, Sequence[tuple[int, int]]] | None = None) -> None:
+        """Somebody wrote shards, alike on every replica: what is kept of weights besides them is old. Collective.
+
+        Args:
+            written: of each bucket the ranges, start to stop; None: everything.
+        """
+        if isinstance(self._stepper, OneBitStepper):
+            self._stepper.rejoin(written)
         if self.gatherer is not None:
             self.gatherer.changed()
 
