@@ -12,7 +12,7 @@ from ..tensor_parallel.embedding import VocabParallelEmbedding
 from ..zero.compression import MakeExchange
 from ..zero.powersgd import PowerSGD
 from ..zero.sparse_rows import SparseRows
-from ..zero.topk import TopK
+from ..zero.topk import TopK, require_no_momentum
 from .config import Config, ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,14 +60,10 @@ def require_one_momentum(config: Config, optimizer: torch.optim.Optimizer | None
     momentum = config.gradient_compression.momentum
     if not momentum or optimizer is None:
         return
-    inner = getattr(optimizer, "_inner", optimizer)
-    own = [group.get("momentum", 0.0) for group in inner.param_groups]
-    if not isinstance(inner, torch.optim.SGD) or any(own):
-        raise ConfigError(
-            f"gradient_compression.momentum {momentum} takes the place of SGD's own, and the optimizer is "
-            f"{type(inner).__name__}{f' with momentum {max(own)}' if any(own) else ''}: pass torch.optim.SGD without "
-            "momentum, or leave gradient_compression.momentum out"
-        )
+    try:
+        require_no_momentum(momentum, getattr(optimizer, "_inner", optimizer))
+    except ValueError as error:
+        raise ConfigError(f"gradient_compression.{error}") from error
 
 
 def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:

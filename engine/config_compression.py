@@ -94,6 +94,15 @@ def check_compression(config: Config) -> None:
                 f"communication_data_type is the dtype of a plain sum, and {whole} sends something else: leave it out"
                 + (" (values says in which dtype elements travel)" if kind == "topk" else "")
             )
+    name = "" if config.optimizer is None else config.optimizer.type
+    one_bit = name.lower().replace("_", "") in _ONE_BIT
+    if "fp16" in (kind, dtype) and (whole == "sparse_gradients" or one_bit):
+        raise ValueError(
+            f"{name if one_bit else whole} sums gradients that are means already, without a loss scale, and fp16 has "
+            "no room for how small they are: set "
+            + ("gradient_compression.type" if kind == "fp16" else "communication_data_type")
+            + ' to "bf16", or leave it out'
+        )
     if whole is None:
         return
     if stage > 1:
@@ -101,8 +110,7 @@ def check_compression(config: Config) -> None:
             f"{whole} acts on a replica's whole gradient of a step, and stage {stage} of ZeRO has it reduced after "
             'each backward pass, and keeps a shard: set stage 1, or gradient_compression.type to "bf16"'
         )
-    name = "" if config.optimizer is None else config.optimizer.type
-    if name.lower().replace("_", "") in _ONE_BIT:
+    if one_bit:
         raise ValueError(f"{name} compresses what it sends already: leave {whole.partition('.')[0]} out")
     if section.momentum and config.optimizer is not None:
         _one_momentum(name, config.optimizer.params.get("momentum", 0.0))

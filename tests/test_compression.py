@@ -17,6 +17,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine.config import ConfigError, read_config
 from triax.grid.random import derive
+from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import PowerSGD, ShardedOptimizer, SparseRows, TopK
 from triax.zero.compressor import packed, packed_bytes, unpacked
@@ -405,6 +406,59 @@ def test_rows_of_embeddings_give_way_where_there_are_many(ranks: Any) -> None:
     assert ("all_gather" in report["sent"]["data"]) == small
 
 
+def beside_much(options: dict[str, Any]) -> float:
+    """What a step sends, where an embedding is in one bucket with much else, in stage 1."""
+    layers = [LayerSpec(Words), LayerSpec(nn.Linear, WIDTH, 200), LayerSpec(nn.Linear, 200, WIDTH)]
+    model = PipelineModule(layers, grid=Grid(timeout=60), loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": 1},
+        **options,
+    }
+    made, *_ = triax.initialize(model=model, config=config)
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 3
+    made.train_batch(iter([(ids, (torch.ones(2, LENGTH, WIDTH).double(), torch.ones(2, 1, 1).double()))]))
+    return float(sum(entry["bytes"] for entry in made.traffic_report()["sent"]["data"].values()))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rows_of_embeddings_never_send_more_than_the_sum(ranks: Any, dtype: str) -> None:
+    """Without its embedding, what else is in a bucket of stage 1 is summed on all replicas, and not by range."""
+    options = {"communication_data_type": dtype}
+    plain, sparse = ranks(2, beside_much, options), ranks(2, beside_much, {**options, "sparse_gradients": True})
+    for sent, whole in zip(sparse, plain, strict=True):
+        assert whole <= sent <= whole + 8  # and how many rows there are
+
+
+def tied_ends(section: dict[str, Any]) -> Tensor:
+    """The weight that the first stage and the last one hold, each beside others, on four replicas."""
+    grid = Grid(2, 4, 1, timeout=60)
+    sizes = GPTConfig(vocab_size=33, sequence_length=4, width=16, layers=1, heads=2, tie_embeddings=True)
+    model = PipelineModule(gpt(sizes), grid=grid, loss_fn=GPTLoss(grid, vocab_size=33), seed=2)
+    config = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_compression": section,
+    }
+    made, *_ = triax.initialize(model=model, config=config)
+    generator = torch.Generator().manual_seed(grid.data.rank)
+    for _ in range(8):
+        ids = torch.randint(33, (4, 5), generator=generator)
+        made.train_batch(iter([*zip(ids[:, :-1].split(2), ids[:, 1:].split(2), strict=True)]))
+    tie = next(bucket for bucket in made._replicas.buckets if bucket.tie is not None)
+    return tie.weights.clone()
+
+
+@pytest.mark.parametrize("section", [{**POWER, "rank": 2}, {**TOPK, "ratio": 0.9}], ids=["powersgd", "topk, dense"])
+def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, section: dict[str, Any]) -> None:
+    """Bit by bit: where a ring begins to add up goes by what else is in the message, and that is not alike."""
+    first, *others = ranks(8, tied_ends, section)
+    for weight in others:
+        assert torch.equal(weight, first)
+
+
 class Tied(nn.Module):
     """A head that is its embedding."""
 
@@ -699,6 +753,33 @@ def fed_back(values: torch.dtype | None) -> Any:
     return float(missing.abs().max()), exchange.steps
 
 
+def not_finite(compression: Any) -> Any:
+    """Steps as torch's own loops have them: one whose gradient is not finite on one replica is left out."""
+    grid = Grid(timeout=60)
+    weight = nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    optimizer = ShardedOptimizer(torch.optim.SGD, [weight], grid.data, stage=0, compression=compression, lr=0.1)
+    exchange: Any = optimizer.passes.replicas.exchanges
+    norms = []
+    for step in range(4):
+        optimizer.zero_grad()
+        factor = torch.inf if step == 2 and grid.rank == 1 else 1.0 + grid.rank
+        (weight.square().sum() * factor).backward()
+        before = [t.clone() for each in exchange.state().values() for t in each]
+        norm = optimizer.clip_grad_norm_(1.0)
+        norms.append(bool(norm.isfinite()))
+        if norms[-1]:
+            optimizer.step()
+            continue
+        after = [t for each in exchange.state().values() for t in each]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return norms, bool(weight.isfinite().all())
+
+
+@pytest.mark.parametrize("compression", [TopK(0.2), PowerSGD(1, min_compression=1.0)], ids=["topk", "powersgd"])
+def test_what_is_not_finite_is_not_kept(ranks: Any, compression: Any) -> None:
+    assert ranks(2, not_finite, compression) == [([True, True, False, True], True)] * 2
+
+
 # ---------------------------------------------------------------------------------------- what is refused
 
 BASE = {"train_batch_size": 1}
@@ -719,6 +800,11 @@ SGD_M = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
         ({"gradient_compression": {"type": "fp16"}, "communication_data_type": "bf16"}, "two names of one thing"),
         ({"gradient_compression": POWER, "communication_data_type": "bf16"}, "leave it out"),
         ({"gradient_compression": FULL, "optimizer": SGD_M}, "leave optimizer.params.momentum out"),
+        ({"sparse_gradients": True, "communication_data_type": "fp16"}, 'communication_data_type to "bf16"'),
+        (
+            {"gradient_compression": {"type": "fp16"}, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1.0}}},
+            'OneBitAdam sums gradients that are means already.* gradient_compression.type to "bf16"',
+        ),
         (
             {"gradient_compression": FULL, "optimizer": {"type": "Adam", "params": {"lr": 1.0}}},
             "the optimizer is Adam",
@@ -749,9 +835,14 @@ def test_refused_where_it_is_made() -> None:
         ({"compression": TopK(), "stage": 2}, "use stage 1"),
         ({"compression": "fp16", "communication_dtype": torch.float32}, "differ"),
         ({"compression": 4}, "compression is a int"),
+        ({"compression": TopK(momentum=0.9), "momentum": 0.9}, "SGD with momentum 0.9: use torch.optim.SGD without"),
+        ({"compression": PowerSGD(), "communication_dtype": torch.bfloat16}, "PowerSGD sends something else: leave"),
+        ({"compression": SparseRows([model.weight]), "communication_dtype": torch.float16}, "use bf16"),
     ):
         with pytest.raises(ValueError, match=words):
-            ShardedOptimizer(torch.optim.SGD, model.parameters(), axis, lr=1.0, **arguments)
+            ShardedOptimizer(torch.optim.SGD, model.parameters(), axis, **{"lr": 1.0, **arguments})
+    with pytest.raises(ValueError, match="the optimizer is Adam: use"):
+        ShardedOptimizer(torch.optim.Adam, model.parameters(), axis, lr=1.0, compression=TopK(momentum=0.9))
     for make in (
         lambda: TopK(0.0),
         lambda: TopK(momentum=1.0),

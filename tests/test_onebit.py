@@ -21,7 +21,7 @@ from triax.engine.config import ConfigError, read_config
 from triax.engine.weights import assembled
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from triax.zero import OneBitAdam, ShardedOptimizer
+from triax.zero import OneBitAdam, ShardedOptimizer, ZeroOneAdam
 from triax.zero.onebit import OneBitMean, pack, unpack
 
 WIDTH, BATCH, STEPS = 6, 8, 13
@@ -639,6 +639,40 @@ def test_in_a_plain_loop_it_is_the_same(ranks: Any, how: str) -> None:
     wanted = Reference("OneBitAdam", 2, found[0][1], True, 0.4).run()
     for trace, _ in found:
         compare(trace, wanted)
+
+
+def apart(resumed: bool) -> Any:
+    """A plain loop of 0/1 Adam; between two meetings everything is made anew, with weights of the first replica's."""
+    grid = Grid(timeout=60)
+    torch.manual_seed(0)
+    model = Plain().double()
+
+    def made() -> Any:
+        options: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), **PARAMS["ZeroOneAdam"]}
+        groups = grouped(model.named_parameters())
+        return ShardedOptimizer(ZeroOneAdam, groups, grid.data, stage=0, module=model, **options)
+
+    optimizer, met = made(), []
+    for number in range(1, STEPS + 1):
+        x, y = share(number, grid.data.rank, grid.data.size)
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        met.append(optimizer._inner.meets(number))
+        if resumed and not met[-1] and number > 7:
+            saved, resumed = optimizer.state_dict(), False
+            for parameter in model.parameters():
+                grid.data.broadcast(parameter.data)
+            optimizer = made()
+            optimizer.load_state_dict(saved)
+    return [p.detach().clone() for p in model.parameters()], met
+
+
+def test_resumed_in_a_plain_loop_where_replicas_were_apart(ranks: Any) -> None:
+    for (found, met), (wanted, _) in zip(ranks(2, apart, True), ranks(2, apart, False), strict=True):
+        assert not all(met[7:])
+        for mine, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-14)
 
 
 CASES: list[tuple[dict[str, Any], str]] = [

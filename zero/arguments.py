@@ -12,6 +12,9 @@ from ..grid import Axis, Grid, layout_of
 from .compression import MakeExchange
 from .onebit_adam import OneBit
 from .optimizer import ELEMENTWISE, needs_whole_tensors
+from .powersgd import PowerSGD
+from .sparse_rows import SparseRows
+from .topk import TopK
 
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -52,9 +55,23 @@ def checked(
 
 
 def compressed(
-    compression: str | MakeExchange | None, dtype: torch.dtype | None, stage: int
+    compression: str | MakeExchange | None,
+    dtype: torch.dtype | None,
+    stage: int,
+    optimizer_class: type[torch.optim.Optimizer],
 ) -> tuple[torch.dtype | None, MakeExchange | None]:
     """In which dtype gradients are summed, and what stands in place of the sum, if anything."""
+    narrow = _NARROW.get(compression, dtype) if isinstance(compression, str) else dtype
+    if narrow == torch.float16 and (isinstance(compression, SparseRows) or issubclass(optimizer_class, OneBit)):
+        name = type(compression).__name__ if isinstance(compression, SparseRows) else optimizer_class.__name__
+        raise ValueError(
+            f"{name} sums gradients that are means already, and fp16 has no room for how small they are: use bf16"
+        )
+    if isinstance(compression, (TopK, PowerSGD)) and dtype is not None:
+        raise ValueError(
+            f"communication_dtype={dtype} is the dtype of a plain sum, and {type(compression).__name__} sends "
+            "something else: leave it out" + (" (values=)" if isinstance(compression, TopK) else "")
+        )
     if isinstance(compression, str):
         if compression not in _NARROW:
             raise ValueError(

@@ -120,11 +120,29 @@ def moved(buckets: Sequence[Bucket]) -> set[Tensor]:
     return {place.member.parameter for place in places(buckets) if bool(place.of(own).any())}
 
 
+class Kind(NamedTuple):
+    """What may travel in one message: of one dtype, summed in one dtype, and of a tie nothing else.
+
+    Where a ring begins to add an element up depends on where it lies in the message, and with it the last bit; a tie's
+    weights must be the same on all its stages, whatever else these have.
+    """
+
+    dtype: torch.dtype
+    communicate: torch.dtype
+    tie: int | None
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket], number: int) -> Kind:
+        """That of the bucket of this number."""
+        bucket = buckets[number]
+        return cls(bucket.owned_gradient.dtype, bucket.communicate, None if bucket.tie is None else number)
+
+
 class Rest:
     """The plain sum over the replicas of what is not compressed.
 
     Buckets of which nothing is are summed as they would be without a compressor: in stage 1 the owned range alone.
-    What is left of the others travels together.
+    What is left of the others travels together, as ``Kind`` allows.
 
     Args:
         axis: the data axis.
@@ -136,10 +154,10 @@ class Rest:
         self._axis = axis
         some, out = {place.bucket for place in compressed}, set(compressed)
         self._whole = [bucket for number, bucket in enumerate(buckets) if number not in some]
-        self._parts: dict[torch.dtype, list[Place]] = {}
+        self._parts: dict[Kind, list[Place]] = {}
         for place in places(buckets):
             if place.bucket in some and place not in out:
-                self._parts.setdefault(buckets[place.bucket].owned_gradient.dtype, []).append(place)
+                self._parts.setdefault(Kind.of(buckets, place.bucket), []).append(place)
         self._under_way: list[Pending] = []
         self._flat: list[tuple[list[Place], Tensor]] = []
 
@@ -148,8 +166,8 @@ class Rest:
         if self._axis.size == 1:
             return
         self._under_way = [bucket.sum() for bucket in self._whole]
-        for parts in self._parts.values():
-            flat = torch.cat([place.of(gradients) for place in parts])
+        for kind, parts in self._parts.items():
+            flat = torch.cat([place.of(gradients) for place in parts]).to(kind.communicate)
             self._flat.append((parts, flat))
             self._under_way.append(self._axis.all_reduce(flat, async_op=True))
 
@@ -168,8 +186,8 @@ class Rest:
         for bucket in self._whole:
             scattered = bucket.owned != (0, bucket.flat.numel)
             total += bucket.flat.numel * bucket.communicate.itemsize * (1 if scattered else 2)
-        for dtype, parts in self._parts.items():
-            total += 2 * sum(place.stop - place.start for place in parts) * dtype.itemsize
+        for kind, parts in self._parts.items():
+            total += 2 * sum(place.stop - place.start for place in parts) * kind.communicate.itemsize
         return total * (self._axis.size - 1) / self._axis.size
 
 

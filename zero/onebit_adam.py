@@ -101,8 +101,13 @@ class OneBit(torch.optim.Optimizer):
             self._move(p, state, group, now, outgoing)
         return loss
 
-    def resume(self, parameter: Tensor) -> None:
-        """State was loaded, and the parameter's value is what all replicas had when they last met."""
+    def resume(self, parameter: Tensor, met: bool = True) -> None:
+        """State was loaded: go to where this replica was.
+
+        Args:
+            parameter: of which it is.
+            met: its value is what all replicas had when they last met; False: the state knows that too.
+        """
 
     def rejoin(self, parameter: Tensor) -> None:
         """The parameter was given a value, the same on all replicas."""
@@ -260,12 +265,13 @@ class ZeroOneAdam(OneBit):
         doublings = (past - 1) // int(self.defaults["local_step_scaler"])
         return past % min(most, 2 ** min(doublings, most.bit_length())) == 0
 
-    def resume(self, parameter: Tensor) -> None:
-        """The parameter's value is what all replicas had when they last met: go to where this one is."""
+    def resume(self, parameter: Tensor, met: bool = True) -> None:
+        """State was loaded: go to where this replica was."""
         state = self.state[parameter]
-        state.pop("anchor", None)
+        if met:
+            state.pop("anchor", None)
         if "moved" in state:
-            state["anchor"] = parameter.detach().clone()
+            state.setdefault("anchor", parameter.detach().clone())
             group = next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
             self._place(parameter, state, state["moved"], denominator(state["exp_avg_sq"], group, self._taken(state)))
 

@@ -93,7 +93,8 @@ class OneBitLamb(OneBit):
                 part = (small / update.norm()).nan_to_num(1.0).clamp(max=1.0)
                 factor = factor * part + (1 - part)
             factor = factor.clamp(group["factor_min"], group["factor_max"])
-            last, change = state.get("factor", torch.ones_like(factor)), group["factor_threshold"]
+            # Numbers that were read from a checkpoint are on the CPU.
+            last, change = state.get("factor", torch.ones_like(factor)).to(p.device), group["factor_threshold"]
             state["factor"] = factor.clamp(last * (1 - change), last * (1 + change))
             coefficient = state["factor"] * self._mean(state, group)
         p.sub_(update.mul_(coefficient * group["lr"]))
@@ -107,7 +108,8 @@ class OneBitLamb(OneBit):
     def _average(self, state: dict[str, Any], coefficient: Tensor, group: dict[str, Any]) -> None:
         """Take a coefficient into the moving average, which begins with 0; ``coeff_weight`` is what 1s would give."""
         beta = group["coeff_beta"]
-        state["coeff"] = coefficient * (1 - beta) + state.get("coeff", torch.zeros_like(coefficient)) * beta
+        before = state.get("coeff", torch.zeros_like(coefficient)).to(coefficient.device)
+        state["coeff"] = coefficient * (1 - beta) + before * beta
         state["coeff_weight"] = 1 - beta + state.get("coeff_weight", 0.0) * beta
 
     def _mean(self, state: dict[str, Any], group: dict[str, Any]) -> Any:

@@ -149,10 +149,14 @@ class OneBitStepper(WholeStepper):
         return (low - span.start, high - span.start) if low < high else (0, 0)
 
     @torch.no_grad()
-    def resume(self) -> None:
-        """State was loaded. Where replicas had moved apart, this one goes to where it was."""
+    def resume(self, met: bool = True) -> None:
+        """State was loaded. Where replicas had moved apart, this one goes to where it was.
+
+        Args:
+            met: weights are those of the last meeting; False: the state knows that too.
+        """
         for _, master, *_ in self._views:
-            self.optimizer.resume(master)
+            self.optimizer.resume(master, met)
         for bucket in self._buckets:
             bucket.update()
 

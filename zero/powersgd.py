@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..grid import Grid
 from ..grid.random import derive
-from .compressor import Compressor, Kept, Place, Rest, flats, places, rooms
+from .compressor import Compressor, Kept, Kind, Place, Rest, flats, places, rooms
 
 if TYPE_CHECKING:
     from .buckets import Bucket
@@ -97,9 +97,9 @@ class PowerSGDExchange(Compressor):
         chosen = [place for place in places(buckets) if self._worth(place)]
         self._rest, self._all = Rest(grid.data, buckets, chosen), Rest(grid.data, buckets, ())
         self._residual = rooms(buckets, chosen)
-        self._p: dict[torch.dtype, Tensor] = {}
-        self._q: dict[torch.dtype, Tensor] = {}
-        self._batches = self._laid_out(chosen)
+        self._p: dict[Kind, Tensor] = {}
+        self._q: dict[Kind, Tensor] = {}
+        self._batches = self._laid_out(buckets, chosen)
         self._draw()
         self._sent = 0.0
 
@@ -160,24 +160,23 @@ class PowerSGDExchange(Compressor):
         rank = min(self._options.rank, rows, columns)
         return rows * columns >= self._options.min_compression * rank * (rows + columns)
 
-    def _laid_out(self, chosen: Sequence[Place]) -> list[_Batch]:
+    def _laid_out(self, buckets: Sequence[Bucket], chosen: Sequence[Place]) -> list[_Batch]:
         """The matrices by bucket and shape. (A tie's bucket is alike on all its stages, and so are its products.)"""
         alike: dict[tuple[int, tuple[int, int]], list[Place]] = {}
         for place in chosen:
             alike.setdefault((place.bucket, place.matrix), []).append(place)
-        wanted: dict[torch.dtype, list[list[Place]]] = {}
+        wanted: dict[Kind, list[list[Place]]] = {}
         for (bucket, _), batch in alike.items():
-            wanted.setdefault(self._residual[bucket].dtype, []).append(batch)
+            wanted.setdefault(Kind.of(buckets, bucket), []).append(batch)
         made = []
-        for dtype, batches in wanted.items():
+        for kind, batches in wanted.items():
             shapes = [(len(batch), *batch[0].matrix) for batch in batches]
             ranks = [min(self._options.rank, rows, columns) for _, rows, columns in shapes]
             sizes_p = [n * rows * r for (n, rows, _), r in zip(shapes, ranks, strict=True)]
             sizes_q = [n * columns * r for (n, _, columns), r in zip(shapes, ranks, strict=True)]
-            device = self._residual[batches[0][0].bucket].device
-            self._p[dtype] = torch.zeros(sum(sizes_p), dtype=dtype, device=device)
-            self._q[dtype] = torch.zeros(sum(sizes_q), dtype=dtype, device=device)
-            flats_p, flats_q = self._p[dtype].split(sizes_p), self._q[dtype].split(sizes_q)
+            like = self._residual[batches[0][0].bucket]
+            self._p[kind], self._q[kind] = like.new_zeros(sum(sizes_p)), like.new_zeros(sum(sizes_q))
+            flats_p, flats_q = self._p[kind].split(sizes_p), self._q[kind].split(sizes_q)
             for batch, (n, rows, columns), r, p, q in zip(batches, shapes, ranks, flats_p, flats_q, strict=True):
                 made.append(_Batch(batch, p.view(n, rows, r), q.view(n, columns, r)))
         return made

@@ -173,6 +173,11 @@ class Replicas:
         if self.gatherer is not None:
             self.gatherer.changed()
 
+    def resume(self) -> None:
+        """State was loaded that says where this replica was, if it was elsewhere than the others."""
+        if isinstance(self._stepper, OneBitStepper):
+            self._stepper.resume(met=False)
+
     def displaced(self) -> str | None:
         """The name of a parameter that went elsewhere, so that a step would not move it."""
         return next((name for bucket in self.buckets if (name := bucket.displaced()) is not None), None)
@@ -220,6 +225,14 @@ class Replicas:
         if own and scale != 1.0:
             torch._foreach_mul_(own, scale)
         self.exchanges.gradients(trained)
+        self._exchanged = True
+
+    @torch.no_grad()
+    def spoil(self) -> None:
+        """In place of an ``exchange`` of what is not finite somewhere: the mean is not, and nothing is kept of it."""
+        for bucket in self.buckets:
+            if bucket.trained and bucket.gradients is not None:
+                bucket.gradients.fill_(torch.nan)
         self._exchanged = True
 
     def unused(self) -> int:

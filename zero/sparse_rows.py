@@ -7,7 +7,7 @@ decides alike, from the most rows that one of them has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,11 +64,8 @@ class SparseRowsExchange(Compressor):
         most = torch.tensor([rows.numel() for rows in touched], dtype=torch.int64, device=self.device)
         if self._places:
             self.axis.all_reduce(most, op="max")
-        sparse = {
-            place: (rows, count)
-            for place, rows, count in zip(self._places, touched, most.tolist(), strict=True)
-            if self._less(place, buckets[place.bucket], count)
-        }
+        counted = dict(zip(self._places, zip(touched, most.tolist(), strict=True), strict=True))
+        sparse = {place: counted[place] for place in self._fewer(buckets, {p: n for p, (_, n) in counted.items()})}
         rest = Rest(self.axis, buckets, sparse)
         rest.start(own)
         self._sent = rest.formula() + 2 * most.numel() * most.itemsize * (self.axis.size - 1) / self.axis.size
@@ -80,12 +77,25 @@ class SparseRowsExchange(Compressor):
         """For each embedding N - 1 messages of the most rows that a replica has; and the sum of the rest."""
         return self._sent
 
-    def _less(self, place: Place, bucket: Bucket, count: int) -> bool:
-        """Whether its rows take fewer bytes than all of it."""
-        columns, size = place.matrix[1], self.axis.size
-        scattered = bucket.owned != (0, bucket.flat.numel) and len(bucket.members) == 1
-        whole = (place.stop - place.start) * bucket.communicate.itemsize / size * (1 if scattered else 2)
-        return packed_bytes(count, count * columns, bucket.communicate) < whole
+    def _fewer(self, buckets: Sequence[Bucket], counts: Mapping[Place, int]) -> list[Place]:
+        """Those whose rows take fewer bytes than all of them.
+
+        What else is in a bucket of stage 1 is then summed on all replicas, in place of each one's range of it: twice
+        the bytes, which the rows have to be worth too.
+        """
+        found = []
+        for number in dict.fromkeys(place.bucket for place in counts):
+            bucket, size = buckets[number], self.axis.size
+            whole = bucket.communicate.itemsize / size  # what an element of a range takes, over N - 1; of a sum twice
+            rows = {
+                p: packed_bytes(n, n * p.matrix[1], bucket.communicate) for p, n in counts.items() if p.bucket == number
+            }
+            chosen = [p for p, sent in rows.items() if sent < 2 * whole * (p.stop - p.start)]
+            others = bucket.flat.numel - sum(p.stop - p.start for p in chosen)
+            scattered = bucket.owned != (0, bucket.flat.numel)
+            if not scattered or sum(rows[p] for p in chosen) + 2 * whole * others < whole * bucket.flat.numel:
+                found += chosen
+        return found
 
     def _send(self, place: Place, flat: Tensor, rows: Tensor, count: int, dtype: torch.dtype) -> None:
         """Have everybody's rows, and add them up replica by replica: in the same order on each."""

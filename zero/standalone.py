@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from ..grid import Axis
 from .arguments import checked, compressed
 from .compression import MakeExchange
+from .compressor import Compressor
 from .mode import Mode
 from .norm import clip_coefficient
 from .onebit_step import stepped_by
 from .plus import Plus
 from .stepped import PassesOptimizer
+from .topk import TopK, require_no_momentum
 
 
 class ShardedOptimizer(PassesOptimizer):
@@ -92,7 +94,7 @@ class ShardedOptimizer(PassesOptimizer):
         **options: Any,
     ) -> None:
         grid = checked(optimizer_class, axis, stage, module, backward_passes_per_step, reduction)
-        communicate, exchange = compressed(compression, communication_dtype, stage)
+        communicate, exchange = compressed(compression, communication_dtype, stage, optimizer_class)
         plus = Plus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
         fitting = plus.fitting(stage, grid.data.size, communicate, keep_gathered)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
@@ -108,6 +110,8 @@ class ShardedOptimizer(PassesOptimizer):
             expected=backward_passes_per_step,
         )
         self._mean = reduction == "mean"
+        if isinstance(compression, TopK) and compression.momentum:
+            require_no_momentum(compression.momentum, self._inner)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -132,11 +136,22 @@ class ShardedOptimizer(PassesOptimizer):
             return
         self.passes.close()
         if self._replicas.exchanges is not None:
-            self._replicas.exchange(1.0 / self._grid.data.size if self._mean else 1.0)
+            if self._finite():
+                self._replicas.exchange(1.0 / self._grid.data.size if self._mean else 1.0)
+            else:
+                self._replicas.spoil()
             return
         owned = [bucket.owned_gradient for bucket in self._replicas.buckets if bucket.trained]
         if self._mean and self._grid.data.size > 1 and owned:
             torch._foreach_mul_(owned, 1.0 / self._grid.data.size)
+
+    def _finite(self) -> bool:
+        """Whether every gradient of the grid is, where a residual would keep what is not. Collective over the grid."""
+        if not isinstance(self._replicas.exchanges, Compressor):
+            return True
+        square = self._replicas.squares()
+        self._grid.world.all_reduce(square)
+        return bool(square.isfinite())
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -117,6 +117,7 @@ class PassesOptimizer(torch.optim.Optimizer):
         self.state = self._inner.state
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
+        self._replicas.resume()
 
     @property
     def _replicas(self) -> Replicas:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Axis, Grid
-from .compressor import Compressor, Rest, flats, packed, packed_bytes, places, rooms, unpacked
+from .compressor import Compressor, Kind, Rest, flats, packed, packed_bytes, places, rooms, unpacked
 from .flat import RUNS, SHARDED
 from .norm import clip_coefficient, square
 
@@ -80,6 +80,21 @@ class TopK:
         return TopKExchange(self, grid, buckets)
 
 
+def require_no_momentum(momentum: float, optimizer: torch.optim.Optimizer) -> None:
+    """Momentum correction is SGD's momentum: the optimizer's own, on top of it, would be a second one.
+
+    Raises:
+        ValueError: it has one.
+    """
+    own = max((float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0)
+    if not isinstance(optimizer, torch.optim.SGD) or own:
+        raise ValueError(
+            f"momentum {momentum} of top-k takes the place of SGD's own, and the optimizer is "
+            f"{type(optimizer).__name__}{f' with momentum {own}' if own else ''}: use torch.optim.SGD without "
+            "momentum, or leave top-k's out"
+        )
+
+
 class TopKExchange(Compressor):
     """What ``TopK`` makes. Selection is by tensor, as in the paper: the same on every grid but for tensor shards."""
 
@@ -90,7 +105,7 @@ class TopKExchange(Compressor):
         self._places = [p for p in every if p.member.parameter.dim() > 1 and p.start < p.stop]
         compressed = set(self._places)
         self._others = [place for place in every if place not in compressed]
-        self._dtypes = dict.fromkeys(bucket.owned_gradient.dtype for bucket in buckets)  # a message each
+        self._kinds = [Kind.of(buckets, number) for number in range(len(buckets))]  # a message for each that differs
         self._rest, self._all = Rest(grid.data, buckets, self._places), Rest(grid.data, buckets, ())
         self._residual = rooms(buckets, self._places)
         self._velocity = rooms(buckets, every) if options.momentum else []
@@ -118,10 +133,9 @@ class TopKExchange(Compressor):
         self._rest.start(own)
         chosen = self._select(own, density)
         self._sent = self._rest.formula()
-        for dtype in self._dtypes:
-            mine = [number for number in chosen if own[number].dtype == dtype]
-            if mine:
-                self._exchange(own, {number: chosen[number] for number in mine}, dtype)
+        for kind in dict.fromkeys(self._kinds[number] for number in chosen):
+            mine = {number: indices for number, indices in chosen.items() if self._kinds[number] == kind}
+            self._exchange(own, mine, kind.dtype)
         self._rest.finish(own)
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
