@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..grid import Axis, Grid
 from ..grid.environment import local_place
 from ..grid.timeline import record
-from .horovod_calls import Calls
+from .horovod_calls import Calls, Request
 
 
 @dataclass
@@ -192,7 +192,7 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     if made.grid.timeline is not None:
         raise ValueError("a timeline is recorded already, by triax run --timeline or start_timeline")
     folder = tempfile.TemporaryDirectory(prefix="triax-timeline-")
-    made.grid.world.barrier()
+    _behind_all(made, "start_timeline")
     record(made.grid, folder.name)
     made.timeline = (Path(file_path), folder)
 
@@ -209,6 +209,7 @@ def stop_timeline() -> None:
     from .timeline_file import merged
     from .trace import write_trace
 
+    _behind_all(made, "stop_timeline")
     file, folder = made.timeline
     recorder, made.timeline, made.grid.timeline = made.grid.timeline, None, None
     recorder.close()
@@ -217,6 +218,11 @@ def stop_timeline() -> None:
     if made.grid.rank == 0:
         write_trace(merged(parts), file)
     made.grid.world.barrier()
+
+
+def _behind_all(made: Job, call: str) -> None:
+    """Wait for every rank to be here, and for what it started: recording begins and ends between two operations."""
+    made.calls.now(Request(call, "the timeline", "all"), lambda axis: axis.barrier())
 
 
 # ----------------------------------------------------------------------------------------------------- process sets

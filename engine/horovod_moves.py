@@ -222,6 +222,8 @@ def _alltoall(name: str, rows: list[int], tensor: Tensor) -> tuple[Request, Call
 def exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """Send each rank its tensor and receive its own; both may be empty."""
     incoming[axis.rank].copy_(outgoing[axis.rank])
+    if axis.size == 1:
+        return
     if incoming[axis.rank].is_cuda:  # NCCL's messages would have to be started together
         axis.traffic.add(axis.name, "send", sum(map(_bytes, outgoing)) - _bytes(outgoing[axis.rank]))
         dist.all_to_all(list(incoming), list(outgoing), group=axis.group)

@@ -322,7 +322,8 @@ def join(device: int = -1) -> int:
     raise ValueError(
         "join() is not here: the others' averages would still be over all ranks, so those that go on would train with "
         "gradients that are too small. Give every rank as many batches (torch's DistributedSampler does), or let a "
-        "rank that has none call optimizer.step() as often as the others: it takes part with zeros"
+        "rank that has none call optimizer.zero_grad(); optimizer.step() as often as the others: it takes part with "
+        "zeros"
     )
 
 

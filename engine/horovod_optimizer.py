@@ -52,8 +52,9 @@ def DistributedOptimizer(
             optimizer.step()
 
     Nothing is sent twice: a ``step`` that follows ``synchronize`` without ``skip_synchronize`` does the same. A rank on
-    which a parameter had no gradient takes part with zeros, and one that had no backward pass at all, by ``step``
-    alone. A parameter that had none on any rank stands still. A closure's gradients are averaged after each call.
+    which a parameter had no gradient takes part with zeros; so does one that has no batch, by
+    ``optimizer.zero_grad(); optimizer.step()``. A parameter that had none on any rank stands still. A closure's
+    gradients are averaged after each call.
 
     Args:
         optimizer: any of torch's but LBFGS, or the script's own. It is left as it is.
@@ -122,7 +123,8 @@ class _Distributed(torch.optim.Optimizer):
         """Wait until gradients are averaged, and step. Collective.
 
         Raises:
-            RuntimeError: within ``skip_synchronize`` without ``synchronize`` before; parameters were unfrozen.
+            RuntimeError: within ``skip_synchronize`` without ``synchronize`` before; parameters were unfrozen; the
+                gradients are those of the last step, or were changed before they were averaged.
         """
         mine = self._hvd
         mine.require_known(self.param_groups)
@@ -144,7 +146,7 @@ class _Distributed(torch.optim.Optimizer):
             mine.synchronize()
         with mine.span("step"):
             result = super().step(None if closure is None else reduced)
-        mine.reducer.done = False
+        mine.reducer.stepped()
         mine.wrapped._opt_called = True  # type: ignore[attr-defined]  # a scheduler of that one asks whether it stepped
         return result
 
@@ -182,10 +184,36 @@ class _Distributed(torch.optim.Optimizer):
         self._hvd.reducer.done = False
         super().zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own, into the groups and the state that schedulers and the wrapped optimizer hold."""
+        with kept(self):
+            super().load_state_dict(state_dict)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own; on every rank alike. Collective."""
         super().add_param_group(param_group)
         self._hvd.add(self.param_groups[-1])
+
+
+@contextmanager
+def kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Groups and state that are loaded within become the contents of the objects that were there.
+
+    torch's ``load_state_dict`` puts new ones in their place, and whoever holds the old ones (the optimizer that is
+    wrapped, and by it a scheduler) would write to what no step reads.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    yield
+    loaded, known = optimizer.param_groups, optimizer.state
+    if loaded is not groups:
+        for group, new in zip(groups, loaded, strict=True):
+            group.clear()
+            group.update(new)
+        optimizer.param_groups = groups
+    if known is not state:
+        state.clear()
+        state.update(known)
+        optimizer.state = state
 
 
 class _Averaging:

@@ -26,6 +26,9 @@ class Bucket:
         parameters, name: those, and what the timeline calls them.
         left: of them, those whose gradients are not complete.
         had: of them, those that had a gradient here when the bucket started.
+
+    What ``start`` leaves in ``.grad`` are views of one tensor, with one count of writes for all: it tells whether
+    somebody wrote to them while they were on their way.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], name: str) -> None:
@@ -33,6 +36,7 @@ class Bucket:
         self.left: set[Tensor] = set()
         self.had: set[Tensor] = set()
         self._sent: tuple[Pending, Tensor, Tensor, Any] | None = None
+        self._written = 0
 
     def begin(self) -> None:
         """The next step's gradients are to come."""
@@ -49,11 +53,19 @@ class Bucket:
         wire = wire.contiguous()
         with labelled(axis, self.name):
             self._sent = axis.all_reduce(wire, async_op=True), flat, wire, context
+        self._written = _writes(self.parameters[0].grad)
 
     def finish(self, compression: Any, factor: float) -> None:
         """Wait for the sum, and leave it in ``.grad``."""
         assert self._sent is not None
         (pending, flat, wire, context), self._sent = self._sent, None
+        gradient = self.parameters[0].grad
+        if gradient is not None and _writes(gradient) != self._written:
+            raise RuntimeError(
+                f"{self.name} were written to after backward() and before they were averaged (clip_grad_norm_ does so, "
+                "and zero_grad(set_to_none=False)): call optimizer.synchronize() before, and optimizer.step() within "
+                "optimizer.skip_synchronize()"
+            )
         pending.wait()
         result = compression.decompress(wire, context)
         if result.data_ptr() != flat.data_ptr():
@@ -80,6 +92,11 @@ class Bucket:
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view(parameter.shape)
         return flat
+
+
+def _writes(gradient: Tensor | None) -> int:
+    """How often a gradient, or what it is a view of, was written to."""
+    return 0 if gradient is None else gradient._version
 
 
 def _behind_each_other(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -166,6 +183,22 @@ class Reducer:
         for bucket in self._buckets:
             bucket.begin()
 
+    def stepped(self) -> None:
+        """A step used the gradients: each is marked so, until it is written to."""
+        self.done = False
+        for gradient in self._gradients():
+            gradient._stepped = gradient._version  # type: ignore[attr-defined]
+
+    def _stale(self) -> bool:
+        """Whether the gradients are the last step's: nothing has touched them since."""
+        gradients = self._gradients()
+        if self.pending or not gradients:
+            return False
+        return all(getattr(gradient, "_stepped", None) == gradient._version for gradient in gradients)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
     def remove(self) -> None:
         """Leave nothing on the parameters."""
         for handle in self._handles:
@@ -176,8 +209,16 @@ class Reducer:
         """Have every gradient reduced, and in ``.grad``. Collective, also where this rank had no backward pass.
 
         A parameter that had no gradient here takes part with zeros; one that had none on any rank keeps none.
+
+        Raises:
+            RuntimeError: the gradients are those that the last step used, or were written to on their way.
         """
         if self._axis.size > 1:
+            if self._stale():
+                raise RuntimeError(
+                    "there was no backward pass since the last step, and .grad is what that step used: it would be "
+                    "averaged once more. A rank that has no batch calls optimizer.zero_grad(); optimizer.step()"
+                )
             while self._next < len(self._buckets):
                 self._start_next()
             used = [parameter in self._bucket_of[parameter].had for parameter in self.parameters]

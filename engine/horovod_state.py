@@ -12,6 +12,7 @@ from ..grid import Axis
 from .horovod import ProcessSet, job, only_global
 from .horovod_calls import Request
 from .horovod_ops import as_numbers, require, require_rank, shape
+from .horovod_optimizer import kept
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
@@ -22,11 +23,17 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
             gives tensors or pairs of name and tensor. What a dict has that is no tensor is left as it is.
 
     Raises:
-        ValueError: on every rank: names, shapes or dtypes differ between ranks.
+        ValueError: on every rank: names, shapes or dtypes differ between ranks; or it is an optimizer's state.
     """
     only_global(process_set)
     require_rank(root_rank)
-    tensors = [(name, value) for name, value in _named(params) if isinstance(value, Tensor)]
+    named = list(_named(params))
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    if not tensors and "param_groups" in dict(named):
+        raise ValueError(
+            "an optimizer's state_dict() has its tensors further in, and none would be sent: call "
+            "triax.broadcast_optimizer_state(optimizer)"
+        )
     for _, tensor in tensors:
         require(tensor)
     _from_root("broadcast_parameters", [tensor for _, tensor in tensors], root_rank, [name for name, _ in tensors])
@@ -74,7 +81,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Every rank's optimizer gets the state and the options (learning rates, ...) of rank ``root_rank``'s.
 
-    The other ranks need have no state yet, or may have more. No step is made for it: the parameters stay.
+    The other ranks need have no state yet, or may have more. No step is made for it: the parameters stay. So do the
+    dicts of ``param_groups``, which a scheduler may hold.
 
     Raises:
         ValueError: on every rank: the optimizers are not of as many parameters; or it is a ``ShardedOptimizer``.
@@ -106,7 +114,8 @@ def broadcast_optimizer_state(
         state = _mapped(None, skeleton[0], leaves)
     _from_root("optimizer state", leaves, root_rank, map(str, range(len(leaves))))
     if job().grid.rank != root_rank:
-        optimizer.load_state_dict(state)
+        with kept(optimizer):
+            optimizer.load_state_dict(state)
 
 
 def _mapped(leave: Any, value: Any, made: list[Tensor] | None = None) -> Any:

@@ -20,7 +20,7 @@ from ..grid import Grid, Layout
 from ..grid.replica import ReplicaGrid
 from ..pipe.module import PipelineModule
 from ..zero.held import Held
-from ..zero.local import Meetings, Outer
+from ..zero.local import Meetings, Outer, agreed_steps
 from ..zero.local_async import AsyncMeetings
 from ..zero.whole import WholeStepper
 from . import local_state, precision
@@ -42,8 +42,10 @@ class Local:
     Attributes:
         meetings: the common weights, and how they move.
         since: steps of this replica since its last meeting.
-        steps, sent: steps so far, and bytes that this rank sent to other replicas for them.
+        steps: so far, those before a checkpoint that was loaded included.
+        sent: bytes that this rank sent to other replicas for those since then.
         grid: this replica's.
+        restored: of these steps, those before the checkpoint.
         just_met: whether the last step ended with a meeting.
     """
 
@@ -52,7 +54,7 @@ class Local:
         assert config.local_updates is not None
         self.section: LocalUpdatesConfig = config.local_updates
         self._engine, self.grid = engine, grid
-        self.since = self.steps = 0
+        self.since = self.steps = self.restored = 0
         self.sent, self.just_met, self.over = 0.0, False, False
         if engine.optimizer is None:
             raise ConfigError("local_updates has nothing to step: give optimizer, or leave it out")
@@ -80,11 +82,20 @@ class Local:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it the engine is this replica's alone."""
+        """Within it the engine is this replica's alone.
+
+        Raises:
+            RuntimeError: for an ``AgreedError``, which the ranks of this replica alone raise: the others would wait for
+                them, so these leave as a rank does that failed.
+        """
         engine = self._engine
         engine.grid = self.grid
         try:
             yield
+        except AgreedError as error:
+            if self.grid.replicas == 1:
+                raise
+            raise RuntimeError(f"replica {self.grid.replica} of {self.grid.replicas} cannot go on: {error}") from error
         finally:
             engine.grid = self.grid.whole
 
@@ -99,12 +110,22 @@ class Local:
             self.since = 0
 
     def meet(self) -> None:
-        """Meet now. Collective over the whole grid, and after as many meetings everywhere."""
-        with self._counted():
-            if isinstance(self.meetings, AsyncMeetings):
+        """Meet now. Collective over the whole grid, and after as many meetings everywhere.
+
+        Raises:
+            AgreedError: on every rank: replicas have taken unlike numbers of steps since they met, and must not.
+        """
+        if isinstance(self.meetings, AsyncMeetings):
+            with self._counted():
                 self.meetings.meet_all(self.since)
-            elif self.since:
-                self.meetings.meet()
+        else:
+            try:
+                since = agreed_steps(self.grid.whole.data, self.since, self.grid.device)
+            except ValueError as error:
+                raise AgreedError(str(error)) from error
+            if since:
+                with self._counted():
+                    self.meetings.meet()
         self.since = 0
 
     def leave(self) -> bool:
@@ -159,7 +180,7 @@ class Local:
             "steps": self.steps,
             "meetings": self.meetings.met,
             "sent": self.sent,
-            "per_step": self.sent / self.steps if self.steps else 0.0,
+            "per_step": self.sent / max(self.steps - self.restored, 1),
             "formula": meeting / self.section.every,
             "uncompressed": plain,
         }
@@ -194,6 +215,10 @@ class LocalUpdates:
         """Have the replicas meet now. Every rank of every replica calls this, after its last step or between two.
 
         Afterwards all have the same weights: of local SGD the mean, of DiLoCo those after the outer step.
+
+        Raises:
+            RuntimeError: on every rank, and the engine can go on: replicas have taken unlike numbers of steps since
+                they met. ``async_diloco`` takes them as they are.
         """
         with self._call("meet"):
             _of(self).meet()
@@ -207,6 +232,9 @@ class LocalUpdates:
 
         Returns:
             Whether all replicas have left. False: one gave no sign of life for the grid's ``timeout``.
+
+        Raises:
+            RuntimeError: as ``meet``.
         """
         with self._call("leave"):
             return _of(self).leave()
@@ -224,13 +252,13 @@ class LocalUpdates:
         return _of(self).meetings.commonly()
 
     def traffic_report(self) -> dict[str, Any]:
-        """As ``Engine.traffic_report``; and ``local``: what goes from this rank to other replicas, since the start.
+        """As ``Engine.traffic_report``; and ``local``: what goes from this rank to other replicas.
 
-        ``sent`` bytes in so many ``steps`` and ``meetings``, ``per_step`` on average; ``formula``: what a meeting sends
-        by the formula of an all-reduce, by the steps between two; ``uncompressed``: what a step sends that all-reduces
-        gradients. ``async_diloco`` sends each replica a message of its own, N/2 times the formula, and has
-        ``staleness``, the rounds that the slowest was behind at the last meeting, and ``waited_s``, seconds at the
-        bound.
+        ``steps`` and ``meetings`` so far; ``sent``: bytes since this process began, or loaded a checkpoint, and
+        ``per_step`` on average; ``formula``: what a meeting sends by the formula of an all-reduce, by the steps between
+        two; ``uncompressed``: what a step sends that all-reduces gradients. ``async_diloco`` sends each replica a
+        message of its own, N/2 times the formula, and has ``staleness``, the rounds that the slowest was behind at the
+        last meeting, and ``waited_s``, seconds at the bound.
         """
         report: dict[str, Any] = {}
         if isinstance(self, Engine):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..grid import Layout, layout_of
 from ..zero.held import Held, Range
+from ..zero.local_async import AsyncMeetings
 from ..zero.local_held import MeanHeld
 from . import checkpoint_state as states
 from .checkpoint_boxes import pieces
@@ -31,7 +32,7 @@ REPLICA, OUTER = "replica", "outer"
 
 def held(engine: Compat, local: Local) -> MeanHeld:
     """An engine's parameters, as the whole grid's."""
-    return MeanHeld(engine._replicas, list(states._named(engine)), local.grid.whole, local.since == 0)
+    return MeanHeld(engine._replicas, list(states._named(engine)), local.grid.whole, local.since)
 
 
 def _own(engine: Compat, local: Local) -> Held:
@@ -56,13 +57,18 @@ def parts(engine: Compat, local: Local) -> list[states.Part]:
 
 
 def numbers(engine: Compat, local: Local) -> dict[str, Any]:
-    """What is one number a parameter, of this replica; and its loss scale."""
+    """What is one number a parameter, of this replica; and where its schedule and its loss scale are.
+
+    Steps that one replica skips move neither, so that those of replicas may differ.
+    """
     found: dict[str, Any] = {}
     if engine.grid.tensor.is_first:
         for name, state in _own(engine, local).numbers().items():
             found[f"{_title(local)}/{name}"] = encode(state, None, f"the optimizer's state of {name}")
-    if local.grid.world.is_first and engine._scaler is not None:
-        found[_title(local)] = states.vars_of(engine._scaler)
+    if local.grid.world.is_first:
+        run = states.run_state(engine)
+        kept = {key: run[key] for key in ("param_groups", "lr_scheduler") if key in run}
+        found[_title(local)] = kept | ({} if engine._scaler is None else states.vars_of(engine._scaler))
     return found
 
 
@@ -99,9 +105,13 @@ def restore(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable
         _flats(engine, everything, reader, "velocity", local.meetings.velocity, usable)
     if same:
         _flats(engine, everything, reader, "common", local.meetings.common, usable)
+        if isinstance(local.meetings, AsyncMeetings):  # the round under way began there
+            for base, common in zip(local.meetings.base, local.meetings.common, strict=True):
+                base.copy_(common)
         _replica(engine, local, reader, wanted, usable)
         local.since = saved["since"]
     local.steps, local.meetings.met = saved["steps"], saved["meetings"]
+    local.restored, local.sent = saved["steps"], 0.0
     return notes
 
 
@@ -131,11 +141,14 @@ def _replica(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usabl
             whole = Range(name, layout_of(buffer), 0, buffer.numel(), value.view(-1))
             mine.fill(f"{states.BUFFERS}/{name}", whole, *place)
             buffer.copy_(value)
-    run = index.head["run"]
+    run, kept = index.head["run"], index.head["numbers"].get(_title(local), {})
     if wanted.optimizer and states.same_state(run.get("optimizer"), engine):
         read_optimizer(own, mine, usable, place)
-        if engine._scaler is not None and (scaler := index.head["numbers"].get(_title(local))) is not None:
-            states.set_scaler(engine, scaler)
+        states.set_optimizer(engine, kept)
+        if engine._scaler is not None and "scale" in kept:
+            states.set_scaler(engine, kept)
+    if wanted.schedule and "lr_scheduler" in kept:
+        states.set_schedule(engine, kept)
 
 
 def _title(local: Local) -> str:

@@ -51,10 +51,11 @@ class Recorder:
         for number in itertools.count():  # a script may have several grids, which all ranks make in the same order
             self.file = Path(folder) / f"rank-{grid.rank}-{attempt}-{number}.jsonl"
             try:
-                self._out = os.open(self.file, flags, 0o644)
+                self._out: int | None = os.open(self.file, flags, 0o644)
                 break
             except FileExistsError:
                 continue
+        self._lock = threading.Lock()  # of the descriptor: whoever writes late must not meet it closed, or another's
         self._numbers, self._axes = itertools.count(), itertools.count()
         self._like: dict[tuple[str, tuple[int, ...]], int] = {}
         self._grid = grid
@@ -74,11 +75,14 @@ class Recorder:
         self.write("axis", axis.number, axis.name, axis.ranks, self._like[key])
 
     def close(self) -> None:
-        """Record no more."""
+        """Record no more. What is under way may end later, and is not written down."""
         for axis in self._grid.axes():
             if isinstance(axis, TimelineAxis):
                 axis.__class__ = type(axis).was  # type: ignore[assignment]
-        os.close(self._out)
+        with self._lock:
+            out, self._out = self._out, None
+        if out is not None:
+            os.close(out)
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[None]:
@@ -100,8 +104,11 @@ class Recorder:
         self.write("end", number, waited, time.perf_counter(), threading.get_ident())
 
     def write(self, *entry: Any) -> None:
-        """Append an entry: one call of the system, whole whichever thread makes it."""
-        os.write(self._out, json.dumps(entry).encode() + b"\n")
+        """Append an entry: one call of the system, whole whichever thread makes it. After ``close``: nothing."""
+        line = json.dumps(entry).encode() + b"\n"
+        with self._lock:
+            if self._out is not None:
+                os.write(self._out, line)
 
 
 class TimelineAxis(Axis):

@@ -326,9 +326,16 @@ def test_refusals(call: Any, words: str) -> None:
         assert hvd.join() == 0 and hvd.allreduce(torch.ones(1), process_set=hvd.global_process_set).item() == 1.0
 
 
+def test_alltoall_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no process group then, which NCCL's exchange would go through."""
+    with started():
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        assert torch.equal(hvd.alltoall(torch.arange(3)), torch.arange(3))
+
+
 def refused_on_several() -> None:
     with started():
-        with pytest.raises(ValueError, match=r"call optimizer\.step\(\) as often as the others"):
+        with pytest.raises(ValueError, match=r"call optimizer\.zero_grad\(\); optimizer\.step\(\) as often as the"):
             hvd.join()
         with pytest.raises(ValueError, match="3 rows are not as many for each of 2 ranks: give splits"):
             hvd.alltoall(torch.ones(3))

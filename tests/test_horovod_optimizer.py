@@ -25,6 +25,8 @@ import triax as hvd
 from triax.engine import horovod_optimizer
 from triax.zero import ShardedOptimizer
 
+from pool import RankFailure
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "from_horovod" / "mnist.py"
 WIDTH = 5
 
@@ -386,13 +388,13 @@ def test_compression(ranks: Any) -> None:
 # --------------------------------------------------------------------------------- ranks that do less, and what changes
 
 
-def idle() -> list[Tensor]:
+def idle(set_to_none: bool) -> list[Tensor]:
     """Rank 1 has no batch in the second step."""
     with started():
         model = net()
         optimizer = hvd.DistributedOptimizer(MAKERS["SGD"](groups(model)), model.named_parameters())
         for step in range(3):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             if hvd.rank() == 0 or step != 1:
                 loss_of(model, step, 0, hvd.rank()).backward()
             # A call of the script's between: it is on a group of its own, whatever was started before it.
@@ -401,7 +403,8 @@ def idle() -> list[Tensor]:
         return [p.detach() for p in model.parameters()]
 
 
-def test_a_rank_without_a_batch_takes_part_with_zeros(ranks: Any) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_without_a_batch_takes_part_with_zeros(ranks: Any, set_to_none: bool) -> None:
     model = net()
     optimizer = MAKERS["SGD"](groups(model))
     for step in range(3):
@@ -410,8 +413,69 @@ def test_a_rank_without_a_batch_takes_part_with_zeros(ranks: Any) -> None:
             if rank == 0 or step != 1:
                 (0.5 * loss_of(model, step, 0, rank)).backward()
         optimizer.step()
-    for found in ranks(2, idle):
+    for found in ranks(2, idle, set_to_none):
         torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-10, atol=1e-13)
+
+
+def steps_too_much() -> None:
+    """Rank 1 has no batch in the second step, and does not zero its gradients."""
+    with started():
+        model = net()
+        optimizer = hvd.DistributedOptimizer(MAKERS["SGD"](groups(model)), model.named_parameters())
+        for step in range(2):
+            if hvd.rank() == 0 or step == 0:
+                optimizer.zero_grad()
+                loss_of(model, step, 0, hvd.rank()).backward()
+            optimizer.step()
+
+
+def test_gradients_of_the_step_before_are_not_sent_again(ranks: Any) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(2, steps_too_much)
+    assert "calls optimizer.zero_grad(); optimizer.step()" in failure.value[1].text
+    assert failure.value[0].kind == "raised"
+
+
+def by_hand() -> list[float]:
+    """Gradients that the script writes itself come without a backward pass: in place, and anew."""
+    with started():
+        weight = nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        for step in range(6):
+            gradient = torch.full((3,), float(hvd.rank() + step))
+            if step in (1, 2):
+                assert weight.grad is not None
+                weight.grad.copy_(gradient)
+            else:
+                weight.grad = None
+                weight.grad = gradient
+            optimizer.step()
+        found: list[float] = weight.tolist()
+        return found
+
+
+def test_gradients_that_are_written_by_hand(ranks: Any) -> None:
+    assert ranks(2, by_hand) == [[-18.0] * 3] * 2  # 0.5 + 1.5 + ... + 5.5
+
+
+def clips_too_early() -> None:
+    with started():
+        model = nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for early in (False, True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            if not early:
+                optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            with contextlib.nullcontext() if early else optimizer.skip_synchronize():
+                optimizer.step()
+
+
+def test_clipping_before_gradients_are_averaged_is_refused(ranks: Any) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(2, clips_too_early)
+    assert "call optimizer.synchronize() before" in failure.value.first.text
 
 
 def separate_losses() -> list[Tensor]:
@@ -462,6 +526,38 @@ def alike(kind: str) -> bool:
         return same(theirs[0], theirs[1]) and len(theirs[0][0]["state"]) > 4
 
 
+def scheduled(how: str) -> tuple[list[list[float]], list[Tensor]]:
+    """The scheduler is of the optimizer that is wrapped afterwards, and older than the state that comes."""
+    with started():
+        model = net(hvd.rank())
+        hvd.broadcast_parameters(model.state_dict())
+        inner = MAKERS["SGD"](groups(model))
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+        held = [*optimizer.param_groups]
+        if how == "loaded":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            hvd.broadcast_optimizer_state(inner if how == "wrapped" else optimizer)
+        assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+        assert all(a is b for a, b in zip(held, optimizer.param_groups, strict=True))
+        rates = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, 0, hvd.rank()).backward()
+            optimizer.step()
+            scheduler.step()
+            rates.append([group["lr"] for group in optimizer.param_groups])
+        return rates, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["distributed", "wrapped", "loaded"])
+def test_a_scheduler_outlives_the_state_that_is_loaded(ranks: Any, how: str) -> None:
+    first, second = ranks(2, scheduled, how)
+    assert first[0] == second[0] == [[0.025, 0.01], [0.0125, 0.005], [0.00625, 0.0025]]
+    assert same(first[1], second[1])
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b) and a.dtype == b.dtype
@@ -483,6 +579,9 @@ def test_buffers_and_other_things_of_a_state_dict() -> None:
         hvd.broadcast_parameters({**model.state_dict(), "version": 3})
         hvd.broadcast_parameters(model.parameters())
         hvd.broadcast_parameters(list(model.named_parameters()))
+        hvd.broadcast_parameters(nn.Tanh().state_dict())
+        with pytest.raises(ValueError, match=r"call triax\.broadcast_optimizer_state\(optimizer\)"):
+            hvd.broadcast_parameters(torch.optim.SGD(model.parameters()).state_dict())
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -610,6 +709,8 @@ def test_the_documented_names_are_all_there() -> None:
     variants = {f"grouped_{name}" for name in homes if f"grouped_{name}" in homes}
     assert homes - variants <= told
     aside = {"grouped_", "horovodrun", "HOROVOD_", "hvd", "SyncBatchNorm", "none", "fp", "bf"}
+    aside |= {"grouped_allgather_async", "grouped_reducescatter_async", "check_extension"}
+    aside |= {f"{library}_built" for library in ("cuda", "rocm", "ccl", "ddl")}
     phases = {name for name in told if name.isupper()}
     methods = {"synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group"}
     assert told - homes - aside - phases - methods - {"process_set"} == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -227,10 +228,10 @@ def module_engine(local: dict[str, Any] | None, optimizer: dict[str, Any] = SGD,
     return initialize(model=model, config=config, grid=Grid(timeout=20))[0]
 
 
-def module_step(engine: Any, step: int) -> None:
+def module_step(engine: Any, step: int, factor: float = 1.0) -> None:
     for index in range(2):
         x, y = microbatch(step, index, engine.grid.data.rank)
-        engine.backward((engine(x) - y).square().mean())
+        engine.backward(factor * (engine(x) - y).square().mean())
         engine.step()
 
 
@@ -374,6 +375,77 @@ def test_saved_anywhere_and_resumed(ranks: Any, tmp_path: Path, caplog: pytest.L
         assert meetings == (1 if number == 0 else 2)
         noted = [record.getMessage() for record in caplog.records if "all go on from their mean" in record.getMessage()]
         assert len(noted) == (number == 0)  # the other was saved at a meeting
+
+
+def becomes_asynchronous(folder: str) -> Any:
+    """Saved between two meetings of diloco, and gone on with as what waits for all: which is diloco."""
+    more: dict[str, Any] = {"every": 3, **OUTER}
+    engine = make((1, 2, 1), {"type": "diloco", **more}, ADAMW)
+    for _ in range(5):
+        engine.train_batch()
+    assert engine.save_checkpoint(folder)
+    for _ in range(2):
+        engine.train_batch()
+    other = make((1, 2, 1), {"type": "async_diloco", "max_staleness": 0, **more}, ADAMW)
+    other.load_checkpoint(folder)
+    other.train_batch()
+    account = other.traffic_report()["local"]
+    other.train_batch()
+    assert account["sent"] > 0 and account["steps"] == 6
+    assert account["per_step"] == account["sent"]  # of the one step that this run took
+    return engine.gather(), other.gather()
+
+
+def test_a_round_goes_on_asynchronously(ranks: Any, tmp_path: Path) -> None:
+    for wanted, found in ranks(2, becomes_asynchronous, str(tmp_path)):
+        same(found, wanted)
+
+
+def own_schedules(folder: str) -> Any:
+    """Replica 1 skips a step, so that its schedule is one behind the other's."""
+    schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    options: dict[str, Any] = {"nan_loss": "skip", "scheduler": schedule}
+    engine, other = (module_engine({"type": "local_sgd", "every": 2}, **options) for _ in range(2))
+    for step in range(3):
+        module_step(engine, step, math.nan if step == 1 and engine.grid.data.rank == 1 else 1.0)
+    assert engine.save_checkpoint(folder)
+    other.load_checkpoint(folder)
+    rates = [engine.get_lr(), other.get_lr()]
+    for each in (engine, other):
+        module_step(each, 3)
+        rates.append(each.get_lr())
+    ends = weights_of(engine), weights_of(other)
+    return rates, all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_each_replica_has_its_own_schedule(ranks: Any, tmp_path: Path) -> None:
+    for (rates, bitwise), skipped in zip(ranks(2, own_schedules, str(tmp_path)), (0, 1), strict=True):
+        rate = 0.2 * 0.5 ** (3 - skipped)
+        assert bitwise and rates == [[rate], [rate], [rate / 2], [rate / 2]]
+
+
+def unlike_steps(folder: str, kind: str) -> list[str]:
+    """Replica 1 has taken a step less, and none at all since the meeting."""
+    engine, said = module_engine({"type": kind, "every": 3}), []
+    for step in range(3 + 1 - engine.grid.data.rank):
+        module_step(engine, step)
+    for call in (engine.meet, engine.leave, lambda: engine.save_checkpoint(folder)):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        said.append(str(error.value))
+    if engine.grid.data.rank == 1:
+        module_step(engine, 3)
+    assert engine.leave()
+    return [*said, str(weights_of(engine))]
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
+def test_unlike_numbers_of_steps_are_told(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """On every rank, before anything is sent; and when all have taken as many they meet."""
+    first, second = ranks(2, unlike_steps, str(tmp_path), kind)
+    assert first[-1] == second[-1]
+    for said in (*first[:-1], *second[:-1]):
+        assert "one replica has taken 1 steps and another 0" in said
 
 
 def by_itself(folder: str) -> Any:
@@ -568,6 +640,68 @@ def test_a_replica_that_fails_ends_the_run(ranks: Any, kind: dict[str, Any]) -> 
     with pytest.raises(RankFailure) as failure:
         ranks(2, one_fails, {**kind, "every": 2})
     assert "the disk is full" in failure.value[0].text and failure.value[0].kind == "raised"
+
+
+def stops_alone(local: dict[str, Any], how: str) -> None:
+    """What the ranks of a replica agree on, those of another one do not know of."""
+    if how == "nan":
+        engine = module_engine(local)
+        for step in range(8):
+            module_step(engine, step, math.nan if step == 2 and engine.grid.data.rank == 1 else 1.0)
+    else:
+        engine = make((1, 2, 1), local, ADAMW)
+        for step in range(8):
+            engine.train_batch(iter([]) if step == 2 and engine.grid.data.rank == 1 else None)
+
+
+@pytest.mark.parametrize("how", ["nan", "no data"])
+@pytest.mark.parametrize(
+    "kind", [{"type": "diloco"}, {"type": "async_diloco", "max_staleness": 1, "meet_early": False}]
+)
+def test_what_one_replica_raises_ends_the_run(ranks: Any, kind: dict[str, Any], how: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(2, stops_alone, {**kind, "every": 2}, how)
+    for report in failure.value.reports:
+        assert report.kind == "raised" and report.when < 15  # the grids' time limits are 20 s and 30 s
+        assert "replica 1 of 2 cannot go on" in report.text
+        assert ("the loss is nan" if how == "nan" else "the data ended after 0") in report.text
+
+
+def last_to_leave() -> Any:
+    """Replica 1 hears that the other one has left, and then nothing more: the store is gone with who held it."""
+    engine = module_engine(ASYNC)
+    for step in range(4):
+        module_step(engine, step)
+    heard: list[str] = []
+    if (replica := engine.grid.data.rank) == 1:
+        grid = engine.local.grid
+        tell, told = grid.tell, grid.told
+
+        def reaches() -> None:
+            if heard:
+                raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+        def tells(key: str, text: str) -> None:
+            tell(key, text)
+            reaches()
+
+        def hears(key: str) -> str | None:
+            reaches()
+            if (text := told(key)) is None:
+                return None
+            rounds, steps, left, taken, _ = text.split()
+            if left != "0":
+                heard.append(text)
+            return " ".join((rounds, steps, left, taken, "0"))  # it has not said yet that it has this one's rounds
+
+        grid.tell, grid.told = tells, hears
+    assert engine.leave() and len(heard) == replica
+    return weights_of(engine)
+
+
+def test_the_store_is_gone_when_all_have_left(ranks: Any) -> None:
+    first, second = ranks(2, last_to_leave)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # ------------------------------------------------------------------------------------------------------ the settings

@@ -22,6 +22,7 @@ from triax.engine.timeline_file import merge, merged
 from triax.grid.axis import Axis
 from triax.grid.environment import TIMELINE
 from triax.grid.logged import LoggedAxis
+from triax.grid.timeline import Recorder
 
 from pool import RankFailure
 
@@ -239,6 +240,52 @@ def called(file: str) -> None:
         hvd.allreduce(torch.ones(1), name="after")
     finally:
         hvd.shutdown()
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    """Nor into another file, which has got the number of the one that was closed."""
+    recorder = Recorder(Grid(), tmp_path)
+    written, number = recorder.file.read_text(), recorder._out
+    recorder.close()
+    with (tmp_path / "other").open("wb", buffering=0) as other:
+        assert other.fileno() == number
+        recorder.end(0, 0.0)
+        with recorder.span("late", "step"):
+            pass
+    recorder.close()
+    assert (tmp_path / "other").read_bytes() == b"" and recorder.file.read_text() == written
+
+
+def under_way(folder: str) -> None:
+    """Recording begins and ends while calls and gradients are under way."""
+    hvd.init(timeout=60)
+    try:
+        model = nn.Linear(200, 40)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
+        for turn in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 200)).sum().backward()
+            before = [hvd.allreduce_async(torch.ones(20_000), name=f"before {i}", op=hvd.Sum) for i in range(4)]
+            hvd.start_timeline(f"{folder}/{turn}.json")
+            within = [hvd.allreduce_async(torch.ones(20_000), name=f"within {i}", op=hvd.Sum) for i in range(4)]
+            optimizer.step()
+            optimizer.zero_grad()
+            model(torch.ones(1, 200)).sum().backward()
+            hvd.stop_timeline()
+            optimizer.step()
+            for handle in (*before, *within):
+                assert torch.equal(hvd.synchronize(handle), torch.full((20_000,), 2.0))
+    finally:
+        hvd.shutdown()
+
+
+def test_start_and_stop_while_calls_are_under_way(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, under_way, str(tmp_path))
+    for turn in range(3):
+        trace = json.loads((tmp_path / f"{turn}.json").read_text())
+        for rank in range(2):
+            names = {name for name, phase, *_ in bars(trace, rank) if phase == "ALLREDUCE"}
+            assert {name for name in names if name[:6] in ("before", "within")} == {f"within {i}" for i in range(4)}
 
 
 def test_start_and_stop(ranks: Any, tmp_path: Path) -> None:

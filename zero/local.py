@@ -23,7 +23,7 @@ from ..grid import Axis
 from .buckets import Bucket
 from .replicas import Replicas
 
-__all__ = ["Meetings", "Outer", "masters_of"]
+__all__ = ["Meetings", "Outer", "agreed_steps", "masters_of"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,25 @@ class Outer:
 def masters_of(buckets: Sequence[Bucket]) -> list[Tensor]:
     """What is stepped of each bucket that is trained, (numel,)."""
     return [bucket.master.detach() for bucket in buckets if bucket.master is not None]
+
+
+def agreed_steps(axis: Axis, since: int, device: torch.device) -> int:
+    """Steps since the last meeting, where they decide what replicas do together. Collective, 16 bytes.
+
+    Raises:
+        ValueError: on every rank: replicas have taken unlike numbers.
+    """
+    both = torch.tensor([since, -since], dtype=torch.int64, device=device)
+    with axis.traffic.aside():
+        axis.all_reduce(both, op="max")
+    most, least = int(both[0]), -int(both[1])
+    if most != least:
+        raise ValueError(
+            f"since they met, one replica has taken {most} steps and another {least}; this one {since}: have all take "
+            "as many before meet(), leave() or a checkpoint; or set local_updates.type to async_diloco, in which they "
+            "may meet and leave after unlike numbers"
+        )
+    return most
 
 
 class Meetings:

@@ -248,7 +248,11 @@ class AsyncMeetings(Meetings):
         word = Word(self._taken[self._me], self.steps, left, tuple(self._taken))
         self.words = [*self.words[: self._me], word, *self.words[self._me + 1 :]]
         if self._grid.world.is_first and self._size > 1:
-            self._grid.tell(f"{self._key}/{self._me}", word.dump())
+            try:
+                self._grid.tell(f"{self._key}/{self._me}", word.dump())
+            except RuntimeError:
+                if not self._all_left():
+                    raise
 
     def _hear(self) -> None:
         """What the others have said: the first rank reads it, so that all of the replica go by the same."""
@@ -256,9 +260,15 @@ class AsyncMeetings(Meetings):
             return
         table = torch.tensor([word.row() for word in self.words], dtype=torch.int64)
         if self._grid.world.is_first:
-            for replica in range(self._size):
-                if replica != self._me and (text := self._grid.told(f"{self._key}/{replica}")) is not None:
-                    table[replica] = torch.tensor(list(map(int, text.split())), dtype=torch.int64)
+            try:
+                for replica in range(self._size):
+                    if replica != self._me and (text := self._grid.told(f"{self._key}/{replica}")) is not None:
+                        table[replica] = torch.tensor(list(map(int, text.split())), dtype=torch.int64)
+            except RuntimeError:
+                if not self._all_left():
+                    raise
+                # Who held the store had all that it needed, and ended: so have the others, as far as can be known.
+                table[:, 3 + self._me] = self._taken[self._me]
         if self._grid.world.size > 1:
             table = table.to(self._grid.device)
             self._grid.world.broadcast(table)
@@ -266,6 +276,10 @@ class AsyncMeetings(Meetings):
         for replica, word in enumerate(self.words):
             if word.left and replica != self._me:
                 self._gone[replica] = word.rounds
+
+    def _all_left(self) -> bool:
+        """Whether every replica said that it steps no more: then all that it ever posts is known."""
+        return all(word.left for word in self.words)
 
     def _wait_for(self, rounds: int) -> None:
         """Return when every replica that has not left has posted so many rounds.

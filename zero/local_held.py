@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..grid import Grid
 from .held import Held, Named, Range, _home
+from .local import agreed_steps
 from .replicas import Replicas
 from .whole import WholeStepper
 
@@ -21,16 +22,20 @@ class MeanHeld(Held):
     Args:
         replicas, parameters: of ``Held``; each replica has all of its own.
         grid: the whole one.
-        alike: the replicas have just met: their weights are the same.
+        since: steps since the last meeting: after 0 their weights are the same.
     """
 
-    def __init__(self, replicas: Replicas, parameters: Sequence[Named], grid: Grid, alike: bool) -> None:
+    def __init__(self, replicas: Replicas, parameters: Sequence[Named], grid: Grid, since: int) -> None:
         super().__init__(replicas, parameters, grid)
-        self._alike = alike
+        self._since = since
 
     def values(self, mine: bool) -> Iterator[Range]:
-        """As ``Held.values``."""
-        if not mine or self._alike:
+        """As ``Held.values``.
+
+        Raises:
+            ValueError: on every rank, where it is to be written: replicas have taken unlike numbers of steps.
+        """
+        if not mine or agreed_steps(self._grid.data, self._since, self._grid.device) == 0:
             yield from super().values(mine)
             return
         for bucket in self._replicas.buckets:
