@@ -33,16 +33,29 @@ from triax.engine.launch import launch
 from triax.grid.topology import Topology
 
 Adam = dict[str, Any]
+OUTER = {"outer_lr": 0.8, "outer_momentum": 0.4}  # for six meetings; 0.7 and 0.9 are for hundreds
 BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 
-# name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps.
+# name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps. Top-k clips each
+# replica's gradient before it is kept, as its paper does, and its Adam has a variance that lasts as long as elements
+# wait for their turn. Douillard et al. give each of DiLoCo's replicas the batch that the run beside it has in all: that
+# is "diloco, a batch each".
 METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "none": lambda adam, steps: {},
     "none, another seed": lambda adam, steps: {"seed": 1},
     "fp16": lambda adam, steps: {"gradient_compression": {"type": "fp16"}},
     "bf16": lambda adam, steps: {"gradient_compression": {"type": "bf16"}},
     "topk": lambda adam, steps: {
-        "gradient_compression": {"type": "topk", "ratio": 0.01, "start_step": steps // 3, "values": "fp16"}
+        "optimizer": {"type": "AdamW", "params": {**adam, "betas": [0.9, 0.999]}},
+        "gradient_clipping": 0.0,
+        "gradient_compression": {
+            "type": "topk",
+            "ratio": 0.01,
+            "start_step": steps // 2,
+            "warmup_steps": steps // 4,
+            "clip": 1.0,
+            "values": "fp16",
+        },
     },
     "powersgd": lambda adam, steps: {
         "gradient_compression": {"type": "powersgd", "rank": 4, "start_step": steps // 10}
@@ -59,7 +72,11 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
         "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     },
     "local-sgd": lambda adam, steps: {"local_updates": {"type": "local_sgd", "every": 10}},
-    "diloco": lambda adam, steps: {"local_updates": {"type": "diloco", "every": 50}},
+    "diloco": lambda adam, steps: {"local_updates": {"type": "diloco", "every": 50, **OUTER}},
+    "diloco, a batch each": lambda adam, steps: {
+        "train_batch_size": 128,
+        "local_updates": {"type": "diloco", "every": 50, **OUTER},
+    },
 }
 
 
@@ -155,10 +172,10 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
     """What every rank does; the first one keeps the result."""
     import triax
 
-    corpus, seed = load(find(options.data), options.runs / "corpus"), config["seed"]
+    corpus, seed, size = load(find(options.data), options.runs / "corpus"), config["seed"], config["train_batch_size"]
     grid = triax.Grid()
     try:
-        engine = build(Options(**{**vars(options), "seed": seed}), grid, config)
+        engine = build(Options(**{**vars(options), "seed": seed, "batch": size}), grid, config)
     except ConfigError as error:
         if grid.rank == 0:
             keep(file, settings, name, {"refused": str(error)})
@@ -166,14 +183,14 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
 
     sent, losses, start = [], [], time.monotonic()
     for step in range(1, options.steps + 1):
-        rows = batch(corpus.training, step, size=options.batch, length=options.sequence, seed=seed)
+        rows = batch(corpus.training, step, size=size, length=options.sequence, seed=seed)
         losses.append(float(engine.train_batch(microbatches(options, grid, rows))))
         sent.append(on_data(engine.traffic_report()["sent"]))
         if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
-    batches = math.ceil(options.validation / options.batch)
-    unseen = windows(corpus.held_out, batches * options.batch, options.sequence)
+    batches = math.ceil(options.validation / size)
+    unseen = windows(corpus.held_out, batches * size, options.sequence)
     found = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]
     if grid.rank == 0:
         late = sent[-max(1, options.steps // 3) :]

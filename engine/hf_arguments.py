@@ -23,6 +23,10 @@ _REFUSED = {
     "fsdp": "ZeRO shards here: leave it out, and write zero_optimization.stage 3",
     "parallelism_config": "leave it out, and write tensor_parallel.autotp_size",
     "torch_compile": "nothing is compiled here: leave it out",
+    "torch_compile_backend": "it turns torch_compile on, and nothing is compiled here: leave it out",
+    "torch_compile_mode": "it turns torch_compile on, and nothing is compiled here: leave it out",
+    "save_on_each_node": "rank 0 alone has whole weights to write, and checkpoints are one folder that all nodes see: "
+    "leave it out",
     "auto_find_batch_size": "an engine's batch has one size: leave it out, and set per_device_train_batch_size",
     "fp16_full_eval": "evaluation computes in the dtype of training: leave it out, and pass fp16=True",
     "bf16_full_eval": "evaluation computes in the dtype of training: leave it out, and pass bf16=True",
@@ -70,6 +74,13 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(
                 "train_sampling_strategy='batch_rebalance' shares samples out over all processes, and tensor ranks "
                 "see the same ones: take another, or leave tensor_parallel out"
+            )
+        stage3 = self.filling.get("zero_optimization.stage") == 3
+        if self.use_liger_kernel and (tensor > 1 or stage3):
+            what = f"{tensor} tensor ranks" if tensor > 1 else "zero_optimization.stage 3"
+            raise ConfigError(
+                f"use_liger_kernel=True with {what}: its loss reads the head's weight itself, of which a rank has a "
+                "part: leave it out, or take 1 tensor rank and stage 0, 1 or 2"
             )
         self._grid: Grid | None = None
         if self.grid.device.type == "cpu":

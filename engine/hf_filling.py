@@ -43,9 +43,10 @@ class Filling:
             source = _read(str(source))
         if not isinstance(source, Mapping):
             raise ConfigError(f"the configuration is a {type(source).__name__}: give a dict or the path of a JSON file")
-        self.config: dict[str, Any] = copy.deepcopy(dict(source))
-        if "bfloat16" in self.config and "bf16" not in self.config:
-            self.config["bf16"] = self.config.pop("bfloat16")  # an older name
+        self._source: dict[str, Any] = copy.deepcopy(dict(source))
+        if "bfloat16" in self._source and "bf16" not in self._source:
+            self._source["bf16"] = self._source.pop("bfloat16")  # an older name
+        self.config: dict[str, Any] = copy.deepcopy(self._source)
         self.mismatches: list[str] = []
 
     @property
@@ -62,7 +63,7 @@ class Filling:
         return 1
 
     def from_arguments(self, args: Any, replicas: int) -> None:
-        """The first step: what the arguments alone say.
+        """The first step: what the arguments alone say. Called again, it begins anew: they may have changed since.
 
         Beyond Hugging Face's: the sizes of the batch, ``gradient_clipping``, the precision and the seed are taken from
         the arguments where the configuration does not have them, so that ``--bf16`` and ``--max_grad_norm`` act.
@@ -71,6 +72,7 @@ class Filling:
             args: ``transformers.TrainingArguments``.
             replicas: of the data axis.
         """
+        self.config, self.mismatches = copy.deepcopy(self._source), []
         micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
         self.match("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size")
         self.match("gradient_accumulation_steps", steps, "gradient_accumulation_steps")
@@ -98,7 +100,7 @@ class Filling:
             args: as before.
             hidden_size: the model's, the largest if it has several; None: it does not say.
             steps: optimizer steps of the run; None: nothing is trained: no optimizer, no scheduler, and no masters, so
-                that the model computes in the dtype that it has.
+                that the model computes in the dtype that it has; and stage 0 of ZeRO: it is whole on each replica.
 
         Returns:
             The whole configuration. This object may be asked again, for another run.
@@ -109,6 +111,10 @@ class Filling:
         """
         run = Filling(self.config)
         run.mismatches = list(self.mismatches)
+        if steps is None:
+            for key in ("optimizer", "scheduler", "fp16", "bf16"):
+                run.config.pop(key, None)
+            run.config["zero_optimization"] = {"stage": 0}
         zero = run.config.get("zero_optimization")
         stage3 = isinstance(zero, Mapping) and zero.get("stage") == 3
         by_width = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -121,10 +127,7 @@ class Filling:
             if stage3:
                 run.fill("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * hidden_size * hidden_size))
                 run.fill("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
-        if steps is None:
-            for key in ("optimizer", "scheduler", "fp16", "bf16"):
-                run.config.pop(key, None)
-        else:
+        if steps is not None:
             run.match("scheduler.params.total_num_steps", steps, "the number of training steps")
             run.match("scheduler.params.warmup_num_steps", max(1, args.get_warmup_steps(steps)), "warmup_steps")
         run._refuse()

@@ -1,15 +1,21 @@
-"""A module's whole ``state_dict`` on rank 0, one tensor at a time, whatever the grid and the stage of ZeRO."""
+"""A module's whole ``state_dict`` on rank 0, one tensor at a time, whatever the grid and the stage of ZeRO.
+
+And what grid a checkpoint was written on.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..grid import Axis, Layout, layout_of
+from .checkpoint_folder import latest, place
+from .checkpoint_index import read_index
 
 if TYPE_CHECKING:
     from .module_engine import ModuleEngine
@@ -23,7 +29,7 @@ def whole_state(engine: ModuleEngine) -> dict[str, Tensor]:
     several names.
     """
     grid, first = engine.grid, engine.grid.rank == 0
-    released = engine.optimizer is not None and engine.zero_optimization_stage() == 3
+    released = engine.zero_optimization_stage() == 3
     whole: dict[str, Tensor] = {}
     seen: dict[nn.Parameter, Tensor | None] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
@@ -42,6 +48,19 @@ def whole_state(engine: ModuleEngine) -> dict[str, Tensor]:
         if kept is not None:
             whole[name] = kept
     return whole
+
+
+def saved_axes(folder: Path) -> dict[str, Any] | None:
+    """The axes of the grid that a folder's last checkpoint was written on, as ``Topology.axes``; None: there is none.
+
+    Raises:
+        CorruptError: its index is damaged.
+    """
+    tag = latest(folder)
+    if tag is None:
+        return None
+    axes: dict[str, Any] = read_index(place(folder, tag)).head["grid"]
+    return axes
 
 
 def _over(axis: Axis, mine: Tensor, layout: Layout) -> Tensor:

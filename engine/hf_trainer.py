@@ -11,6 +11,8 @@ replica sees where there are tensor ranks. Imported when it is first used, and t
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from . import schedulers
 from .config import Config, ConfigError, read_config
 from .create import initialize
 from .hf_filling import hidden_size, wanted
-from .hf_state import whole_state
+from .hf_state import saved_axes, whole_state
 from .module_engine import ModuleEngine
 
 try:
@@ -41,6 +43,7 @@ _REPLACED = (
     *("_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm", "_build_accelerator_args", "get_tp_size"),
     *("_get_dataloader", "evaluation_loop", "floating_point_ops", "_track_num_input_tokens", "_save"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+    *("_load_rng_state", "call_model_init", "create_accelerator_and_postprocess"),
 )
 if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
     raise ImportError(
@@ -100,7 +103,25 @@ class Trainer(transformers.Trainer):
         self.grid = args.grid
         super().__init__(model, args, *others, **options)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers', which writes into the arguments what it refuses to find there the next time."""
+        super().create_accelerator_and_postprocess()
+        config: Any = self.args.accelerator_config
+        config.gradient_accumulation_kwargs.pop("num_steps", None)
+
     # ------------------------------------------------------------------------------------ the engine
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As transformers'; modules are sharded before it puts hooks on them, of NEFTune for example."""
+        if self.model_init is None:  # else call_model_init makes another model
+            self._sharded(self.model)
+        return super().train(*args, **options)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As transformers'; within ``train``, the model is sharded."""
+        model: Any = super().call_model_init(trial)
+        within = getattr(self, "is_in_train", False)  # __init__ calls this too, and sets that later
+        return self._sharded(model.to(self.grid.device)) if within else model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._checked = self._configuration(max_steps)
@@ -115,6 +136,9 @@ class Trainer(transformers.Trainer):
         if self.engine is None or self.engine.optimizer is None or self.engine.module is not self.model:
             self.engine = self._engine()
             self._handle = EngineOptimizer(self.engine)
+        elif self._checked is not None:  # the optimizer goes on as it is; clipping is the arguments', as transformers'
+            clipping = {"gradient_clipping": self._checked.gradient_clipping}
+            self.engine.config = self.engine.config.model_copy(update=clipping)
         assert self._handle is not None
         self.optimizer = self._handle
         return self._handle
@@ -133,8 +157,9 @@ class Trainer(transformers.Trainer):
         return self.lr_scheduler
 
     def _configuration(self, steps: int | None) -> Config:
-        """Filled in and checked."""
+        """Filled in, by what the arguments are now, and checked; for evaluation alone where there are no steps."""
         width = hidden_size(getattr(self.model, "config", None))
+        self.args.filling.from_arguments(self.args, self.grid.data.size)
         return read_config(self.args.filling.from_run(self.args, width, steps))
 
     def _engine(self) -> ModuleEngine:
@@ -149,23 +174,23 @@ class Trainer(transformers.Trainer):
             raise ConfigError("optimizer is in the configuration, and in the Trainer's arguments too: give one of them")
         trained = None if given is not None else [p for p in self.model.parameters() if p.requires_grad]
         engine, *_ = initialize(
-            model=self._sharded(), optimizer=given, model_parameters=trained, config=config, grid=self.grid
+            model=self._sharded(self.model), optimizer=given, model_parameters=trained, config=config, grid=self.grid
         )
         return engine
 
-    def _sharded(self) -> Any:
+    def _sharded(self, model: Any) -> Any:
         """The model, over the tensor axis if there is one."""
-        if self.grid.tensor.size > 1 and not hasattr(self.model, "_triax_share"):
-            count = getattr(self.model, "num_parameters", lambda exclude_embeddings: 1)
+        if self.grid.tensor.size > 1 and not hasattr(model, "_triax_share"):
+            count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
             whole = count(exclude_embeddings=True)
-            parallelize(self.model, self.grid)
-            self.model._triax_share = count(exclude_embeddings=True) / whole
-        return self.model
+            parallelize(model, self.grid)
+            model._triax_share = count(exclude_embeddings=True) / whole
+        return model
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self.engine is None or self.engine.module is not self.model:
             config = self._configuration(None)  # evaluation alone
-            self.engine = initialize(model=self._sharded(), config=config, grid=self.grid)[0]
+            self.engine = initialize(model=self._sharded(self.model), config=config, grid=self.grid)[0]
         return self.engine
 
     # ------------------------------------------------------------------------------------------ steps
@@ -241,6 +266,11 @@ class Trainer(transformers.Trainer):
         loader = super()._get_dataloader(*args, **kwargs)
         if self.grid.tensor.size == 1:
             return loader
+        base: Any = getattr(loader, "base_dataloader", loader)
+        seeded = base.worker_init_fn
+        if isinstance(seeded, partial) and "rank" in seeded.keywords:
+            # By process, tensor ranks would draw unlike masks; and it is the wrapped loader that starts workers.
+            base.worker_init_fn = partial(seeded, rank=self.grid.data.rank)
         shards: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
         for shard in shards:
             if hasattr(shard, "num_processes") and hasattr(shard, "process_index"):
@@ -307,13 +337,27 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        assert self.engine is not None
+        assert self.engine is not None and self.engine.optimizer is not None
         _, client = self.engine.load_checkpoint(checkpoint)
         schedule = (client or {}).get("lr_scheduler")
         if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
-            for its, mine in zip(self.lr_scheduler.optimizer.param_groups, self.engine.get_lr(), strict=True):
-                its["lr"] = mine
+            groups = self.engine.optimizer.param_groups
+            for its, mine in zip(self.lr_scheduler.optimizer.param_groups, groups, strict=True):
+                # The rate, and betas too: some schedules write those.
+                its.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.axes
+        if saved == axes:
+            super()._load_rng_state(checkpoint)
+        elif saved is not None and self.grid.rank == 0:
+            # By number alone, the ranks of a tensor group could get unlike ones, and drop what they hold alike unlike.
+            logging.getLogger("triax").warning(
+                "%s was written on the grid %s, and this one is %s: the states of generators (dropout) are not loaded, "
+                "and draws begin anew from seed=%d; resume on that grid to have them",
+                *(checkpoint, saved, axes, self.args.seed),
+            )
 
     def _load_best_model(self) -> None:
         assert self.engine is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -489,7 +490,8 @@ def test_auto_values_follow_hugging_faces_formulas() -> None:
     }
     assert CONFIG["train_batch_size"] == "auto"  # the caller's is as it was
     assert filling.from_run(Arguments(), 96, steps=5)["scheduler"]["params"]["warmup_num_steps"] == 1  # at least
-    assert not {"optimizer", "scheduler", "bf16"} & filling.from_run(Arguments(), 96, steps=None).keys()
+    alone = filling.from_run(Arguments(), None, steps=None)  # evaluation: no width is needed, and nothing is sharded
+    assert not {"optimizer", "scheduler", "bf16"} & alone.keys() and alone["zero_optimization"] == {"stage": 0}
     second = Filling({"zero_optimization": {**CONFIG["zero_optimization"], "stage": 2}})  # type: ignore[dict-item]
     second.from_arguments(Arguments(), 1)
     assert second.from_run(Arguments(), 8, 1)["zero_optimization"]["stage3_prefetch_bucket_size"] == "auto"
@@ -525,6 +527,7 @@ def test_what_hugging_faces_own_code_fills_in() -> None:
             return self.get_value("zero_optimization.stage") == 3
 
     class Theirs(Arguments):
+        # The latter three are asked for there, and refused here.
         world_size, save_on_each_node, fp16_full_eval, bf16_full_eval = 4, False, False, False
 
     reference = Config(json.loads(json.dumps(CONFIG)))
@@ -536,6 +539,24 @@ def test_what_hugging_faces_own_code_fills_in() -> None:
     found = filling.from_run(Theirs(), 96, 123)
     found.pop("seed")
     assert found == reference.config
+
+
+def test_arguments_that_changed_are_filled_in_anew() -> None:
+    class Later(Arguments):
+        learning_rate, max_grad_norm, weight_decay, adam_beta2 = 1e-3, 0.3, 0.2, 0.9
+
+    filling = Filling(CONFIG)
+    filling.from_arguments(Arguments(), replicas=4)
+    filling.from_arguments(Later(), replicas=4)
+    found = filling.from_run(Later(), 96, 200)
+    params = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.2}
+    assert found["optimizer"]["params"] == params and found["gradient_clipping"] == 0.3
+    assert found["scheduler"]["params"]["warmup_max_lr"] == 1e-3
+    written = Filling({"gradient_clipping": 0.7})  # it stays, and no longer is what the arguments say
+    written.from_arguments(Arguments(), 1)
+    written.from_arguments(Later(), 1)
+    with pytest.raises(ConfigError, match=r"gradient_clipping is 0\.7; max_grad_norm is 0\.3"):
+        written.from_run(Later(), 96, 200)
 
 
 def test_mismatches_are_told_together() -> None:
@@ -589,6 +610,11 @@ def test_errors(tmp_path: Path) -> None:
         ({"triax": {"tensor_parallel": {"autotp_size": "2"}}}, "autotp_size: give a whole number"),
         ({"fsdp": True}, "fsdp=True"),
         ({"torch_compile": True}, "torch_compile=True"),
+        ({"torch_compile_backend": "inductor"}, "torch_compile_backend='inductor'.*leave it out"),
+        ({"torch_compile_mode": "default"}, "torch_compile_mode='default'.*leave it out"),
+        ({"save_on_each_node": True}, "save_on_each_node=True: rank 0 alone"),
+        ({"use_liger_kernel": True, "triax": zero(3)}, "with zero_optimization.stage 3: its loss reads the head"),
+        ({"use_liger_kernel": True, "triax": zero(1, 2)}, "with 2 tensor ranks: its loss reads the head"),
         ({"bf16_full_eval": True}, "pass bf16=True"),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
         ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model"),
@@ -644,6 +670,172 @@ def test_evaluation_without_training(ranks: Any, tmp_path: Path) -> None:
     for stage in (0, 3):
         for mine, theirs in ranks(2, evaluated, str(tmp_path), zero(stage)):
             assert mine == pytest.approx(loss, abs=1e-5) and abs(theirs - logits).max() < 1e-4
+
+
+def evaluated_first(out: str, replicas: int, config: Any, first: bool) -> list[float]:
+    """Losses of training, behind an evaluation and an export or not."""
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=3, eval_strategy="no", save_strategy="no")
+    if first:
+        trainer.evaluate()
+        trainer.save_model(f"{out}/before")
+    trainer.train()
+    trainer.save_model(f"{out}/after")
+    return told(trainer)["loss"]
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in range(3)), 3])
+def test_evaluation_first_changes_nothing(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Neither the weights, which are whole in what is saved behind it, nor the training that follows."""
+    (wanted,) = ranks(1, evaluated_first, str(tmp_path / "plain"), 1, None, False)
+    for found in ranks(2, evaluated_first, str(tmp_path), 2, zero(stage), True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    start, saved = model_of("gpt2").state_dict(), weights(f"{tmp_path}/before")
+    assert start.keys() == saved.keys() and all(torch.equal(saved[name], value) for name, value in start.items())
+    after = weights(f"{tmp_path}/after")
+    for name, value in weights(f"{tmp_path}/plain/after").items():
+        assert torch.allclose(after[name], value, atol=2e-4), name
+
+
+# ------------------------------------------------------------------------------- generators, workers, hooks
+
+
+def generators(out: str, replicas: int, config: Any, resume: str | None = None) -> tuple[int, list[str]]:
+    """What the generator was seeded with at the first step, and what was warned of; ranks draw from unlike ones."""
+    import transformers
+
+    seeds: list[int] = []
+    heard: list[str] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            seeds.append(torch.initial_seed())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.manual_seed(100 + trainer.grid.rank)
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=3, save_steps=2, eval_strategy="no")
+    trainer.add_callback(Watch())
+    ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
+    logger.addHandler(ear)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        logger.removeHandler(ear)
+    return seeds[0], [text for text in heard if "generators" in text]
+
+
+def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path) -> None:
+    """On as many ranks that mean something else, those of one replica would drop what they hold alike unlike."""
+    first = str(tmp_path / "first")
+    ranks(2, generators, first, 2, zero(1))
+    where = f"{first}/checkpoint-2"
+    assert ranks(2, generators, str(tmp_path / "same"), 2, zero(1), where) == [(100, []), (101, [])]
+    (seed, heard), (other, silent) = ranks(2, generators, str(tmp_path / "other"), 1, zero(1, 2), where)
+    assert seed == other == 42 and not silent  # TrainingArguments' own
+    assert len(heard) == 1 and "'data': 2" in heard[0] and "'tensor': 2" in heard[0] and "seed=42" in heard[0]
+
+
+def seed_of_a_worker(out: str, config: Any) -> tuple[int, int]:
+    """This rank's replica, and what a worker of its loader would be seeded with."""
+    trainer = trainer_of("gpt2", out, 2, config, dataloader_num_workers=2)
+    start = trainer.get_train_dataloader().worker_init_fn
+    torch.manual_seed(7)  # as torch would, alike on every rank
+    start(0)
+    return trainer.grid.data.rank, torch.initial_seed()
+
+
+def test_workers_of_tensor_ranks_are_seeded_alike(ranks: Any, tmp_path: Path) -> None:
+    """So that a collator which draws masks makes the same batch for a whole replica."""
+    found = ranks(4, seed_of_a_worker, str(tmp_path), zero(1, 2))
+    assert sorted(found) == [(0, 7), (0, 7), (1, 7 + 2), (1, 7 + 2)]
+
+
+def noisy(out: str, config: Any, alpha: float | None, fresh: bool) -> tuple[list[float], list[int]]:
+    """Losses, and how many hooks the embedding has in each step."""
+    import transformers
+
+    hooks: list[int] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            hooks.append(len(trainer.model.get_input_embeddings()._forward_hooks))
+
+    options: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "neftune_noise_alpha": alpha}
+    trainer = trainer_of("gpt2", out, 1, config, max_steps=2, **options)
+    trainer.add_callback(Watch())
+    if fresh:
+        trainer.model_init = lambda: model_of("gpt2")
+    trainer.train()
+    return told(trainer)["loss"], hooks
+
+
+def test_noise_on_embeddings_reaches_tensor_ranks(ranks: Any, tmp_path: Path) -> None:
+    """NEFTune's hook is on the module that runs, which is the sharded one; with ``model_init`` too."""
+    (quiet, none), _ = ranks(2, noisy, str(tmp_path), zero(0, 2), None, False)
+    assert none == [0, 0]
+    for fresh in (False, True):
+        (losses, hooks), (others, _) = ranks(2, noisy, str(tmp_path), zero(0, 2), 50.0, fresh)
+        assert hooks == [1, 1] and losses == pytest.approx(others, abs=1e-6)
+        assert all(abs(loud - still) > 1e-3 for loud, still in zip(losses, quiet, strict=True))
+
+
+# ------------------------------------------------------------------------------------ arguments, used again
+
+
+def test_two_trainers_of_the_same_arguments(tmp_path: Path) -> None:
+    args = triax.TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, report_to="none")
+    for _ in range(2):
+        trainer = triax.Trainer(model=model_of("gpt2"), args=args)
+        assert trainer.args is args and args.gradient_accumulation_steps == 2
+
+
+def changed(out: str) -> list[tuple[float, float]]:
+    """What the engine clips at, and its weight decay, in two runs behind changes of the arguments."""
+    params = {"lr": "auto", "weight_decay": "auto"}
+    config = {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": params}}
+    trainer = trainer_of("gpt2", out, 1, config, max_steps=1, eval_strategy="no", save_strategy="no")
+    trainer.args.weight_decay = 0.25
+    found = []
+    for norm in (0.3, 0.2):
+        trainer.args.max_grad_norm = norm
+        trainer.train()
+        found.append((trainer.engine.gradient_clipping(), trainer.engine.optimizer.param_groups[0]["weight_decay"]))
+    return found
+
+
+def test_arguments_may_change_behind_the_trainer(ranks: Any, tmp_path: Path) -> None:
+    (found,) = ranks(1, changed, str(tmp_path))
+    assert found == [(0.3, 0.25), (0.2, 0.25)]
+
+
+def cycled(out: str, resume: str | None = None) -> list[tuple[float, float]]:
+    """Rates and first betas of each step, of a schedule that writes both into an optimizer of one's own."""
+    import transformers
+
+    found: list[tuple[float, float]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # the engine has stepped
+            group = trainer.engine.optimizer.param_groups[0]
+            found.append((group["lr"], group["betas"][0]))
+
+    trainer = trainer_of("gpt2", out, 1, zero(1), max_steps=5, save_steps=3, eval_strategy="no")
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, 1e-2, total_steps=8)
+    trainer.add_callback(Watch())
+    trainer.train(resume_from_checkpoint=resume)
+    return found
+
+
+def test_a_resumed_schedule_has_its_betas(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, cycled, str(tmp_path / "whole"))
+    (found,) = ranks(1, cycled, str(tmp_path / "again"), f"{tmp_path}/whole/checkpoint-3")
+    assert wanted[3][1] < 0.9 < wanted[0][1]  # not those that it begins with
+    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted[3:]]
 
 
 def run_example(out: str) -> str:
