@@ -69,7 +69,7 @@ def test_twelve_bytes_a_parameter(ranks: Any, tmp_path: Path, half: str) -> None
 
 def grown(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
     with own_pages():
-        small = engine(8, 1, **{"async": behind})  # brings in what a first save does: modules, a thread's stack
+        small = engine(8, 1, "", **{"async": behind})  # brings in what a first save does: modules, a thread's stack
         step(small, 8)
         assert small.save_checkpoint(folder, "small")
         assert small.wait_for_checkpoint() is None

@@ -272,7 +272,9 @@ def test_each_step_is_the_papers(ranks: Any, shape: tuple[int, int, int], stage:
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_each_step_is_the_papers_where_the_update_is_offloaded(ranks: Any, tmp_path: Path, device: str) -> None:
     kinds = ["dgc", "powersgd"]
-    more = {"offload_optimizer": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}}
+    more: dict[str, Any] = {
+        "offload_optimizer": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    }
     every = ranks(2, partial(each_kind, **more), (1, 2, 1), 1, kinds)
     for kind in kinds:
         wanted = plain(every[0][kind][0][1], 2, references(None)[kind])
@@ -830,7 +832,7 @@ def test_refused_where_it_is_made() -> None:
     with pytest.raises(ConfigError, match="without momentum"):
         triax.initialize(model=model, optimizer=optimizer, config={**BASE, **section})
     axis = Grid().data
-    for arguments, words in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"compression": "int8"}, "'fp16' or 'bf16'"),
         ({"compression": TopK(), "stage": 2}, "use stage 1"),
         ({"compression": "fp16", "communication_dtype": torch.float32}, "differ"),
@@ -838,7 +840,8 @@ def test_refused_where_it_is_made() -> None:
         ({"compression": TopK(momentum=0.9), "momentum": 0.9}, "SGD with momentum 0.9: use torch.optim.SGD without"),
         ({"compression": PowerSGD(), "communication_dtype": torch.bfloat16}, "PowerSGD sends something else: leave"),
         ({"compression": SparseRows([model.weight]), "communication_dtype": torch.float16}, "use bf16"),
-    ):
+    ]
+    for arguments, words in refused:
         with pytest.raises(ValueError, match=words):
             ShardedOptimizer(torch.optim.SGD, model.parameters(), axis, **{"lr": 1.0, **arguments})
     with pytest.raises(ValueError, match="the optimizer is Adam: use"):
