@@ -39,6 +39,7 @@ def test_pipeline_compares_and_prints(capsys: Any, monkeypatch: Any) -> None:
     assert all(name in table for name in rows)
 
 
+@pytest.mark.exhaustive
 def test_zero_compares_and_counts() -> None:
     args = ("--stack", "smoke", "--replicas", "2", "--rounds", "2", "--only", "triax", "FSDP2", "--json")
     # Gradients were those of plain autograd, or it would have failed.

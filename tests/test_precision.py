@@ -65,9 +65,17 @@ HALVES = {
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("kind", HALVES)
+PLACES = [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((2, 2, 1), 3)]
+FIRST = [("bf16", 0), ("fp16", 2), ("bf16", 3)]
+
+
 @pytest.mark.parametrize(
-    ("grid", "stage"), [((1, 1, 1), 0), pytest.param((2, 2, 1), 1, marks=EXHAUSTIVE), ((1, 2, 2), 2), ((2, 2, 1), 3)]
+    ("kind", "grid", "stage"),
+    [
+        pytest.param(kind, grid, stage, marks=() if (kind, stage) in FIRST else EXHAUSTIVE)
+        for kind in HALVES
+        for grid, stage in PLACES
+    ],
 )
 def test_half_precision_is_within_its_rounding_of_fp32(
     ranks: Any, kind: str, grid: tuple[int, int, int], stage: int
