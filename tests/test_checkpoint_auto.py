@@ -113,20 +113,18 @@ def settings(folder: str, behind: bool) -> dict[str, Any]:
 
 
 def run(cell: Cell, folder: str, steps: int, kill: tuple[int, float] | None, victim: int, behind: bool) -> list[float]:
-    """Train to the end, and write every loss down; one rank dies on the way, so many seconds after so many steps."""
-    engine = make(cell, Job(), checkpoint=settings(folder, behind))
+    """Train to the end, every loss written down by the monitor, which does so before a step is saved; one rank dies on
+    the way, so many seconds after so many steps."""
+    curve = {"enabled": True, "output_path": str(Path(folder).parent), "job_name": "curve"}
+    engine = make(cell, Job(), checkpoint=settings(folder, behind), json_monitor=curve)
     newest = tags(Path(folder))
     expected = int(newest[-1].removeprefix("global_step")) if newest else 0
     assert engine.global_steps == expected, (engine.global_steps, newest)
     losses: list[float] = []
-    with (Path(folder).parent / "losses.jsonl").open("a") as file:
-        while engine.global_steps < steps:
-            if kill is not None and len(losses) == kill[0] and engine.grid.rank == victim:
-                threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
-            losses.append(engine.train_batch().item())
-            if engine.grid.rank == 0:
-                file.write(json.dumps([engine.global_steps, losses[-1]]) + "\n")
-                file.flush()
+    while engine.global_steps < steps:
+        if kill is not None and len(losses) == kill[0] and engine.grid.rank == victim:
+            threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        losses.append(engine.train_batch().item())
     if kill is not None:  # all is done, and it dies all the same
         if len(losses) <= kill[0]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -158,10 +156,10 @@ def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int,
                 raise
             died += 1
     seen: dict[int, float] = {}
-    for line in (folder / "losses.jsonl").read_text().splitlines():
-        step, loss = json.loads(line)
-        assert step <= max(seen, default=0) + 1  # nothing is left out
-        seen[step] = loss
+    for line in (folder / "curve" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["step"] <= max(seen, default=0) + 1  # nothing is left out
+        seen[row["step"]] = row["Train/Samples/train_loss"]
     assert [seen[step] for step in range(1, steps + 1)] == pytest.approx(losses(steps), rel=1e-10)
     assert tags(folder / "saved") == [f"global_step{steps - 2}", f"global_step{steps}"]
     return died
