@@ -51,8 +51,8 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
         "gradient_compression": {
             "type": "topk",
             "ratio": 0.01,
-            "start_step": steps // 2,
-            "warmup_steps": steps // 4,
+            "start_step": 2 * steps // 3,
+            "warmup_steps": steps // 6,
             "clip": 1.0,
             "values": "fp16",
         },
