@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+# torchrun asks for this machine's address by its own name, and waits for minutes where nothing knows that name, as on
+# machines that were made for one run of tests. This is `torchrun --local-addr`.
+os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
 
 
 @pytest.fixture(scope="session")
