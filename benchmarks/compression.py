@@ -39,7 +39,7 @@ BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 # name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps. Top-k clips each
 # replica's gradient before it is kept, as its paper does, and its Adam has a variance that lasts as long as elements
 # wait for their turn. Douillard et al. give each of DiLoCo's replicas the batch that the run beside it has in all: that
-# is "diloco, a batch each".
+# is "diloco, a batch each". "lamb" is 1-bit LAMB that never leaves its warm-up.
 METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "none": lambda adam, steps: {},
     "none, another seed": lambda adam, steps: {"seed": 1},
@@ -64,6 +64,7 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
         "optimizer": {"type": "OneBitAdam", "params": {**adam, "freeze_step": steps // 3}}
     },
     "zero-one-adam": lambda adam, steps: {"optimizer": {"type": "ZeroOneAdam", "params": adam}},
+    "lamb": lambda adam, steps: {"optimizer": {"type": "OneBitLamb", "params": {**adam, "freeze_step": steps}}},
     "onebit-lamb": lambda adam, steps: {
         "optimizer": {"type": "OneBitLamb", "params": {**adam, "freeze_step": steps // 3}}
     },
