@@ -33,16 +33,16 @@ from triax.engine.launch import launch
 from triax.grid.topology import Topology
 
 Adam = dict[str, Any]
-OUTER = {"outer_lr": 0.8, "outer_momentum": 0.4}  # for six meetings; 0.7 and 0.9 are for hundreds
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.3}  # for six meetings; 0.7 and 0.9 are for hundreds
 BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 
 # name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps. Top-k clips each
 # replica's gradient before it is kept, as its paper does, and its Adam has a variance that lasts as long as elements
 # wait for their turn. Douillard et al. give each of DiLoCo's replicas the batch that the run beside it has in all: that
-# is "diloco, a batch each". "lamb" is 1-bit LAMB that never leaves its warm-up.
+# is "diloco (a batch each)". "lamb" is 1-bit LAMB that never leaves its warm-up.
 METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "none": lambda adam, steps: {},
-    "none, another seed": lambda adam, steps: {"seed": 1},
+    "none (another seed)": lambda adam, steps: {"seed": 1},
     "fp16": lambda adam, steps: {"gradient_compression": {"type": "fp16"}},
     "bf16": lambda adam, steps: {"gradient_compression": {"type": "bf16"}},
     "topk": lambda adam, steps: {
@@ -74,7 +74,7 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     },
     "local-sgd": lambda adam, steps: {"local_updates": {"type": "local_sgd", "every": 10}},
     "diloco": lambda adam, steps: {"local_updates": {"type": "diloco", "every": 50, **OUTER}},
-    "diloco, a batch each": lambda adam, steps: {
+    "diloco (a batch each)": lambda adam, steps: {
         "train_batch_size": 128,
         "local_updates": {"type": "diloco", "every": 50, **OUTER},
     },
