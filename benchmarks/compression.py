@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
@@ -33,13 +34,17 @@ from triax.engine.launch import launch
 from triax.grid.topology import Topology
 
 Adam = dict[str, Any]
-OUTER = {"outer_lr": 0.7, "outer_momentum": 0.3}  # for six meetings; 0.7 and 0.9 are for hundreds
+OUTER = {"outer_lr": 0.8, "outer_momentum": 0.4}  # for six meetings; 0.7 and 0.9 are for hundreds
+START = "start"  # beside the configuration: the steps before its local updates
+EACH = "each"  # a batch each
 BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 
 # name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps. Top-k clips each
 # replica's gradient before it is kept, as its paper does, and its Adam has a variance that lasts as long as elements
 # wait for their turn. Douillard et al. give each of DiLoCo's replicas the batch that the run beside it has in all: that
-# is "diloco (a batch each)". "lamb" is 1-bit LAMB that never leaves its warm-up.
+# is "diloco (a batch each)"; and they begin with a model that was trained before: "diloco (from a third on)" takes its
+# first third without ``local_updates``, at the batch of the run beside it. "lamb" is 1-bit LAMB that never leaves its
+# warm-up.
 METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "none": lambda adam, steps: {},
     "none (another seed)": lambda adam, steps: {"seed": 1},
@@ -75,8 +80,17 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
     "local-sgd": lambda adam, steps: {"local_updates": {"type": "local_sgd", "every": 10}},
     "diloco": lambda adam, steps: {"local_updates": {"type": "diloco", "every": 50, **OUTER}},
     "diloco (a batch each)": lambda adam, steps: {
-        "train_batch_size": 128,
+        "train_batch_size": EACH,
         "local_updates": {"type": "diloco", "every": 50, **OUTER},
+    },
+    "diloco (from a third on)": lambda adam, steps: {
+        "local_updates": {"type": "diloco", "every": 50, **OUTER},
+        START: steps // 3,
+    },
+    "diloco (both)": lambda adam, steps: {
+        "train_batch_size": EACH,
+        "local_updates": {"type": "diloco", "every": 50, **OUTER},
+        START: steps // 3,
     },
 }
 
@@ -125,7 +139,7 @@ def main() -> None:
             continue
         config = configured(options, name)
         try:
-            read_config(config)
+            read_config({key: value for key, value in config.items() if key != START})
         except ConfigError as error:
             keep(file, settings, name, {"refused": str(error)})
             continue
@@ -166,17 +180,27 @@ def configured(options: Options, name: str) -> dict[str, Any]:
     base = engine_config(options)
     for key in ("json_monitor", "timeline"):
         del base[key]
-    return {**base, **METHODS[name](base["optimizer"]["params"], options.steps)}
+    config = {**base, **METHODS[name](base["optimizer"]["params"], options.steps)}
+    if config["train_batch_size"] == EACH:
+        config["train_batch_size"] = options.batch * options.data_parallel
+    return config
 
 
 def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
     """What every rank does; the first one keeps the result."""
     import triax
 
-    corpus, seed, size = load(find(options.data), options.runs / "corpus"), config["seed"], config["train_batch_size"]
-    grid = triax.Grid()
+    corpus, grid, start_step = load(find(options.data), options.runs / "corpus"), triax.Grid(), config.pop(START, 0)
+    first = {key: value for key, value in config.items() if key != "local_updates"} if start_step else config
+    if start_step:
+        first["train_batch_size"] = options.batch
+    seed, size = config["seed"], first["train_batch_size"]
+
+    def built(config: dict[str, Any]) -> triax.Engine:
+        return build(Options(**{**vars(options), "seed": seed, "batch": config["train_batch_size"]}), grid, config)
+
     try:
-        engine = build(Options(**{**vars(options), "seed": seed, "batch": size}), grid, config)
+        engine = built(first)
     except ConfigError as error:
         if grid.rank == 0:
             keep(file, settings, name, {"refused": str(error)})
@@ -187,6 +211,13 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
         rows = batch(corpus.training, step, size=size, length=options.sequence, seed=seed)
         losses.append(float(engine.train_batch(microbatches(options, grid, rows))))
         sent.append(on_data(engine.traffic_report()["sent"]))
+        if step == start_step:
+            with TemporaryDirectory() as own:
+                folder = grid.world.all_gather_object(own)[0]
+                engine.save_checkpoint(folder)
+                engine, size = built(config), config["train_batch_size"]
+                engine.load_checkpoint(folder)
+                grid.world.barrier()
         if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
