@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
@@ -35,7 +34,6 @@ from triax.grid.topology import Topology
 
 Adam = dict[str, Any]
 OUTER = {"outer_lr": 0.8, "outer_momentum": 0.4}  # for six meetings; 0.7 and 0.9 are for hundreds
-START = "start"  # beside the configuration: the steps before its local updates
 EACH = "each"  # a batch each
 BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 
@@ -139,7 +137,7 @@ def main() -> None:
             continue
         config = configured(options, name)
         try:
-            read_config({key: value for key, value in config.items() if key != START})
+            read_config(config)
         except ConfigError as error:
             keep(file, settings, name, {"refused": str(error)})
             continue
@@ -190,17 +188,10 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
     """What every rank does; the first one keeps the result."""
     import triax
 
-    corpus, grid, start_step = load(find(options.data), options.runs / "corpus"), triax.Grid(), config.pop(START, 0)
-    first = {key: value for key, value in config.items() if key != "local_updates"} if start_step else config
-    if start_step:
-        first["train_batch_size"] = options.batch
-    seed, size = config["seed"], first["train_batch_size"]
-
-    def built(config: dict[str, Any]) -> triax.Engine:
-        return build(Options(**{**vars(options), "seed": seed, "batch": config["train_batch_size"]}), grid, config)
-
+    corpus, grid = load(find(options.data), options.runs / "corpus"), triax.Grid()
+    seed, size = config["seed"], config["train_batch_size"]
     try:
-        engine = built(first)
+        engine = build(Options(**{**vars(options), "seed": seed, "batch": size}), grid, config)
     except ConfigError as error:
         if grid.rank == 0:
             keep(file, settings, name, {"refused": str(error)})
@@ -211,13 +202,6 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
         rows = batch(corpus.training, step, size=size, length=options.sequence, seed=seed)
         losses.append(float(engine.train_batch(microbatches(options, grid, rows))))
         sent.append(on_data(engine.traffic_report()["sent"]))
-        if step == start_step:
-            with TemporaryDirectory() as own:
-                folder = grid.world.all_gather_object(own)[0]
-                engine.save_checkpoint(folder)
-                engine, size = built(config), config["train_batch_size"]
-                engine.load_checkpoint(folder)
-                grid.world.barrier()
         if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)

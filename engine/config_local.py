@@ -22,6 +22,9 @@ class LocalUpdatesConfig(Section):
         "their mean difference; async_diloco: the same, with what is there, and nobody waits but at max_staleness.",
     )
     every: int = Field(description="Optimizer steps between two meetings.", ge=1)
+    start_step: int = setting(
+        0, "Optimizer steps of the run before replicas step on their own: these sum gradients, as ever.", ge=0
+    )
     outer_lr: float | None = setting(
         None, "diloco, async_diloco: of the step at a meeting; by default 0.7.", gt=0.0, allow_inf_nan=False
     )

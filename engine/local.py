@@ -2,14 +2,14 @@
 
 A step runs on the replica's own grid, whose data axis has size 1 (``grid/replica.py``): losses, norms, overflows and
 agreements are the replica's, and nothing goes over the data axis. Between steps the engine is one of the whole grid, by
-which data, sample numbers and checkpoints go.
+which data, sample numbers and checkpoints go; and so it is in the steps before ``start_step``, which sum gradients.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Local:
         sent: bytes that this rank sent to other replicas for those since then.
         grid: this replica's.
         restored: of these steps, those before the checkpoint.
-        just_met: whether the last step ended with a meeting.
+        just_met: whether the last step ended with a meeting, or all took it together.
     """
 
     def __init__(self, engine: Any, grid: ReplicaGrid) -> None:
@@ -80,16 +80,48 @@ class Local:
         else:
             self.meetings = Meetings(replicas, whole.data, outer, dtype, self.section.average_optimizer)
 
+    @property
+    def together(self) -> bool:
+        """Whether the next step is one of all replicas: ``start_step`` is still to come."""
+        return bool(self._engine.global_steps < self.section.start_step)
+
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within it the engine is this replica's alone.
+    def stepping(self) -> Iterator[None]:
+        """Within it the engine takes a step, and then meets, where it is time: ``alone``, or all of them together."""
+        if not self.together:
+            with self.alone():
+                yield
+            self._stepped()
+            return
+        replicas, whole = self._engine._replicas, self.grid.whole
+        replicas.joined = whole.data if whole.data.size > 1 else None
+        try:
+            with self._counted(), self._on(whole):
+                yield
+        finally:
+            replicas.joined = None
+        self.steps, self.just_met = self.steps + 1, True
+        if not self.together:
+            self.meetings.adopt()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Within it the engine is this replica's alone. Raises as ``_on``."""
+        return self._on(self.grid)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within it the engine evaluates: with all others, but for ``async_diloco``, where nobody is waited for."""
+        return self._on(self.grid if isinstance(self.meetings, AsyncMeetings) else self.grid.whole)
+
+    @contextmanager
+    def _on(self, grid: Grid) -> Iterator[None]:
+        """Within it the engine's sums and agreements are over this grid.
 
         Raises:
-            RuntimeError: for an ``AgreedError``, which the ranks of this replica alone raise: the others would wait for
-                them, so these leave as a rank does that failed.
+            RuntimeError: for an ``AgreedError``, which the ranks of this replica alone may raise: the others would wait
+                for them, so these leave as a rank does that failed.
         """
         engine = self._engine
-        engine.grid = self.grid
+        engine.grid = grid
         try:
             yield
         except AgreedError as error:
@@ -99,8 +131,7 @@ class Local:
         finally:
             engine.grid = self.grid.whole
 
-    def stepped(self) -> None:
-        """After each step: meet, where it is time."""
+    def _stepped(self) -> None:
         self.since, self.steps = self.since + 1, self.steps + 1
         ends = self.meetings.stepped() if isinstance(self.meetings, AsyncMeetings) else False
         self.just_met = ends or self.since >= self.section.every
@@ -115,7 +146,9 @@ class Local:
         Raises:
             AgreedError: on every rank: replicas have taken unlike numbers of steps since they met, and must not.
         """
-        if isinstance(self.meetings, AsyncMeetings):
+        if self.together:  # all have the same
+            self.meetings.adopt()
+        elif isinstance(self.meetings, AsyncMeetings):
             with self._counted():
                 self.meetings.meet_all(self.since)
         else:
@@ -135,6 +168,8 @@ class Local:
             return True
         if self.over:
             return True
+        if self.together:
+            self.meetings.adopt()
         with self._counted():
             complete = self.meetings.leave(self.since, self.grid.timeout)
         self.since, self.over = 0, True
@@ -205,8 +240,9 @@ def _sent(report: Mapping[str, Mapping[str, Any]]) -> float:
 class LocalUpdates:
     """What both engines can do where their replicas step on their own.
 
-    ``train_batch`` (``backward`` and ``step``) return this replica's own loss, over its own part of the batch;
-    ``eval_batch`` runs this replica's own weights on what it is given, and ``gather`` returns them.
+    ``train_batch`` (``backward`` and ``step``) return this replica's own loss, over its own part of the batch (before
+    ``start_step`` that of all). ``eval_batch`` runs each replica's own weights on what it is given, and returns the
+    loss of all of it (``async_diloco``: of this replica's). ``gather`` returns this replica's own weights.
     """
 
     local: Local | None
@@ -248,17 +284,22 @@ class LocalUpdates:
         return list(range(local.grid.replicas))
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """Within it the model has the weights of the last meeting, in place of this replica's own. Nothing is sent."""
-        return _of(self).meetings.commonly()
+        """Within it the model has the weights of the last meeting, in place of this replica's own. Nothing is sent.
+
+        Before ``start_step`` these are its own.
+        """
+        local = _of(self)
+        return nullcontext() if local.together else local.meetings.commonly()
 
     def traffic_report(self) -> dict[str, Any]:
         """As ``Engine.traffic_report``; and ``local``: what goes from this rank to other replicas.
 
         ``steps`` and ``meetings`` so far; ``sent``: bytes since this process began, or loaded a checkpoint, and
         ``per_step`` on average; ``formula``: what a meeting sends by the formula of an all-reduce, by the steps between
-        two; ``uncompressed``: what a step sends that all-reduces gradients. ``async_diloco`` sends each replica a
-        message of its own, N/2 times the formula, and has ``staleness``, the rounds that the slowest was behind at the
-        last meeting, and ``waited_s``, seconds at the bound.
+        two; ``uncompressed``: what a step sends that all-reduces gradients in the masters' dtype (those before
+        ``start_step`` do, in ``communication_data_type``).
+        ``async_diloco`` sends each replica a message of its own, N/2 times the formula, and has ``staleness``, the
+        rounds that the slowest was behind at the last meeting, and ``waited_s``, seconds at the bound.
         """
         report: dict[str, Any] = {}
         if isinstance(self, Engine):
@@ -304,15 +345,15 @@ class LocalEngine(LocalUpdates, Engine):
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
         local = _begun(self)
-        with local.alone():
+        self.grid.traffic.clear()
+        with local.stepping():
             loss = super()._train_batch(data_iter)
-        local.stepped()
         if local.just_met:
             self._sent = self.grid.traffic.report()
         return loss
 
     def _eval_batch(self, *args: Any) -> Any:
-        with _of(self).alone():
+        with _of(self).evaluating():
             return super()._eval_batch(*args)
 
     def memory_report(self) -> dict[str, Any]:
@@ -338,10 +379,8 @@ class LocalModuleEngine(LocalUpdates, ModuleEngine):
 
     @torch.no_grad()
     def _step(self, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
-        local = _begun(self)
-        with local.alone():
+        with _begun(self).stepping():
             super()._step(optimizer, lr_kwargs)
-        local.stepped()
 
     def gather(self, what: str = "weights") -> dict[str, Tensor]:
         """As ``ModuleEngine.gather``, of this replica. Collective over it."""

@@ -78,6 +78,7 @@ def run_state(local: Local) -> dict[str, Any]:
         "type": local.section.type,
         "replicas": local.grid.replicas,
         "since": local.since,
+        "together": local.together,
         "steps": local.steps,
         "meetings": local.meetings.met,
     }
@@ -96,7 +97,13 @@ def restore(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable
         return []
     everything, notes = held(engine, local), []
     same = saved["replicas"] == local.grid.replicas
-    if not same and saved["since"]:
+    if local.together and not saved.get("together", False):
+        same = False
+        notes.append(
+            f"replicas had stepped on their own, and local_updates.start_step {local.section.start_step} has them step "
+            "together again: all go on from their mean"
+        )
+    elif not same and saved["since"]:
         notes.append(
             f"{saved['replicas']} replicas had taken {saved['since']} steps since they met, and here are "
             f"{local.grid.replicas}: all go on from their mean, as after a meeting"

@@ -109,16 +109,24 @@ def inner_step(weights: Weights, optimizer: torch.optim.Optimizer, inputs: Tenso
 
 
 def reference(before: Weights, replicas: int, local: dict[str, Any], optimizer: dict[str, Any]) -> Any:
-    """N models, N optimizers, and every H steps what the papers say. Of each step the replicas' weights and losses."""
+    """N models, N optimizers, and every H steps what the papers say. Of each step the replicas' weights and losses.
+
+    Before ``start_step`` all of them take the step of one process with the whole batch.
+    """
     models = [{name: w.clone().requires_grad_() for name, w in before.items()} for _ in range(replicas)]
     kind = getattr(torch.optim, optimizer["type"])
     optimizers = [kind(model.values(), **optimizer["params"]) for model in models]
     common = {name: w.clone() for name, w in before.items()}
     velocity = {name: torch.zeros_like(w) for name, w in before.items()}
-    trace = []
+    trace, start = [], local.get("start_step", 0)
     for step, parts in enumerate(batches(replicas)):
+        if step < start:
+            whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+            parts = [whole] * replicas
         losses = [inner_step(m, o, *part) for m, o, part in zip(models, optimizers, parts, strict=True)]
-        if (step + 1) % local["every"] == 0:
+        if step < start:
+            common = {name: w.detach().clone() for name, w in models[0].items()}
+        elif (step + 1 - start) % local["every"] == 0:
             for name, weight in common.items():
                 mean = torch.stack([model[name].detach() for model in models]).mean(0)
                 if local["type"] == "local_sgd":
@@ -153,6 +161,8 @@ CASES: list[Case] = [
     ((1, 4, 1), {"type": "local_sgd", "every": 2}, ADAMW),
     ((2, 2, 1), {"type": "diloco", "every": 2, **OUTER}, ADAMW),
     ((1, 2, 2), {"type": "diloco", "every": 2, "average_optimizer": True, **OUTER}, SGD),
+    ((1, 2, 1), {"type": "diloco", "every": 2, "start_step": 3, **OUTER}, ADAMW),
+    ((2, 2, 1), {"type": "async_diloco", "every": 2, "start_step": 2, "max_staleness": 0, **OUTER}, SGD),
 ]
 MORE: list[Case] = [
     ((1, 2, 1), {"type": "local_sgd", "every": 2}, SGD),
@@ -161,6 +171,10 @@ MORE: list[Case] = [
     ((1, 2, 2), {"type": "local_sgd", "every": 2}, ADAMW),
     ((2, 2, 1), {"type": "async_diloco", "every": 2, "max_staleness": 0, **OUTER}, ADAMW),
     ((1, 2, 2), {"type": "async_diloco", "every": 2, "max_staleness": 0, **OUTER}, SGD),
+    ((1, 2, 1), {"type": "async_diloco", "every": 3, "start_step": 1, "max_staleness": 0, **OUTER}, ADAMW),
+    ((1, 4, 1), {"type": "local_sgd", "every": 2, "start_step": 2}, SGD),
+    ((1, 2, 2), {"type": "local_sgd", "every": 3, "start_step": 4}, ADAMW),
+    ((2, 2, 1), {"type": "diloco", "every": 2, "start_step": STEPS, **OUTER}, ADAMW),
 ]
 
 
@@ -173,7 +187,7 @@ def test_replicas_step_and_meet_as_the_papers_say(ranks: Any, size: int, listed:
     everyone = ranks(size, all_trained, cases)
     for number, (shape, local, optimizer) in enumerate(cases):
         found = [each[number] for each in everyone]
-        start, every = found[0][1], local["every"]
+        start, every, after = found[0][1], local["every"], local.get("start_step", 0)
         expected = reference(start, shape[1], local, optimizer)
         for replica, before, trace, common, report in found:
             same(before, start)
@@ -183,20 +197,24 @@ def test_replicas_step_and_meet_as_the_papers_say(ranks: Any, size: int, listed:
                 assert loss == pytest.approx(losses[replica], rel=1e-10)
                 first = found[0][2][step][0]
                 equal = all(torch.equal(weights[name], first[name]) for name in weights)
-                assert equal == (replica == found[0][0] or (step + 1) % every == 0)
-            same(common, trace[STEPS // every * every - 1][0])
+                meets = step < after or (step + 1 - after) % every == 0
+                assert equal == (replica == found[0][0] or meets)
+            same(common, trace[after + (STEPS - after) // every * every - 1][0])
             check_bytes(report, local, shape[1], STEPS)
 
 
 def check_bytes(report: dict[str, Any], local: dict[str, Any], replicas: int, steps: int) -> None:
-    """What was counted is the formula's: of so many meetings, and nothing else, over the data axis."""
-    account, meetings = report["local"], steps // local["every"]
+    """What was counted is the formula's: of so many sums of gradients and meetings, and nothing else, over the data
+    axis."""
+    account, summed = report["local"], local.get("start_step", 0)
+    meetings, over = divmod(steps - summed, local["every"])
     factor = replicas / 2 if local["type"] == "async_diloco" else 1.0  # a message to each
     assert (account["steps"], account["meetings"]) == (steps, meetings)
     if not local.get("average_optimizer"):
-        assert account["sent"] == pytest.approx(factor * meetings * local["every"] * account["formula"], rel=1e-12)
+        expected = factor * meetings * local["every"] * account["formula"] + summed * account["uncompressed"]
+        assert account["sent"] == pytest.approx(expected, rel=1e-12)
         assert account["formula"] == pytest.approx(account["uncompressed"] / local["every"], rel=1e-12)
-    assert ("data" in report["sent"]) == (steps % local["every"] == 0)
+    assert ("data" in report["sent"]) == (over == 0)
 
 
 # ----------------------------------------------------------------------------------------------------- plain modules
@@ -252,16 +270,25 @@ def module_reference(replicas: int, local: dict[str, Any], clip: float) -> list[
     optimizers = [torch.optim.SGD(model.parameters(), **SGD["params"]) for model in models]
     common = [p.detach().clone() for p in models[0].parameters()]
     outer = torch.optim.SGD(common, lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"], nesterov=True)
-    trace = []
+    trace, start = [], local.get("start_step", 0)
     for step in range(STEPS):
         for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             for index in range(2):
                 x, y = microbatch(step, index, replica)
                 ((model(x) - y).square().mean() / 2).backward()
+        if step < start:
+            for each in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(parameter.grad for parameter in each) / replicas
+                for parameter in each:
+                    parameter.grad = mean.clone()
+        for model, optimizer in zip(models, optimizers, strict=True):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-        if (step + 1) % local["every"] == 0:
+        if step < start:
+            for weight, parameter in zip(common, models[0].parameters(), strict=True):
+                weight.copy_(parameter.detach())
+        elif (step + 1 - start) % local["every"] == 0:
             for weight, *theirs in zip(common, *(model.parameters() for model in models), strict=True):
                 weight.grad = weight - sum(each.detach() for each in theirs) / replicas
             outer.step()  # torch's own
@@ -273,7 +300,10 @@ def module_reference(replicas: int, local: dict[str, Any], clip: float) -> list[
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("waits", [{"type": "diloco"}, {"type": "async_diloco", "max_staleness": 0}])
+@pytest.mark.parametrize(
+    "waits",
+    [{"type": "diloco"}, {"type": "async_diloco", "max_staleness": 0}, {"type": "diloco", "start_step": 3}],
+)
 def test_a_plain_module(ranks: Any, replicas: int, waits: dict[str, Any]) -> None:
     """DiLoCo around any module in DeepSpeed's loop; the outer step of the reference is torch's."""
     local = {**waits, "every": 2, **OUTER}
@@ -282,8 +312,10 @@ def test_a_plain_module(ranks: Any, replicas: int, waits: dict[str, Any]) -> Non
         for step, weights in enumerate(trace):
             same(weights, expected[step][replica])
         numel = sum(p.numel() for p in network().parameters())
-        # Three meetings' bytes an element: of an all-reduce, or of a message to each other replica.
-        few = STEPS // 2 * 8 * (replicas - 1) * (1 if "max_staleness" in local else 2 / replicas)
+        # Bytes an element, of three meetings (of two, and of three sums of gradients): of an all-reduce each, or of a
+        # message to each other replica.
+        start = local.get("start_step", 0)
+        few = (start + (STEPS - start) // 2) * 8 * (replicas - 1) * (1 if "max_staleness" in local else 2 / replicas)
         assert few * numel <= account["sent"] <= few * (numel + 6 * 16)  # six parameters, with their padding
 
 
@@ -347,6 +379,8 @@ RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
     (((1, 2, 2), {"type": "diloco", "every": 3}, ADAMW), 4, {"fp16": {"enabled": True}, "dtype": torch.float32}),
     (((2, 2, 1), {"type": "diloco", "every": 3}, ADAMW), 4, HALF),
     (((2, 2, 1), {"type": "async_diloco", "every": 3, "max_staleness": 0, **OUTER}, ADAMW), 3, {}),
+    (((2, 2, 1), {"type": "diloco", "every": 2, "start_step": 3, **OUTER}, ADAMW), 2, {}),
+    (((1, 4, 1), {"type": "async_diloco", "every": 2, "start_step": 3, "max_staleness": 0, **OUTER}, SGD), 1, {}),
 ]
 
 
@@ -399,6 +433,73 @@ def becomes_asynchronous(folder: str) -> Any:
 def test_a_round_goes_on_asynchronously(ranks: Any, tmp_path: Path) -> None:
     for wanted, found in ranks(2, becomes_asynchronous, str(tmp_path)):
         same(found, wanted)
+
+
+def together_again(folder: str, stop: int) -> Any:
+    """Replicas that stepped on their own, and then shall step together; beside what a plain engine makes of it."""
+    local: dict[str, Any] = {"type": "diloco", "every": 2, **OUTER}
+    engine = make((1, 2, 1), local, ADAMW)
+    for _ in range(stop):
+        engine.train_batch()
+    assert engine.save_checkpoint(folder)
+    found = []
+    for section in ({**local, "start_step": STEPS}, None):
+        engine = make((1, 2, 1), section, ADAMW)
+        engine.load_checkpoint(folder)
+        losses = [engine.train_batch().item() for _ in range(2)]
+        found.append((losses, engine.gather()))
+    return found
+
+
+@pytest.mark.parametrize("stop", [3, 4])  # between two meetings, and at one, where optimizers' states differ still
+def test_steps_together_after_steps_of_their_own(ranks: Any, tmp_path: Path, stop: int) -> None:
+    """They go on from their mean, as a run without local updates does, and stay alike."""
+    everyone = ranks(2, together_again, str(tmp_path), stop)
+    for (losses, weights), (plain_losses, plain) in everyone:
+        assert losses == pytest.approx(plain_losses, rel=1e-10)
+        same(weights, plain)
+        assert all(torch.equal(weights[name], everyone[0][0][1][name]) for name in weights)
+
+
+def between(start_step: int, kind: str) -> Any:
+    """Everything that can be asked of an engine while its replicas step together, and later apart."""
+    section = {"type": kind, "every": 2, "start_step": start_step, **OUTER}
+    engine = make((1, 2, 1), section, ADAMW)
+    found = []
+    for _ in range(3):
+        engine.train_batch()
+        with engine.common_weights():
+            common = engine.gather()
+        parts = [next(iter(triax.engine.data.make_loader(dataset(), 2, 1, engine.grid.data.rank, 2, seed=1)))]
+        found.append((engine.gather(), common, parts[0], engine.eval_batch(iter(parts), num_micro_batches=1).item()))
+    engine.meet()
+    met = engine.gather()
+    assert engine.leave()
+    return found, met, engine.gather()
+
+
+@pytest.mark.parametrize("kind", ["diloco", "async_diloco"])
+def test_what_replicas_are_asked_for(ranks: Any, kind: str) -> None:
+    """Evaluated together the loss is that of all they were given, each with its own weights; what they have in common
+    is what they have, until they part. The last of three steps is their own."""
+    both = ranks(2, between, 2, kind)
+    for step in range(3):
+        sums, weights = [], []
+        for found, _, _ in both:
+            own, common, (inputs, labels), _ = found[step]
+            logits = gpt_logits(own, inputs, 2, 2).flatten(0, 1)
+            sums.append(F.cross_entropy(logits, labels.flatten(), reduction="sum").item())
+            weights.append(int((labels != -100).sum()))
+            same(common, both[0][0][min(step, 1)][0])
+        for replica, (found, _, _) in enumerate(both):
+            alone = kind == "async_diloco"
+            expected = sums[replica] / weights[replica] if alone else sum(sums) / sum(weights)
+            assert found[step][3] == pytest.approx(expected, rel=1e-10)
+        apart = [found[step][0] for found, _, _ in both]
+        assert all(torch.equal(a, b) for a, b in zip(*(each.values() for each in apart), strict=True)) == (step < 2)
+    for _, met, left in both:
+        same(met, both[0][1])
+        same(left, met)
 
 
 def own_schedules(folder: str) -> Any:
@@ -710,6 +811,7 @@ def test_the_store_is_gone_when_all_have_left(ranks: Any) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"local_updates": {"type": "diloco"}}, "local_updates.every is missing"),
     ({"local_updates": {"type": "diloco", "every": 0}}, "every"),
+    ({"local_updates": {"type": "diloco", "every": 2, "start_step": -1}}, "start_step"),
     ({"local_updates": {"type": "easgd", "every": 2}}, "local_updates.type"),
     ({"local_updates": {"type": "local_sgd", "every": 2, "outer_lr": 0.5}}, "outer_lr is of type diloco"),
     ({"local_updates": {"type": "diloco", "every": 2, "max_staleness": 1}}, "max_staleness is of type async_diloco"),

@@ -32,6 +32,25 @@ def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return hook
 
 
+def add_up(axis: Axis, buckets: Sequence[Bucket]) -> None:
+    """Sum whole gradients over an axis of ranks that each have all of them. Collective."""
+    under_way: deque[tuple[Tensor, Tensor, Pending]] = deque()
+
+    def take(gradients: Tensor, sent: Tensor, pending: Pending) -> None:
+        pending.wait()
+        if sent is not gradients:
+            gradients.copy_(sent)
+
+    for bucket in buckets:
+        assert bucket.gradients is not None
+        sent = bucket.gradients.to(bucket.communicate)
+        under_way.append((bucket.gradients, sent, axis.all_reduce(sent, async_op=True)))
+        if len(under_way) > _UNDER_WAY:
+            take(*under_way.popleft())
+    for each in under_way:
+        take(*each)
+
+
 class GradientReducer:
     """Sums gradients over the data axis, at the points of a step where a program says so.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..grid import Grid
 from .buckets import Bucket
 from .flat import RUNS, SHARDED
+from .gradients import add_up
 from .mode import Mode
 from .norm import square
 from .onebit import OneBitMean
@@ -66,15 +67,11 @@ class OneBitExchange:
     def gradients(self, buckets: Sequence[Bucket]) -> None:
         """See ``Exchange``. (Where they stay local, they are not the same on every replica.)"""
         self.local = self._axis.size > 1 and not self.summed()
-        for bucket in buckets if self._axis.size > 1 else ():
+        if self._axis.size > 1 and not self.local:
+            add_up(self._axis, buckets)
+        for bucket in buckets if self.local else ():
             assert bucket.gradients is not None
-            if self.local:
-                bucket.gradients.mul_(self._axis.size)
-                continue
-            sent = bucket.gradients.to(bucket.communicate)
-            self._axis.all_reduce(sent)
-            if sent is not bucket.gradients:
-                bucket.gradients.copy_(sent)
+            bucket.gradients.mul_(self._axis.size)
 
     def squares(self, buckets: Sequence[Bucket], device: torch.device) -> Tensor:
         """This rank's share of the mean, over replicas, of the square of the norm of each one's gradient."""

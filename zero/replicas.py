@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid
 from .buckets import Bucket
 from .compressor import moved
-from .gradients import GradientReducer
+from .gradients import GradientReducer, add_up
 from .lay_out import make_buckets
 from .lend import settle
 from .mode import Managed, Mode
@@ -49,6 +49,7 @@ class Replicas:
         axis, device: over which the replicas lie, and where this one is.
         stepped: the gradients that are here are those of the last step, scaled.
         exchanges: what brings gradients together in place of their sum; None: they are summed.
+        joined: over which a step's gradients are summed too, of grids that each hold all that this one does; or None.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Replicas:
             mode = compressing(mode, grid)
         self.mode, self.axis, self.device = mode, grid.data, grid.device
         self.stepped = self._exchanged = False
+        self.joined: Axis | None = None
         self._tensor_axis = grid.tensor
         self._stepper: RangeStepper | None = None
         with agreed(grid, mode.offload):
@@ -153,6 +155,8 @@ class Replicas:
     def finish(self) -> None:
         """The program ends: every gradient is reduced, and no weight is whole that need not be."""
         self._reducer.finish()
+        if self.joined is not None:
+            add_up(self.joined, [bucket for bucket in self.buckets if bucket.trained])
         if self.gatherer is not None:
             self.gatherer.finish()
 
@@ -208,7 +212,8 @@ class Replicas:
         if self.exchanges is None or self._exchanged:
             if isinstance(self.exchanges, OneBitExchange) and self.exchanges.local:
                 return self.exchanges.squares(self.buckets, self.device)
-            return squares(self.buckets, self.device)
+            found = squares(self.buckets, self.device)
+            return found if self.joined is None else found.div_(self.joined.size)  # each of these counts all of it
         parts = [square(bucket.gradients) for bucket in self.buckets if bucket.gradients is not None]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.device)
 
@@ -240,13 +245,13 @@ class Replicas:
         return len(self._reducer.unused())
 
     def without_gradient(self) -> set[Tensor]:
-        """The parameters that had none on any replica. Collective over the data axis and the tensor axis."""
+        """The parameters that had none on any replica. Collective over the data (or ``joined``) and tensor axes."""
         members = [m.parameter for bucket in self.buckets if bucket.trained for m in bucket.members]
         unused = self._reducer.unused()
         if self.exchanges is not None:  # a residual of steps before may be all that moves a parameter
             unused = unused - moved([bucket for bucket in self.buckets if bucket.trained])
         used = torch.tensor([p not in unused for p in members], dtype=torch.uint8, device=self.device)
-        for axis in (self.axis, self._tensor_axis):
+        for axis in (self.joined or self.axis, self._tensor_axis):
             axis.all_reduce(used, op="max")
         return {parameter for parameter, flag in zip(members, used.tolist(), strict=True) if not flag}
 
