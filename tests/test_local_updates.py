@@ -344,6 +344,29 @@ def test_meeting_at_every_step_is_synchronous_sgd(ranks: Any) -> None:
         assert account["per_step"] == account["uncompressed"] / 100
 
 
+def partly_used(local: dict[str, Any] | None) -> Weights:
+    """Layer 0 is used by both replicas; every other step replica 1 uses layer 1 instead; nobody uses layer 2."""
+    torch.manual_seed(4)
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]).double()
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "gradient_clipping": 0.1}
+    engine = initialize(model=model, config={**config, **({"local_updates": local} if local else {})}, grid=Grid())[0]
+    replica = engine.grid.data.rank
+    for step in range(4):
+        x, _ = microbatch(step, 0, replica)
+        engine.backward(engine.module[step % 2 * replica](x).square().mean())
+        engine.step()
+    return weights_of(engine)
+
+
+def test_what_some_replicas_use_is_stepped_by_all_together(ranks: Any) -> None:
+    """Before ``start_step`` as without it: what no replica used stands still, its weight decay too."""
+    wanted = ranks(2, partly_used, None)
+    for before, after in zip(
+        wanted, ranks(2, partly_used, {"type": "diloco", "every": 2, "start_step": 4}), strict=True
+    ):
+        same(before, after)
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
