@@ -33,7 +33,8 @@ def data_axis_formula(
     (N-1)/N M. Stage 0 (an all-reduce) and 1 send two of these. Stage 2 reduces after every backward: one for each
     microbatch and one all-gather. Stage 3 gathers for each forward and each backward pass and reduces after each.
     (It sends less where weights stay whole from one pass to the next: the first layer's of a stage that turns from
-    a backward to a forward, and all of them if they are kept gathered within the step.)
+    a backward to a forward, and all of them if they are kept gathered within the step.) Frozen weights are gathered
+    there as others are, and else not sent.
 
     Args:
         buckets: of the rank.
@@ -44,18 +45,17 @@ def data_axis_formula(
     backwards = backward_passes(program, rank)
     total = 0.0
     for bucket in buckets:
-        if not bucket.trained:
-            continue
         gradient = bucket.flat.numel * (bucket.communicate if narrow else bucket.owned_gradient.dtype).itemsize
         weight = bucket.flat.numel * bucket.weights.element_size()
-        passes = sum(backwards.get(s, 0) for s in bucket.stages) if bucket.each else 1
+        runs = sum(backwards.get(s, 0) for s in bucket.stages)
+        if bucket.gathered:
+            total += 2 * runs * weight
+        if not bucket.trained:
+            continue
         if stage == 0:
             total += 2 * gradient
-        elif not bucket.gathered:
-            total += passes * gradient + weight
         else:
-            runs = sum(backwards.get(s, 0) for s in bucket.stages)
-            total += passes * gradient + 2 * runs * weight
+            total += (runs if bucket.each else 1) * gradient + (0 if bucket.gathered else weight)
     return total * (replicas - 1) / replicas
 
 

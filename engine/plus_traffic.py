@@ -36,19 +36,19 @@ def plus_formula(replicas: Replicas, program: Program, rank: int) -> dict[str, f
             total[axis] = total.get(axis, 0.0) + times * count
 
     for bucket in replicas.buckets:
-        if not bucket.trained:
-            continue
         runs = sum(backwards.get(s, 0) for s in bucket.stages)
         numel, reduction = bucket.flat.numel, bucket._axis
+        if bucket.gathered and isinstance(replicas.gatherer, PlusGatherer):
+            first, further = replicas.gatherer.sent(bucket)
+            add(1, first)
+            add(2 * runs - 1, further)
+        elif bucket.trained:
+            add(1, {"data": numel * bucket.weights.element_size() * (size - 1) / size})
+        if not bucket.trained:
+            continue
         if isinstance(reduction, QuantizedReduction):
             reduced = reduction.sent(numel, bucket.communicate)
         else:
             reduced = {"data": numel * bucket.communicate.itemsize * (size - 1) / size}
         add(runs if bucket.each else 1, reduced)
-        if bucket.gathered and isinstance(replicas.gatherer, PlusGatherer):
-            first, further = replicas.gatherer.sent(bucket)
-            add(1, first)
-            add(2 * runs - 1, further)
-        else:
-            add(1, {"data": numel * bucket.weights.element_size() * (size - 1) / size})
     return total

@@ -63,6 +63,41 @@ def test_traffic_of_each_stage(ranks: Any, replicas: int) -> None:
                 assert traffic["formula"]["data"] == (3 * m if stage == 3 else wanted) * ring
 
 
+def frozen(numbers: list[int], plus: dict[str, Any], stage: int) -> Any:
+    here = Grid(timeout=60)
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    model = PipelineModule(layers, grid=here, loss_fn=lambda o, y: (o - y).float().square().mean())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number not in numbers)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, **plus},
+    }
+    engine, *_ = triax.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.train_batch(iter([(torch.randn(2, WIDTH), torch.randn(2, WIDTH))] * MICROBATCHES))
+    report = engine.traffic_report()
+    return sum(entry["bytes"] for entry in report["sent"]["data"].values()), report["formula"]["data"]
+
+
+@pytest.mark.parametrize("plus", [{}, {"zero_quantized_weights": True}])
+def test_frozen_weights_travel_in_stage_3_alone(ranks: Any, plus: dict[str, Any]) -> None:
+    """They are gathered as others are, and have no gradient: with half of M frozen 2m M + m M / 2; else m counts half.
+
+    A byte a weight, and scales, where they are quantised; the first layer stays whole from a backward to a forward.
+    """
+    m, ring = MICROBATCHES, 4 * WEIGHTS / 2
+    for sent, formula in ranks(2, frozen, [1, 3], plus, 3):
+        gather = (1 + 4 / 256) / 4 if plus else 1.0  # a scale for 256 weights
+        assert formula == pytest.approx((2 * m * gather + m / 2) * ring, rel=1e-12)
+        assert sent == pytest.approx(formula - (m - 1) / LAYERS * gather * ring, rel=1e-12)
+    for stage in (0, 1, 2) if not plus else ():
+        for sent, formula in ranks(2, frozen, [1, 3], {}, stage):
+            assert sent == formula == (1 + (m if stage == 2 else 1)) / 2 * ring
+
+
 def test_traffic_of_the_pipe_axis(ranks: Any) -> None:
     """Each boundary carries each microbatch's activations forward and their gradients back, once."""
     message = 2 * WIDTH * 4
