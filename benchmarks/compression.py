@@ -128,19 +128,18 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"there is no method {unknown[0]!r}: choose from {', '.join(METHODS)}")
     for name in wanted:
-        results = read(file, settings)
-        if name in results and not given.again:
-            continue
         config = configured(options, name)
+        if read(file, settings).get(name, {}).get("config") == config and not given.again:
+            continue
         try:
             read_config(config)
         except ConfigError as error:
-            keep(file, settings, name, {"refused": str(error)})
+            keep(file, settings, name, {"config": config, "refused": str(error)})
             continue
         topology = Topology(data=given.replicas)
         code = launch(train, options, name, config, file, settings, ranks=given.replicas, topology=topology)
         if code:
-            keep(file, settings, name, {"refused": f"it failed, with exit code {code}"})
+            keep(file, settings, name, {"config": config, "refused": f"it failed, with exit code {code}"})
     text = table(read(file, settings))
     print(text)
     if given.table is not None:
@@ -183,6 +182,7 @@ def configured(options: Options, name: str) -> dict[str, Any]:
 def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
     """What every rank does; the first one keeps the result."""
     import triax
+    from triax.engine.local import LocalUpdates
 
     corpus, grid = load(find(options.data), options.runs / "corpus"), triax.Grid()
     seed, size = config["seed"], config["train_batch_size"]
@@ -190,7 +190,7 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
         engine = build(Options(**{**vars(options), "seed": seed, "batch": size}), grid, config)
     except ConfigError as error:
         if grid.rank == 0:
-            keep(file, settings, name, {"refused": str(error)})
+            keep(file, settings, name, {"config": config, "refused": str(error)})
         return
 
     sent, losses, start = [], [], time.monotonic()
@@ -201,12 +201,17 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
         if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
-    batches = math.ceil(options.validation / size)
-    unseen = windows(corpus.held_out, batches * size, options.sequence)
+    if engine.local is not None:
+        assert isinstance(engine, LocalUpdates)
+        engine.leave()  # what is measured is what all have
+    most = options.batch * options.data_parallel
+    unseen = windows(corpus.held_out, math.ceil(options.validation / most) * most, options.sequence)
+    batches = len(unseen) // size
     found = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]
     if grid.rank == 0:
         late = sent[-max(1, options.steps // 3) :]
         result = {
+            "config": config,
             "validation": sum(found) / batches,
             "training": sum(losses[-20:]) / len(losses[-20:]),
             "bytes": sum(sent) / len(sent),

@@ -33,8 +33,8 @@ def data_axis_formula(
     (N-1)/N M. Stage 0 (an all-reduce) and 1 send two of these. Stage 2 reduces after every backward: one for each
     microbatch and one all-gather. Stage 3 gathers for each forward and each backward pass and reduces after each.
     (It sends less where weights stay whole from one pass to the next: the first layer's of a stage that turns from
-    a backward to a forward, and all of them if they are kept gathered within the step.) Frozen weights are gathered
-    there as others are, and else not sent.
+    a backward to a forward; all of them if they are kept gathered within the step; and what is frozen below the first
+    trained layer, which no backward pass reaches.) Frozen weights are gathered there as others are, and else not sent.
 
     Args:
         buckets: of the rank.

@@ -25,10 +25,13 @@ class Feed:
     Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched.
 
     What microbatches look like travels when it changes. A step like the last one costs one small collective.
+
+    Attributes:
+        grid: whose ranks agree.
     """
 
     def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None) -> None:
-        self._module, self._grid, self._dtype = module, module.grid, dtype
+        self._module, self.grid, self._dtype = module, module.grid, dtype
         self._kinds: dict[Any, int] = {}
         self._facts: list[list[int]] = []  # of each of the last microbatches: its kind, and its length
         self._first = 0  # the number of this replica's first sample in the global batch
@@ -54,7 +57,7 @@ class Feed:
             AgreedError: on every rank alike, if any rank has a problem, or its iterator ended early, failed, or
                 gave what is no pair ``(inputs, labels)``.
         """
-        module, grid = self._module, self._grid
+        module, grid = self._module, self.grid
         pairs: list[tuple[Any, Any]] = []
         facts = [[0, 0]] * count
         if problem is None and self.reads:
@@ -146,7 +149,7 @@ class Feed:
     def _move(self, value: Any, dtype: torch.dtype | None = None) -> Any:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             wanted = dtype if tensor.is_floating_point() else None
-            return tensor.to(self._grid.device, wanted, non_blocking=True)
+            return tensor.to(self.grid.device, wanted, non_blocking=True)
 
         return map_tensors(move, value)
 

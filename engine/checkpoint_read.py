@@ -188,6 +188,9 @@ def restore(engine: Compat, reader: Reader, wanted: Wanted) -> None:
     """
     grid, held, index = engine.grid, states.held_by(engine), reader.index
     place, state = (grid.tensor.rank, grid.tensor.size), index.head["run"]
+    if engine.local is not None:
+        with agreed(grid):
+            engine.local.require(reader, wanted)
     usable = _compare(engine, held, reader, wanted)
     for part in held.values(mine=False):
         if f"{WEIGHTS}/{part.name}" in usable:

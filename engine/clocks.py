@@ -56,7 +56,7 @@ def clock_offsets(
             continue
         mine = Offset(0.0, float("inf"))
         word = torch.zeros(1, dtype=torch.float64, device=grid.device)
-        if grid.rank == 0:
+        if grid.world.is_first:
             for _ in range(exchanges):
                 sent = now()
                 grid.world.send(word, rank, _TAG).wait()
@@ -64,7 +64,7 @@ def clock_offsets(
                 theirs, back = float(word), now()  # (the number is read here: on a GPU that waits for it)
                 if (back - sent) / 2 < mine.error:
                     mine = Offset(theirs - (sent + back) / 2, (back - sent) / 2)
-        elif grid.rank == rank:
+        elif grid.world.rank == rank:
             for _ in range(exchanges):
                 grid.world.receive(word, 0, _TAG).wait()
                 float(word)

@@ -23,7 +23,7 @@ class Finite:
     not scaled, so it is looked at all the same.
 
     Args:
-        grid: of the engine.
+        grid: of the engine. It is an attribute too, for engines whose steps are on one grid or another.
         policy: ``raise``, ``skip`` the step, or ``ignore``: weights take what comes.
         scaled: whether a loss scale looks after the gradients.
 
@@ -32,7 +32,7 @@ class Finite:
     """
 
     def __init__(self, grid: Grid, policy: Policy, scaled: bool) -> None:
-        self._grid, self._policy, self._scaled = grid, policy, scaled
+        self.grid, self._policy, self._scaled = grid, policy, scaled
         self.skipped = 0
 
     def leaves_out(self, loss: float | None, norm: float | None, mine: Callable[[], str | None]) -> bool:
@@ -54,7 +54,7 @@ class Finite:
             what = f"the loss is {loss}"
         else:
             what = f"the norm of the gradient is {norm}"
-        said = [each for each in self._grid.world.all_gather_object(mine()) if each]
+        said = [each for each in self.grid.world.all_gather_object(mine()) if each]
         where = f": {'; '.join(said[:4])}" if said else ""
         if self._policy == "raise":
             raise AgreedError(
@@ -62,7 +62,7 @@ class Finite:
                 'to "skip", which leaves such steps out, or "ignore"'
             )
         self.skipped += 1
-        if self._grid.rank == 0:
+        if self.grid.rank == 0:
             logging.getLogger("triax").warning("%s%s: step skipped (%d so far)", what, where, self.skipped)
         return True
 

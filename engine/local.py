@@ -47,6 +47,7 @@ class Local:
         grid: this replica's.
         restored: of these steps, those before the checkpoint.
         just_met: whether the last step ended with a meeting, or all took it together.
+        parted: whether replicas have taken steps of their own: what their optimizers keep may differ from then on.
     """
 
     def __init__(self, engine: Any, grid: ReplicaGrid) -> None:
@@ -55,7 +56,7 @@ class Local:
         self.section: LocalUpdatesConfig = config.local_updates
         self._engine, self.grid = engine, grid
         self.since = self.steps = self.restored = 0
-        self.sent, self.just_met, self.over = 0.0, False, False
+        self.sent, self.just_met, self.over, self.parted = 0.0, False, False, False
         if engine.optimizer is None:
             raise ConfigError("local_updates has nothing to step: give optimizer, or leave it out")
         if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
@@ -96,7 +97,7 @@ class Local:
         replicas, whole = self._engine._replicas, self.grid.whole
         replicas.joined = whole.data if whole.data.size > 1 else None
         try:
-            with self._counted(), self._on(whole):
+            with self._counted(), self.on(whole):
                 yield
         finally:
             replicas.joined = None
@@ -104,35 +105,39 @@ class Local:
         if not self.together:
             self.meetings.adopt()
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Within it the engine is this replica's alone. Raises as ``_on``."""
-        return self._on(self.grid)
+    @property
+    def asked(self) -> Grid:
+        """Of whom things are asked that all ranks have a part of: all, but where nobody is waited for this replica."""
+        return self.grid if isinstance(self.meetings, AsyncMeetings) else self.grid.whole
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Within it the engine evaluates: with all others, but for ``async_diloco``, where nobody is waited for."""
-        return self._on(self.grid if isinstance(self.meetings, AsyncMeetings) else self.grid.whole)
+    def alone(self) -> AbstractContextManager[None]:
+        """Within it the engine is this replica's alone. Raises as ``on``."""
+        return self.on(self.grid)
 
     @contextmanager
-    def _on(self, grid: Grid) -> Iterator[None]:
+    def on(self, grid: Grid) -> Iterator[None]:
         """Within it the engine's sums and agreements are over this grid.
 
         Raises:
-            RuntimeError: for an ``AgreedError``, which the ranks of this replica alone may raise: the others would wait
-                for them, so these leave as a rank does that failed.
+            RuntimeError: for an ``AgreedError`` of this replica alone: the others would wait for its ranks, so these
+                leave as a rank does that failed.
         """
         engine = self._engine
-        engine.grid = grid
+        places = [engine, engine._finite, *([engine._feed] if isinstance(engine, Engine) else ())]
+        for place in places:
+            place.grid = grid
         try:
             yield
         except AgreedError as error:
-            if self.grid.replicas == 1:
+            if grid is self.grid.whole or self.grid.replicas == 1:
                 raise
             raise RuntimeError(f"replica {self.grid.replica} of {self.grid.replicas} cannot go on: {error}") from error
         finally:
-            engine.grid = self.grid.whole
+            for place in places:
+                place.grid = self.grid.whole
 
     def _stepped(self) -> None:
-        self.since, self.steps = self.since + 1, self.steps + 1
+        self.since, self.steps, self.parted = self.since + 1, self.steps + 1, True
         ends = self.meetings.stepped() if isinstance(self.meetings, AsyncMeetings) else False
         self.just_met = ends or self.since >= self.section.every
         if self.just_met:
@@ -203,6 +208,10 @@ class Local:
     def run_state(self) -> dict[str, Any]:
         """Where the meetings are."""
         return local_state.run_state(self)
+
+    def require(self, reader: Reader, wanted: Wanted) -> None:
+        """Refuse what cannot be loaded now; see ``local_state.require``."""
+        local_state.require(self._engine, self, reader, wanted)
 
     def restore(self, reader: Reader, wanted: Wanted, usable: Mapping[str, Layout]) -> list[str]:
         """Take from a checkpoint, whose weights were loaded, what is this replica's. Collective."""
@@ -353,7 +362,8 @@ class LocalEngine(LocalUpdates, Engine):
         return loss
 
     def _eval_batch(self, *args: Any) -> Any:
-        with _of(self).evaluating():
+        local = _of(self)
+        with local.on(local.asked):
             return super()._eval_batch(*args)
 
     def memory_report(self) -> dict[str, Any]:

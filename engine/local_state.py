@@ -78,10 +78,30 @@ def run_state(local: Local) -> dict[str, Any]:
         "type": local.section.type,
         "replicas": local.grid.replicas,
         "since": local.since,
-        "together": local.together,
+        "parted": local.parted,
         "steps": local.steps,
         "meetings": local.meetings.met,
     }
+
+
+def require(engine: Compat, local: Local, reader: Reader, wanted: Wanted) -> None:
+    """Refuse what would have replicas step together that are not alike.
+
+    Raises:
+        ValueError: they have stepped on their own, the checkpoint is from before ``start_step``, and what their
+            optimizers and schedules keep is not loaded.
+    """
+    step, start = reader.index.head["run"]["global_steps"], local.section.start_step
+    if local.parted and step < start and not (wanted.weights_only or _loads(engine, reader, wanted)):
+        raise ValueError(
+            f"{reader.path} is of step {step}, before local_updates.start_step {start}, and these replicas have "
+            "stepped on their own: load the optimizer and the schedule too, which differ between them"
+        )
+
+
+def _loads(engine: Compat, reader: Reader, wanted: Wanted) -> bool:
+    """Whether what optimizers and schedules keep is loaded."""
+    return wanted.optimizer and wanted.schedule and states.same_state(reader.index.head["run"].get("optimizer"), engine)
 
 
 def restore(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable: Mapping[str, Layout]) -> list[str]:
@@ -93,11 +113,15 @@ def restore(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable
     local.meetings.adopt()
     local.since = 0
     saved = reader.index.head["run"].get("local_updates")
-    if saved is None or wanted.weights_only:
+    if wanted.weights_only:
+        return []
+    loads = _loads(engine, reader, wanted)
+    if saved is None:
+        local.parted = local.parted and not loads
         return []
     everything, notes = held(engine, local), []
-    same = saved["replicas"] == local.grid.replicas
-    if local.together and not saved.get("together", False):
+    same, parted = saved["replicas"] == local.grid.replicas, saved.get("parted", True)
+    if local.together and parted:
         same = False
         notes.append(
             f"replicas had stepped on their own, and local_updates.start_step {local.section.start_step} has them step "
@@ -117,6 +141,8 @@ def restore(engine: Compat, local: Local, reader: Reader, wanted: Wanted, usable
                 base.copy_(common)
         _replica(engine, local, reader, wanted, usable)
         local.since = saved["since"]
+    if loads:
+        local.parted = same and parted
     local.steps, local.meetings.met = saved["steps"], saved["meetings"]
     local.restored, local.sent = saved["steps"], 0.0
     return notes

@@ -232,7 +232,8 @@ class Observer:
 
     def _use(self, record: StepRecord) -> None:
         """Print the table, write the trace."""
-        grid, step = self._grid, record.step
+        local, step = self._engine.local, record.step
+        grid = self._grid if local is None else local.asked
         if self._every:
             self._means.add(parts(record), self.report["bubble"])
             if step % self._every == 0:

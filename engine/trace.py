@@ -30,7 +30,7 @@ def gather_trace(grid: Grid, record: StepRecord, about: Mapping[str, Any]) -> di
     records = grid.world.all_gather_object(record)
     if grid.rank != 0:
         return None
-    names = [grid.describe(rank) for rank in range(grid.size)]
+    names = [grid.describe(rank) for rank in grid.world.ranks]
     places = [grid.topology.coordinate(rank)._asdict() for rank in range(grid.size)]
     return chrome_trace(records, names, places, offsets, about)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import math
 import os
 import signal
@@ -212,6 +215,7 @@ def check_bytes(report: dict[str, Any], local: dict[str, Any], replicas: int, st
     assert (account["steps"], account["meetings"]) == (steps, meetings)
     if not local.get("average_optimizer"):
         expected = factor * meetings * local["every"] * account["formula"] + summed * account["uncompressed"]
+        expected += 16 * (replicas - 1) if summed else 0  # once, how many samples each of them has
         assert account["sent"] == pytest.approx(expected, rel=1e-12)
         assert account["formula"] == pytest.approx(account["uncompressed"] / local["every"], rel=1e-12)
     assert ("data" in report["sent"]) == (over == 0)
@@ -484,6 +488,79 @@ def test_steps_together_after_steps_of_their_own(ranks: Any, tmp_path: Path, sto
         assert all(torch.equal(weights[name], everyone[0][0][1][name]) for name in weights)
 
 
+def unlike_optimizers(folder: str) -> Any:
+    """Saved while they step together, by an engine that then goes on, alone, and loads it."""
+    local: dict[str, Any] = {"type": "local_sgd", "every": 2, "start_step": 2}
+    engine, said = make((1, 2, 1), local, ADAMW), []
+    for _ in range(4):
+        if engine.global_steps == 1:
+            assert engine.save_checkpoint(folder)
+        engine.train_batch()
+    before = engine.gather()
+    for left_out in ("load_optimizer_states", "load_lr_scheduler_states"):
+        with pytest.raises(RuntimeError) as error:
+            engine.load_checkpoint(folder, **{left_out: False})
+        said.append(str(error.value))
+    same(engine.gather(), before)
+    engine.load_checkpoint(folder, load_module_only=True)
+    engine.load_checkpoint(folder)
+    engine.train_batch()
+    return said, engine.gather()
+
+
+def test_replicas_that_are_unlike_do_not_step_together(ranks: Any, tmp_path: Path) -> None:
+    (said, weights), (_, others) = ranks(2, unlike_optimizers, str(tmp_path))
+    assert all("is of step 1, before local_updates.start_step 2" in each for each in said)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def saved_at_the_boundary(folder: str) -> Any:
+    """At step 2, from which on they step on their own; but the engine that goes on has them together until step 3."""
+    local: dict[str, Any] = {"type": "diloco", "every": 2, **OUTER}
+    engine, other = (make((1, 3, 1), {**local, "start_step": start}, ADAMW) for start in (2, 3))
+    for _ in range(2):
+        engine.train_batch()
+    assert engine.save_checkpoint(folder)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("triax").addHandler(handler)
+    other.load_checkpoint(folder)
+    logging.getLogger("triax").removeHandler(handler)
+    plain = make((1, 3, 1), None, ADAMW)
+    for _ in range(3):
+        plain.train_batch()
+    other.train_batch()
+    same(other.gather(), plain.gather())
+    return [record.getMessage() for record in records]
+
+
+def test_nobody_had_stepped_alone(ranks: Any, tmp_path: Path) -> None:
+    """So nothing is averaged, and nothing is said."""
+    assert ranks(3, saved_at_the_boundary, str(tmp_path)) == [[], [], []]
+
+
+def spoilt(nan_loss: str, steps: tuple[int, ...]) -> Any:
+    """Replica 1 has a loss that is nan in these steps; the third that was taken is the last that all take together."""
+    engine, said = module_engine({"type": "diloco", "every": 2, "start_step": 3}, nan_loss=nan_loss), []
+    for step in range(5):
+        factor = math.nan if step in steps and engine.grid.data.rank == 1 else 1.0
+        try:
+            module_step(engine, step, factor)
+        except triax.engine.batch.AgreedError as error:
+            said.append(str(error))
+    return said, engine.skipped_steps, weights_of(engine)
+
+
+def test_a_loss_that_is_nan_is_everybodys_while_they_step_together(ranks: Any) -> None:
+    """All skip the step, or all raise an error after which they can go on; after ``start_step`` it is one's own."""
+    (_, both, first), (_, more, second) = ranks(2, spoilt, "skip", (1, 4))
+    assert (both, more) == (1, 2)
+    same(first, second)
+    (said, _, _), (theirs, _, _) = ranks(2, spoilt, "raise", (1,))
+    assert said == theirs and "microbatch 0 is nan" in said[0]
+
+
 def between(start_step: int, kind: str) -> Any:
     """Everything that can be asked of an engine while its replicas step together, and later apart."""
     section = {"type": kind, "every": 2, "start_step": start_step, **OUTER}
@@ -745,6 +822,25 @@ def test_a_slow_replica_ends_its_round_early(ranks: Any, tmp_path: Path) -> None
     fast, slow = ranks(2, early, str(tmp_path))
     assert fast == (True, [0, 0, 0, 1, 1, 1, 1, 2]) and slow[0]
     assert slow[1][:2] == [0, 1]  # at the first step after it heard
+
+
+def timed(folder: str) -> bool:
+    """Replica 0 takes four steps, and prints what they took, before replica 1 takes its first."""
+    there, trace = Path(folder), f"{folder}/trace.json"
+    engine = module_engine(ASYNC, wall_clock_breakdown=True, steps_per_print=2, timeline={"step": 3, "file": trace})
+    if engine.grid.data.rank == 1:
+        wait_for(there, "0")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for step in range(4):
+            module_step(engine, step)
+    if engine.grid.data.rank == 0:
+        assert Path(trace).exists() and "step 4: wall clock of 2 steps" in printed.getvalue()
+        (there / "0").touch()
+    return bool(engine.leave())
+
+
+def test_figures_wait_for_nobody(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, timed, str(tmp_path)) == [True, True]
 
 
 def one_fails(local: dict[str, Any]) -> Any:
