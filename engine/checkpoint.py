@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import count
@@ -239,6 +240,7 @@ def describe(engine: Compat, tag: str, client: Any) -> dict[str, Any]:
     return {
         "tag": tag,
         "step": engine.global_steps,
+        "written": time.time(),
         "versions": {"triax": version("triax"), "torch": torch.__version__},
         "grid": engine.grid.topology.axes,
         "config": engine.config.model_dump(mode="json", by_alias=True, exclude_unset=True),

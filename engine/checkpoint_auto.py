@@ -86,7 +86,7 @@ class Automatic:
 
     def __init__(self, engine: Compat) -> None:
         section = engine.config.checkpoint
-        self._engine, self._folder = engine, Path(section.dir or ".")
+        self._engine, self._folder = engine, Path(section.dir or ".").absolute()
         self._every, self._keep, self._last = section.every, section.keep, engine.global_steps
         self.told = False
         self._flag = torch.zeros(1, dtype=torch.int64, device=engine.grid.device)

@@ -201,11 +201,12 @@ def differences(a: Reader, b: Reader) -> list[str]:
     import torch
 
     lines = []
-    for key in ("step", "run"):
+    for key in ("step", "run", "client_state", "numbers"):
         one, other = a.index.head.get(key), b.index.head.get(key)
-        if key == "run" and isinstance(one, dict) and isinstance(other, dict):
+        if isinstance(one, dict) and isinstance(other, dict):
+            title = "" if key == "run" else f"{key}/"
             names = dict.fromkeys([*one, *other])
-            lines += [f"{n}: {one.get(n)} | {other.get(n)}" for n in names if one.get(n) != other.get(n)]
+            lines += [f"{title}{n}: {one.get(n)} | {other.get(n)}" for n in names if one.get(n) != other.get(n)]
         elif one != other:
             lines.append(f"{key}: {one} | {other}")
     for name in dict.fromkeys([*a.index.tensors, *b.index.tensors]):

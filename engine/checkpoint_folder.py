@@ -156,12 +156,17 @@ def sync(folder: Path, strict: bool = False) -> None:
 
 
 def tags(folder: Path) -> list[str]:
-    """The checkpoints of a folder, the oldest first: by their steps, then by the time that they were written."""
+    """The checkpoints of a folder, the oldest first: by the time that they were written, which copies keep.
+
+    (A run that went back to an earlier one has newer ones of fewer steps.)
+    """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if (path / NAME).is_file() and not path.name.startswith("."):
             with contextlib.suppress(CorruptError, OSError):
-                found.append((step_of(read_index(path)), (path / NAME).stat().st_mtime_ns, path.name))
+                index = read_index(path)
+                written = index.head.get("written", (path / NAME).stat().st_mtime)
+                found.append((written, step_of(index), path.name))
     return [tag for _, _, tag in sorted(found)]
 
 

@@ -251,7 +251,7 @@ def read_optimizer(held: Held, reader: Reader, usable: Mapping[str, Any], place:
     held.resume()
     if unlike:
         logging.getLogger("triax").warning(
-            "%s: parameters beside %s had taken unlike numbers of steps: they count the most from here on",
+            "%s: parameters beside %s had taken unlike numbers of steps, or none: they count the most from here on",
             reader.path,
             ", ".join(unlike[:_NAMED]),
         )

@@ -24,8 +24,17 @@ if TYPE_CHECKING:
     from .compat import Compat
 
 WEIGHTS, BUFFERS, OPTIMIZER, RANDOM, CLIENT = "weights", "buffers", "optimizer", "random", "client"
-# How an optimizer is computed, and not what: the grid and the machine decide.
-_MEANS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+# How an optimizer is computed, and not what: the grid, the machine and its class decide.
+_MEANS = (
+    "params",
+    "param_names",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "decoupled",
+)
 _ADAM = ("Adam", "AdamW", "UncorrectedAdam")  # one state, and three ways to use it
 
 
@@ -201,7 +210,7 @@ def set_optimizer(engine: Compat, state: Mapping[str, Any]) -> list[str]:
             continue
         for group, options in zip(groups, saved, strict=True):
             for key, value in options.items():
-                if key in group:
+                if key in group and key not in _MEANS:
                     _set(group, key, value)
     if engine._scaler is not None and "loss_scaler" in state:
         set_scaler(engine, state["loss_scaler"])

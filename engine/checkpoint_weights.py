@@ -52,6 +52,12 @@ def load_weights(
             folder = folders.place(folder, tag)
     reader = open_checkpoint(grid, folder, Wanted(weights_only=True, verify=verify))
     targets = {name: (layout, tensor) for name, layout, tensor in _targets(module, grid)}
+    away = next((name for name, (_, tensor) in targets.items() if tensor.is_meta), None)
+    if away is not None:
+        raise ValueError(
+            f"{away.partition('/')[2]} is on the meta device, without values: model.to_empty(device=...) before; or "
+            'list the layers in a PipelineModule(..., device="meta"), which is built shard by shard'
+        )
     entries = reader.index.tensors
     with agreed(grid):
         unfit = [n for n, (layout, _) in targets.items() if n not in entries or entries[n].shape != layout.shape]

@@ -50,6 +50,7 @@ class Writer:
         after: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._who, self._rank, self._size = grid.describe(), grid.rank, grid.size
+        folder = folder.absolute()  # the process may go elsewhere while it is written
         self._folder, self._tag, self._temporary = folder, tag, folders.part(folder, tag)
         self._parts, self._numbers, self._head = parts, numbers, head
         self._tell, self._save_latest, self._after = tell, save_latest, after

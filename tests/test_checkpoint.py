@@ -173,6 +173,19 @@ def test_a_checkpoint_knows_no_grid(ranks: Any, tmp_path: Path, number: int) -> 
     check(ranks, tmp_path, *PAIRS[number], Job(tied=number % 2 == 0, family="llama" if number == 2 else "gpt"))
 
 
+def test_rows_and_columns_of_a_tie(ranks: Any, tmp_path: Path) -> None:
+    """Adafactor's state of a weight that two stages hold is written once."""
+    job, source, target = Job(optimizer="Adafactor"), str(tmp_path / "a"), str(tmp_path / "b")
+    ranks(2, begin, Cell((2, 1, 1)), job, BEFORE, source, str(tmp_path))
+    assert "optimizer/col_var/layers.0.weight" in read_index(tmp_path / "a" / "there").tensors
+    wanted_losses, wanted = undisturbed(job, BEFORE + AFTER)
+    for cell in (Cell(), Cell((2, 1, 1))):
+        losses, weights = ranks(cell.ranks, go_on, cell, job, AFTER, source, target, str(tmp_path))[0]
+        torch.testing.assert_close(losses, wanted_losses, rtol=1e-10, atol=1e-10)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
+
+
 def cells() -> list[Cell]:
     """Every grid of 1, 2, 4 and 8 ranks, with schedules, chunks and stages of ZeRO."""
     found = []

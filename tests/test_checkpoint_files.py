@@ -39,6 +39,7 @@ from triax.grid import Layout
 from triax.models.gpt import gpt
 from triax.zero.flat import boxes
 from triax.zero.held import Range
+from triax.zero.held import _number as number_of
 
 # ------------------------------------------------------------------------------------------------ boxes and values
 
@@ -281,6 +282,82 @@ def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest", "second", "third"]
 
 
+def test_a_run_that_went_back_goes_on_from_where_it_came(tmp_path: Path) -> None:
+    """The newest checkpoint is the one that was written last, wherever it was copied since, and not that of most steps:
+    it is gone on from, and the older ones are those to prune."""
+    kept = {"dir": str(tmp_path), "every": 2, "keep": 3}
+    first = make(Cell(), Job(optimizer="SGD"), checkpoint=kept)
+    for _ in range(10):
+        first.train_batch()
+    back = make(Cell(), Job(optimizer="SGD"), checkpoint=kept)
+    back.load_checkpoint(tmp_path, "global_step6")
+    back.train_batch()
+    assert back.save_checkpoint(tmp_path)  # by a name that the rule of pruning goes by
+    for path in sorted(tmp_path.glob("*/index.json"), reverse=True):
+        os.utime(path)
+    assert folders.tags(tmp_path) == ["global_step6", "global_step8", "global_step10", "global_step7"]
+    back.train_batch()
+    assert folders.tags(tmp_path) == ["global_step10", "global_step7", "global_step8"]
+    again = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
+    assert again.global_steps == 8
+    for name, weight in back.gather().items():
+        assert torch.equal(weight, again.gather()[name])
+
+
+def test_written_behind_where_the_run_was_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = make(Cell(), Job(optimizer="SGD"), checkpoint={"async": True})
+    engine.train_batch()
+    assert engine.save_checkpoint("runs")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert engine.wait_for_checkpoint() is None
+    assert folders.tags(tmp_path / "runs") == ["global_step1"] and not any((tmp_path / "elsewhere").iterdir())
+
+
+def linear(optimizer: dict[str, Any], frozen: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    model[0].requires_grad_(not frozen)
+    engine = triax.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer})[0]
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -> None:
+    """Adam's state is loaded by AdamW, and the other way, as torch's own do: each goes on as what it is."""
+    params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": False}
+    adam, adamw = {"type": "Adam", "params": params}, {"type": "AdamW", "params": {**params, "adam_w_mode": True}}
+    assert linear(adam if decoupled else adamw).save_checkpoint(tmp_path)
+    engine = linear(adamw if decoupled else adam)
+    engine.load_checkpoint(tmp_path)
+    assert [group["decoupled_weight_decay"] for group in engine.optimizer.param_groups] == [decoupled]
+
+
+def test_what_had_not_been_trained_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It shares a bucket, and so its count of steps, with what had."""
+    adam = {"type": "Adam", "params": {"lr": 0.1}}
+    assert linear(adam, frozen=True).save_checkpoint(tmp_path)
+    linear(adam).load_checkpoint(tmp_path)
+    assert "parameters beside 0." in caplog.text and "unlike numbers of steps, or none" in caplog.text
+
+
+def test_steps_are_where_fused_kernels_want_them() -> None:
+    """On the parameter's device, as torch's own load_state_dict has it; else on the CPU."""
+    there, step = torch.empty(2, device="meta"), torch.tensor(3.0)
+    for key, group, device in (
+        ("step", {"fused": True}, "meta"),
+        ("step", {"capturable": True}, "meta"),
+        ("step", {"fused": None, "capturable": False}, "cpu"),
+        ("mu_product", {"fused": True}, "cpu"),
+    ):
+        assert number_of(key, step, there, group).device.type == device
+    assert number_of("step", 3, there, {"fused": True}) == 3
+    assert number_of("step", step, step, {}) is not step
+
+
 @pytest.mark.parametrize("kind", sorted(k for k in triax.engine.schedulers.known() if k != "SequentialLR"))
 def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
     params: dict[str, dict[str, Any]] = {
@@ -444,6 +521,10 @@ def test_the_command(saved: Path, tmp_path: Path) -> None:
     lines = text.splitlines()
     assert code == 1 and "step: 1 | 3" in lines and any("layers.0.weight: " in line for line in lines)
     assert command("diff", tmp_path, tmp_path / "global_step3")[0] == 0
+    other = make(Cell(), Job(optimizer="SGD"))
+    other.load_checkpoint(tmp_path)
+    assert other.save_checkpoint(tmp_path / "other", client_state={"best": 1})
+    assert command("diff", tmp_path, tmp_path / "other") == (1, "client_state/best: None | 1\n")
     assert "optimizer/exp_avg/layers.0.weight: only in" in command("diff", tmp_path, saved)[1]
     (tmp_path / "latest").write_text("global_step1")  # it stays in any case
     assert "global_step2 would go" in command("prune", tmp_path, "--keep", 1, "--dry-run")[1]
@@ -500,6 +581,8 @@ def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path, tmp_
     plain = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"does not have weights/weight \(2, 2\), weights/bias \(2,\)"):
         triax.load_weights(plain, saved)
+    with pytest.raises(ValueError, match=r"^weight is on the meta device.*to_empty"):
+        triax.load_weights(plain.to("meta"), saved)
 
 
 def test_a_checkpoint_of_torchs_is_imported(tmp_path: Path) -> None:

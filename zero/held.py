@@ -128,9 +128,10 @@ class Held:
             return
         if isinstance(self._stepper, WholeStepper) and self._grid.data.is_first:
             for parameter, master, *_ in self._stepper._views:
-                for key, value in self._known(master).items():
+                named = self._named[parameter]
+                for key, value in self._known(master).items() if self._tells(named) else ():
                     if isinstance(value, Tensor) and value.dim() and value.shape != master.shape:
-                        yield self._named[parameter].layout.name, key, value
+                        yield named.layout.name, key, value
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """For each parameter the part of its state that is one number, 0-dim tensors too."""
@@ -188,18 +189,23 @@ class Held:
         """Give the state its numbers, as ``numbers`` returned them.
 
         Returns:
-            Parameters that share a bucket and had unlike numbers, one of each: the largest is everybody's.
+            Parameters that share a bucket and had unlike numbers (or none), one of each: the largest is everybody's.
         """
         unlike = []
+        optimizer = self._replicas.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        group_of = {id(master): group for group in groups for master in group["params"]}
         for master, members in self._masters():
             told = [numbers[name] for name in members if name in numbers]
             state = self._state(master) if told else {}
+            if told and len(told) < len(members):
+                unlike.append(next(name for name in members if name not in numbers))
             for key in dict.fromkeys(key for each in told for key in each):
                 values = [each[key] for each in told if key in each]
                 best = max(values, key=float) if isinstance(values[0], (int, float, Tensor)) else values[0]
                 if any(value != best for value in values):
                     unlike.append(members[0])
-                state[key] = best.clone() if isinstance(best, Tensor) else best
+                state[key] = _number(key, best, master, group_of.get(id(master), {}))
         return unlike
 
     def resume(self) -> None:
@@ -312,6 +318,15 @@ def _home(bucket: Bucket) -> tuple[Tensor, int]:
     if bucket.master is not None:
         return bucket.master.detach(), bucket.owned[0]
     return (bucket.shard, bucket.owned[0]) if bucket.gathered else (bucket.weights, 0)
+
+
+def _number(key: str, value: Any, master: Tensor, group: Mapping[str, Any]) -> Any:
+    """A number as an optimizer keeps it: torch's fused kernels, and captured ones, want steps where parameters are."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and (group.get("fused") or group.get("capturable")):
+        return value.to(master.device, torch.float32, copy=True)
+    return value.clone()
 
 
 def _room(state: dict[str, Any], key: str, master: Tensor, dtype: torch.dtype) -> Tensor:
