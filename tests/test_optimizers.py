@@ -196,6 +196,44 @@ def test_whole_tensors_are_asked_for_where_there_are_none(ranks: Any) -> None:
         read_config({"train_batch_size": 4, "optimizer": case("muon"), "zero_optimization": zero})
 
 
+def used_late(kind: str, params: dict[str, Any], zero: dict[str, Any], torchs: bool) -> dict[str, Tensor]:
+    """A layer that the loss depends on from the third step on, beside one that it always does."""
+    torch.manual_seed(2)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).double()
+    x, y = next(data())
+    optimizer, engine = getattr(torch.optim, kind)(model.parameters(), **params), None
+    if not torchs:
+        config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}, "zero_optimization": zero}
+        engine = triax.initialize(model=model, config=config)[0]
+    for step in range(STEPS):
+        z = model[0](x) if step < 2 else model[1](model[0](x))
+        loss = loss_fn(z, y)
+        if engine is None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            engine.backward(loss)
+            engine.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 10, "stage": 2}])
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("SGD", {"lr": LR, "momentum": 0.9, "weight_decay": 0.5}),
+        ("RMSprop", {"lr": LR, "weight_decay": 0.5}),
+        ("Adadelta", {"lr": LR, "weight_decay": 0.5}),
+    ],
+)
+def test_what_is_used_late_begins_then(kind: str, params: dict[str, Any], zero: dict[str, Any]) -> None:
+    """Its state is made with the others', in steps in which it stands still, and is nothing until its first use."""
+    wanted, found = used_late(kind, params, {}, True), used_late(kind, params, zero, False)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
+
+
 def test_every_name_has_a_case() -> None:
     cases = [case for case, _ in BY_FORMULA] + [case for case, *_ in BY_TORCH]
     tried = {case["type"].lower() for case in cases}

@@ -93,9 +93,11 @@ class RangeStepper:
         self._scale(scale)
         # Without a gradient, decay and momentum would move a parameter all the same.
         frozen = [part for bucket in self._buckets for part in self._frozen(bucket, without)]
-        kept = [part.clone() for part in frozen]
+        kept = [(part, part.clone()) for masters in frozen for part in masters]
+        for master, *_ in frozen:
+            master.zero_()  # so that decay makes nothing of state that this step makes
         self.optimizer.step()
-        for part, before in zip(frozen, kept, strict=True):
+        for part, before in kept:
             part.copy_(before)
         for bucket in self._buckets:
             bucket.update()
@@ -104,11 +106,11 @@ class RangeStepper:
         if self._buckets and scale != 1.0:
             torch._foreach_mul_([bucket.owned_gradient for bucket in self._buckets], scale)
 
-    def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[Tensor]:
-        """The parts of a master and of its state that belong to parameters which stand still."""
+    def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[list[Tensor]]:
+        """Of each span of parameters that stand still: its part of the master, and of the state."""
         master = bucket.master
         if master is None or not (spans := bucket.frozen(without)):
             return []
         state = [t for t in self.optimizer.state.get(master, {}).values() if isinstance(t, Tensor)]
         flat = [master.detach(), *(tensor for tensor in state if tensor.shape == master.shape)]
-        return [tensor[start:stop] for tensor in flat for start, stop in spans]
+        return [[tensor[start:stop] for tensor in flat] for start, stop in spans]

@@ -132,6 +132,8 @@ class SubGroups:
             for a, b in still[bucket]:
                 low, high = max(a, start) - start, min(b, stop) - start
                 kept += [(tensor[low:high], tensor[low:high].clone()) for tensor in elements if low < high]
+                if low < high:
+                    part.detach()[low:high].zero_()  # so that decay makes nothing of state that this step makes
             chosen[bucket.group].append(part)
             parts.append(part)
         groups = [{**g, "params": some} for g, some in zip(self.optimizer.param_groups, chosen, strict=True)]
