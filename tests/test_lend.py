@@ -138,3 +138,133 @@ def test_a_parameter_of_another_tree_is_refused() -> None:
     gc.collect()
     with pytest.raises(ValueError, match=r"layers.0.weight belongs to no engine"), gathered(module):
         raise AssertionError("it was lent")
+
+
+class Stack(nn.Module):
+    """A plain module of three units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack().double()
+
+
+def batch(step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def plainly(steps: int) -> list[dict[str, Tensor]]:
+    """Torch's weights after each step."""
+    made, found = stack(), []
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (made(batch(step, replica)).square().mean() / 2).backward()
+        optimizer.step()
+        found.append({name: value.clone() for name, value in made.state_dict().items()})
+    return found
+
+
+def fails_within(made: triax.ModuleEngine) -> None:
+    with made.whole_weights(), gathered(made.module):
+        raise ArithmeticError
+
+
+def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
+    grid, module = Grid(data=2, timeout=60), stack()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, **zero},
+    }
+    made = triax.initialize(model=module, config=config, grid=grid)[0]
+    assert isinstance(made, triax.ModuleEngine)
+
+    def read() -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    def hidden() -> bool:
+        return all(parameter.isnan().all() for parameter in module.parameters())
+
+    def train(step: int) -> None:
+        made.backward(made(batch(step, grid.data.rank)).square().mean())
+        made.step()
+
+    train(0)
+    assert hidden()
+    gathers = made.whole_weights, lambda: gathered(module), lambda: gathered(module, modifier_rank=0)
+    for within in gathers:
+        with within():
+            before = read()
+            with torch.no_grad():
+                made(batch(1, grid.data.rank))
+            with gathered(module.blocks[1]):  # another reader, within
+                pass
+            assert all(torch.equal(value, before[name]) for name, value in read().items())
+        assert hidden()
+    with gathered(module.blocks[1]), torch.no_grad():  # a part alone: the others come and go
+        made(batch(1, grid.data.rank))
+        assert not module.get_parameter("blocks.1.weight").isnan().any()
+        assert module.get_parameter("blocks.0.weight").isnan().all()
+    assert hidden()
+    with made.whole_weights():
+        train(1)  # a whole step: what is lent is new then
+        stepped = read()
+    assert hidden()
+    with made.whole_weights():
+        loss = made(batch(2, grid.data.rank)).square().mean()
+    made.backward(loss)  # begun within, over behind
+    made.step()
+    assert hidden()
+    with pytest.raises(ArithmeticError):
+        fails_within(made)
+    gatherer = made._replicas.gatherer
+    assert hidden() and gatherer is not None and not gatherer._lent
+    return [before, stepped, made.gather()]
+
+
+PLUS = {"zero_hpz_partition_size": 2}
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage3_keep_gathered": True}, PLUS, OFFLOADED])
+def test_what_is_lent_stays_whole_whatever_runs(ranks: Any, zero: dict[str, Any]) -> None:
+    wanted = plainly(3)
+    for found in ranks(2, run_within, zero):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def pipeline_within(sizes: tuple[int, int, int]) -> None:
+    grid = Grid(*sizes, timeout=60)
+    made, samples = engine(grid, 3), data(grid)
+    names = {p.parameter: p.layout.name for p in made.module.placed()}
+    made.train_batch(samples)
+    with made.whole_weights():
+        before = {name: parameter.detach().clone() for parameter, name in names.items()}
+        made.eval_batch(samples)
+        assert all(torch.equal(parameter, before[name]) for parameter, name in names.items())
+        made.train_batch(samples)
+        after = {name: parameter.detach().clone() for parameter, name in names.items()}
+    assert all(parameter.isnan().all() for parameter in names)
+    found, gradients = made.gather(), made.gather("gradients")
+    for name, value in after.items():
+        assert torch.equal(value, found[name])
+        torch.testing.assert_close(value, before[name] - 0.1 * gradients[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
+def test_a_pipeline_runs_on_what_is_lent(ranks: Any, sizes: tuple[int, int, int]) -> None:
+    ranks(sizes[0] * sizes[1], pipeline_within, sizes)

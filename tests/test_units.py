@@ -352,3 +352,99 @@ def test_a_weight_of_two_units(ranks: Any) -> None:
     for gradients, whole in ranks(2, untied):
         torch.testing.assert_close(gradients, wanted[0], rtol=1e-10, atol=1e-13)
         assert whole == 0
+
+
+class Layer(nn.Module):
+    """What only holds modules, and a tensor of its own: whoever has it runs what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.25))
+        self.ff = nn.Linear(WIDTH, WIDTH)
+
+
+class Held(nn.Module):
+    """Layers as lists and dicts of modules, which have no forward: ``for attention, ff in self.layers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]) for _ in range(2))
+        self.named = nn.ModuleList(nn.ModuleDict({"ff": nn.Linear(WIDTH, WIDTH)}) for _ in range(2))
+        self.bare = nn.ModuleList(Layer() for _ in range(2))
+        self.deep = nn.ModuleDict({"one": nn.ModuleList([nn.ModuleList([nn.ModuleList([nn.Linear(WIDTH, WIDTH)])])])})
+        self.biases = nn.ModuleList([nn.ParameterList([torch.full((WIDTH,), 0.5)])])
+        self.empty = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.pairs:
+            assert isinstance(pair, nn.ModuleList)
+            x = x + pair[1](torch.tanh(pair[0](x)))
+        for entry in self.named:
+            assert isinstance(entry, nn.ModuleDict)
+            x = x + entry["ff"](x)
+        for layer in self.bare:
+            assert isinstance(layer, Layer)
+            x = torch.tanh(layer.scale * layer.ff(x))
+        (biases,) = self.biases
+        assert isinstance(biases, nn.ParameterList)
+        y: Tensor = self.get_submodule("deep.one.0.0.0")(x) + biases[0]
+        return y
+
+
+HELD_UNITS = [
+    *(f"pairs.{i}.{j}" for i in range(2) for j in range(2)),
+    *(f"named.{i}.ff" for i in range(2)),
+    *(f"bare.{i}.ff" for i in range(2)),
+    "deep.one.0.0.0",
+]
+
+
+def held() -> Held:
+    torch.manual_seed(0)
+    return Held().double()
+
+
+def held_inputs(step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def containers() -> dict[str, Tensor]:
+    grid = Grid(timeout=30)
+    made = held()
+    optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid.data, stage=3, module=made, lr=0.3)
+    for step in range(2):
+        optimizer.zero_grad()
+        made(held_inputs(step, grid.data.rank)).square().mean().backward()
+        optimizer.step()
+    assert whole_bytes(optimizer) == 0
+    with gathered(made):
+        return {n: p.detach().clone() for n, p in made.named_parameters()}
+
+
+def test_what_only_holds_modules_is_no_unit(ranks: Any) -> None:
+    assert [name for name, _ in find_units(held())] == ["", *HELD_UNITS]
+    made = held()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
+    for step in range(2):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (made(held_inputs(step, replica)).square().mean() / 2).backward()
+        optimizer.step()
+    wanted = {n: p.detach() for n, p in made.named_parameters()}
+    for found in ranks(2, containers):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def test_what_only_holds_modules_is_refused_by_name() -> None:
+    made = held()
+    assert [name for name, _ in find_units(made, ["pairs.*.*", "emp*"])] == ["", *HELD_UNITS[:4]]
+    with pytest.raises(ValueError, match=r"pairs.0 is a ModuleList, which has no forward.*: pairs.0.0, pairs.0.1, or "):
+        find_units(made, ["pairs.*"])
+    with pytest.raises(ValueError, match=r"named.1 is a ModuleDict, .* name what it holds: named.1.ff, or named.1.\*$"):
+        find_units(made, [made.named[1]])
+    with pytest.raises(ValueError, match=r"biases.0 is a ParameterList, .* name the module around it"):
+        find_units(made, ["biases.0"])
+    pair = made.pairs[0]
+    pair.forward = lambda x: x
+    assert [name for name, _ in find_units(made)][:3] == ["", "pairs.0", "pairs.1.0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +179,120 @@ def test_reduction_starts_within_the_last_backward(ranks: Any) -> None:
         last = calls[3:]
         assert [c for c in last if c.startswith("reduce")] == ["reduce 0", "reduce 1", "reduce 2"]
         assert last.index("reduce 0") < last.index("backward 0")
+
+
+class Quantised(nn.Module):
+    """Frozen weights of 8 bits, which some use as they are, beside trained ones; and indices."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        packed = torch.randint(256, (WIDTH, WIDTH), generator=generator).byte()
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.order = nn.Parameter(torch.arange(1000) + 2**40 + seed, requires_grad=False)
+        self.on = nn.Parameter(torch.rand(WIDTH, generator=generator) > 0.5, requires_grad=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.75), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) * self.on
+        for block in self.blocks:
+            x = torch.tanh(block(x @ (self.packed.to(x.dtype) / 256))) * self.frozen
+        return x + (self.order[1] - self.order[0])
+
+
+def quantised_engine(grid: Grid, seed: int, stage: int, bf16: bool) -> triax.ModuleEngine:
+    torch.manual_seed(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+    }
+    made = triax.initialize(model=Quantised(seed).double(), config=config, grid=grid)[0]
+    assert isinstance(made, triax.ModuleEngine)
+    return made
+
+
+def integers(stage: int, bf16: bool, folder: str) -> dict[str, Tensor]:
+    """Every replica makes other integers; they train with the first one's, save them, and load them elsewhere."""
+    grid = Grid(timeout=60)
+    made = quantised_engine(grid, grid.data.rank, stage, bf16)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + grid.data.rank)
+        x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+        made.backward(made(x).square().mean())
+        made.step()
+    found = made.gather()
+    assert made.save_checkpoint(folder)
+    other = quantised_engine(grid, 7, stage, bf16)
+    other.load_checkpoint(folder)
+    for name, value in other.gather().items():
+        assert value.dtype == found[name].dtype and torch.equal(value, found[name]), name
+    with triax.zero.gathered(made.module, modifier_rank=grid.data.size - 1), torch.no_grad():
+        made.module.order.fill_(grid.data.rank)
+    assert made.gather()["order"].eq(grid.data.size - 1).all()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, True), (3, False), (3, True)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_integer_parameters_stay_what_they_are(
+    ranks: Any, tmp_path: Path, replicas: int, stage: int, bf16: bool
+) -> None:
+    torch.manual_seed(0)
+    made = Quantised(0).double()
+    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            generator = torch.Generator().manual_seed(10 * step + replica)
+            x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+            (made(x).square().mean() / replicas).backward()
+        optimizer.step()
+    for found in ranks(replicas, integers, stage, bf16, str(tmp_path)):
+        for name, wanted in made.state_dict().items():
+            if wanted.is_floating_point():
+                rtol, atol = (0.03, 0.03) if bf16 else (1e-10, 1e-13)
+                torch.testing.assert_close(found[name].double(), wanted, rtol=rtol, atol=atol)
+            else:
+                assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
+
+
+def pipelined_integers(stage: int) -> None:
+    grid = Grid(pipe=2, data=2, timeout=60)
+
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.order = nn.Parameter(torch.arange(1000), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x) + (self.order[999] - self.order[998])
+            return y
+
+    for device in (None, "meta"):
+        model = PipelineModule(
+            [LayerSpec(Shifted) for _ in range(2)],
+            grid=grid,
+            loss_fn=lambda o, y: (o - y).square().mean(),
+            device=device,
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+        }
+        made = triax.initialize(model=model, config=config)[0]
+        x = torch.randn(2, 2, WIDTH).bfloat16()
+        made.train_batch(iter([(x[0], x[1])]))
+        for name, value in made.gather().items():
+            assert value.is_floating_point() or torch.equal(value, torch.arange(1000)), name
+            assert value.is_floating_point() != name.endswith("order")
+
+
+def test_integer_parameters_of_a_pipeline(ranks: Any) -> None:
+    for stage in (0, 3):
+        ranks(4, pipelined_integers, stage)

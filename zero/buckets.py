@@ -284,12 +284,14 @@ class Bucket:
     def publish(self) -> Pending | None:
         """After ``update``: bring the new weights to the parameters, on every rank that holds them."""
         assert self.master is not None
+        if self.gathered and not self.released:  # lent: the shard is no view of them
+            self.weights[slice(*self.owned)].copy_(self.shard)
         if self.released or self._axis.size == 1 or self.owned == (0, self.flat.numel):
             return None
         if not self._gather:
             ranges = self.weights.view(self._axis.size, -1)
             return All([self._axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
-        return self._axis.all_gather(self.weights, self.shard, async_op=True)
+        return self._axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
 
     def summed(self, gradients: Tensor) -> tuple[Tensor, Pending]:
         """Start summing whole gradients over the data axis: this rank's range of the sum, and what to wait for."""

@@ -21,7 +21,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Lay out parameters in buckets and move them there.
 
-    Parameters that are not trained are left alone below stage 3, which shards them too.
+    Parameters that are not trained are left alone below stage 3, which shards them too: but for integers (quantised
+    weights, indices), which are no weights that a dtype or a placeholder could be given.
 
     Args:
         members: in the order of the model.
@@ -34,14 +35,15 @@ def make_buckets(
     items = []
     nothing_sent = grid.data.size == 1 and not mode.offload.portions
     for number, member in enumerate(members):
-        if member.group is None and mode.stage < 3:
+        dtype = member.parameter.dtype
+        if member.group is None and (mode.stage < 3 or not (dtype.is_floating_point or dtype.is_complex)):
             continue
         layout = member.layout
         run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
         layers = member.layers if mode.stage == 3 else ()
         # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must lay out alike.
         size = max(math.prod(layout.local_shape(rank, grid.tensor.size)) for rank in range(grid.tensor.size))
-        kind = (member.group, member.parameter.dtype, mode.stage == 3 and 0 < size <= mode.persistence)
+        kind = (member.group, dtype, mode.stage == 3 and 0 < size <= mode.persistence)
         sole = number if nothing_sent and size >= _LARGE else None
         narrow = mode.narrow is None or member.parameter in mode.narrow
         key = Key(member.stages, layers, member.tie, member.counted, *kind, narrow, sole)

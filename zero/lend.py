@@ -103,8 +103,8 @@ def _lent(home: Replicas, parameters: list[nn.Parameter], modifier_rank: int | N
                     home.axis.broadcast(whole, source=modifier_rank)
                     parameter.data.copy_(whole)
     finally:
-        for bucket in borrowed:
-            bucket.release()
+        if home.gatherer is not None:
+            home.gatherer.give_back(borrowed)
 
 
 def _home(parameter: nn.Parameter, number: int) -> Replicas:

@@ -53,6 +53,8 @@ class ParameterGatherer:
         self._until = {key: self._elements(layers) for key, layers in _between(order)}
         self._stage_layers = order
         self._arriving: dict[int, Pending | None] = {}  # bucket -> its gather, until its parameters are shown
+        self._lent: dict[Bucket, int] = {}  # how many borrowed it: it stays whole, whatever is dropped
+        self._wanted: set[Bucket] = set()  # those of them that would be whole if nobody had
         for bucket in buckets:
             bucket.release()
 
@@ -108,16 +110,30 @@ class ParameterGatherer:
     def abandon(self) -> None:
         """After a failure: let go of every gather under way."""
         self._arriving.clear()
+        self._wanted.clear()
 
     def borrow(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Gather these; returns those that were released, for the caller to release again. Collective."""
+        """Gather these: they stay whole until the caller gives back what this returns. Collective."""
         buckets = list(buckets)
-        released = [bucket for bucket in buckets if bucket.released]
+        wanted = [bucket for bucket in buckets if not bucket.released and bucket not in self._lent]
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
             self._await(bucket)
-        return released
+        self._wanted.update(wanted)
+        for bucket in buckets:
+            self._lent[bucket] = self._lent.get(bucket, 0) + 1
+        return buckets
+
+    def give_back(self, buckets: Iterable[Bucket]) -> None:
+        """What was borrowed is whole no longer, but where somebody else borrowed it or a layer uses it."""
+        for bucket in buckets:
+            self._lent[bucket] -= 1
+            if not self._lent[bucket]:
+                del self._lent[bucket]
+                if bucket.gathered and bucket not in self._wanted:
+                    bucket.release()
+                self._wanted.discard(bucket)
 
     def _acquire(self, stage: int, layer: int, step: int) -> None:
         """Have the layer's weights whole, and start fetching those of the layer that runs after it."""
@@ -153,6 +169,8 @@ class ParameterGatherer:
     def fetch(self, layer: int) -> None:
         """Start gathering a layer's weights."""
         for bucket in self._buckets_of.get(layer, ()):
+            if bucket in self._lent:
+                self._wanted.add(bucket)
             self._start(bucket)
 
     def arrive(self, layer: int) -> None:
@@ -163,9 +181,13 @@ class ParameterGatherer:
     def drop(self, layer: int, users: Collection[int] = ()) -> None:
         """Keep the shards only, but of what these layers use too."""
         for bucket in self._buckets_of.get(layer, ()):
-            if not any(other in users for other in bucket.layers):
-                self._await(bucket)
-                bucket.release()
+            if any(other in users for other in bucket.layers):
+                continue
+            if bucket in self._lent:
+                self._wanted.discard(bucket)
+                continue
+            self._await(bucket)
+            bucket.release()
 
     def _end(self, stage: int, layer: int) -> None:
         """The backward of one of a layer's runs is over."""

@@ -268,8 +268,8 @@ class Replicas:
         try:
             yield
         finally:
-            for bucket in borrowed:
-                bucket.release()
+            if self.gatherer is not None:
+                self.gatherer.give_back(borrowed)
 
     def gradients(self) -> Iterator[tuple[Managed, Tensor]]:
         """The whole gradient of each trained parameter, after a step. Collective over the data axis."""

@@ -33,10 +33,11 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
     Args:
         module: any.
         named: patterns of submodules' names (``"encoder.layers.*"``, where ``*`` stands for one level), or
-            submodules. None: the entries of its outermost ``ModuleList`` s and ``Sequential`` s.
+            submodules. None: the entries of its outermost ``ModuleList`` s and ``Sequential`` s; in place of an entry
+            that only holds modules (another ``ModuleList``, a ``ModuleDict``) those that it holds.
 
     Raises:
-        ValueError: a pattern or a module that names none of its submodules.
+        ValueError: a pattern or a module that names none of its submodules, or one without a ``forward``.
     """
     inside = {name: part for name, part in module.named_modules() if name}
     found: dict[nn.Module, str] = {}
@@ -51,17 +52,37 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
             what = f"pattern {wanted!r}" if isinstance(wanted, str) else f"{type(wanted).__name__} given"
             some = ", ".join([*inside][:6])
             raise ValueError(f"units: the {what} is none of the module's submodules; these begin with {some}")
+        for name in names:
+            _require_forward(name, inside[name])
         found.update({inside[name]: name for name in names if inside[name] not in found})
     units = [(name, part) for part, name in found.items() if next(part.parameters(), None) is not None]
     return [("", module), *units]
 
 
-def _entries(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -> None:
+def _entries(module: nn.Module, prefix: str, found: dict[nn.Module, str], within: bool = False) -> None:
+    within = within or isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if within and _runs(child):
             found.setdefault(child, prefix + name)
         else:
-            _entries(child, f"{prefix}{name}.", found)
+            _entries(child, f"{prefix}{name}.", found, within)
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether a module can be called: it has a ``forward``."""
+    # (The class of a scripted module does not say what its forward is.)
+    return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _require_forward(name: str, module: nn.Module) -> None:
+    if _runs(module) or next(module.parameters(), None) is None:
+        return
+    inside = [f"{name}.{child}" for child, _ in module.named_children()]
+    instead = f"what it holds: {', '.join(inside[:6])}, or {name}.*" if inside else "the module around it"
+    raise ValueError(
+        f"units: {name} is a {type(module).__name__}, which has no forward, so nothing runs it and its weights would "
+        f"never be gathered: name {instead}"
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
