@@ -100,6 +100,7 @@ class Compat(Checkpoints, Observed):
         self._reschedule(batch.accumulation)
         self._samples, self._since = self.global_samples, self.global_steps
         self.config, self.batch = config, batch
+        self._resized()
 
     @property
     def device(self) -> torch.device:
@@ -210,3 +211,6 @@ class Compat(Checkpoints, Observed):
     def _reschedule(self, microbatches: int) -> None:
         """Each engine's own: have a step run that many microbatches from now on."""
         raise NotImplementedError
+
+    def _resized(self) -> None:
+        """The batch has another size."""

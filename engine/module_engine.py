@@ -35,7 +35,7 @@ from .failure import all_or_none
 from .finite import Finite, Losses
 from .module_start import ModuleOptimizer, bind_dropout, describe, number_samples, share
 from .monitor import make_monitor
-from .rescale import rescaled, scaled_by
+from .rescale import missing, rescaled, scaled, scaled_by
 from .schedulers import advance, follow
 from .sums import totals
 from .weights import Weights, assembled
@@ -114,6 +114,8 @@ class ModuleEngine(Compat, Weights):
         self._by_hand = False  # the loss of this microbatch went through scale()
         self._own = 0  # backward passes of this microbatch that backward() made
         self._opaque = False  # outputs of this microbatch that cannot be looked into
+        self._hidden = False  # the same, in eval mode, where no backward pass need follow
+        self._entered = False  # a backward pass came in by outputs of this microbatch that can be
         self._finite = Finite(grid, config.nan_loss, scaled=self._scaler is not None)
         self._losses = Losses()
         self._mark_last()
@@ -125,10 +127,12 @@ class ModuleEngine(Compat, Weights):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns. Under fp16 and bf16, floating-point inputs take the dtype of its weights."""
         with self._all_or_none("forward"):
+            graph, trains = torch.is_grad_enabled(), self.module.training
+            if graph and len(_SCALING):  # before the cast: gradients are divided in the inputs' own dtype
+                (args, kwargs), _ = rescaled((args, kwargs), self._missing, True, self._stays)
             if self._half is not None:
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
-            trains = torch.is_grad_enabled() and self.module.training
-            if trains:
+            if graph and trains:
                 self._begin()
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
@@ -136,9 +140,13 @@ class ModuleEngine(Compat, Weights):
                 number_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_alike(self.grid, (args, kwargs))
             y = self.module(*args, **kwargs)
-            if trains and len(_SCALING):
-                y, seen = rescaled(y, self._missing)
-                self._opaque |= not seen
+            if graph and (len(_SCALING) or not trains):
+                y, seen = rescaled(y, self._enter if trains else self._enter_eval)
+                if trains:
+                    self._opaque |= not seen
+                elif not seen:  # a backward pass may come here, and not be seen to
+                    self._hidden = True
+                    self._begin()
             return y
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -179,7 +187,7 @@ class ModuleEngine(Compat, Weights):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times fp16's scale, for a ``backward()`` of one's own: ``engine.scale(loss).backward()``."""
         self._by_hand = True
-        return loss if self._scaler is None else loss.float() * self._scaler.scale
+        return scaled(loss, self._scale()) if len(_SCALING) else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """A microbatch is done; after the last one of a step, the step: clip, update, schedule.
@@ -200,7 +208,8 @@ class ModuleEngine(Compat, Weights):
                 raise AgreedError(
                     "step() without a backward pass: call engine.backward(loss), or loss.backward(), before each step()"
                 )
-            if self._opaque and not self._by_hand and self._passes.count - self._passes.seen > self._own:
+            opaque = self._opaque or (self._hidden and not self._entered and self._scaler is not None)
+            if opaque and not self._by_hand and self._passes.count - self._passes.seen > self._own:
                 raise AgreedError(
                     "the module returned an object that cannot be looked into, so under fp16 loss.backward() does not "
                     "scale its gradients: call engine.backward(loss), or engine.scale(loss).backward()"
@@ -213,7 +222,8 @@ class ModuleEngine(Compat, Weights):
                 self._micro += 1
                 self._passes.seen = self._passes.count
                 self.micro_steps += 1
-                self._own, self._opaque, self._by_hand = 0, False, False
+                self._own, self._by_hand = 0, False
+                self._opaque = self._hidden = self._entered = False
                 self._mark_last()
 
     @torch.no_grad()
@@ -347,11 +357,23 @@ class ModuleEngine(Compat, Weights):
     def _scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.scale
 
-    def _missing(self) -> float:  # if the loss was not scaled
-        return 1.0 if self._by_hand else self._scale()
+    def _missing(self) -> float:
+        return missing(self._scale(), self._by_hand)
+
+    def _enter(self) -> float:
+        self._entered = True
+        return self._missing()
+
+    def _enter_eval(self) -> float:
+        with torch.no_grad():
+            self._begin()
+        return self._enter()
 
     def _begin(self) -> None:
-        """After a step, the first forward or backward pass begins the next one."""
+        """After a step, the first forward or backward pass begins the next one.
+
+        In eval mode a forward does not: it may be an evaluation's, which no backward pass follows.
+        """
         if self._passes.stepped:
             self._passes.begin()
 
@@ -361,9 +383,15 @@ class ModuleEngine(Compat, Weights):
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._half) if tensor.is_floating_point() else tensor
 
+    def _stays(self, tensor: Tensor) -> bool:
+        return self._half in (None, tensor.dtype)
+
     def _reschedule(self, microbatches: int) -> None:
         if self._micro:
             raise ConfigError(f"set_train_batch_size after {self._micro} microbatches of a step: call it between steps")
+
+    def _resized(self) -> None:
+        self._mark_last()
 
     def _all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self._passes.abandon, f"{call} of microbatch {self._micro}")

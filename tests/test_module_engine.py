@@ -426,6 +426,152 @@ def test_outputs_that_cannot_be_looked_into() -> None:
     assert engine.global_steps == 1
 
 
+@pytest.mark.parametrize("way", ["plain", "first", "second", "scale", "other scale"])
+@pytest.mark.parametrize("powers", [(4, 7), (None, 7), (7, None)])
+def test_loss_scales_of_engines_in_a_row(way: str, powers: tuple[int | None, int | None]) -> None:
+    """Inside each its own scale alone; outside that of whoever began the pass."""
+    scales = [None if power is None else {**HALF, "initial_scale_power": power} for power in powers]
+    settings = [config() if scale is None else config(fp16=scale) for scale in scales]
+    first, second = (initialize(model=net().float(), config=each)[0] for each in settings)
+    x = microbatch(0, 0, 0)[0].float().requires_grad_()
+    between = first(x)
+    loss = second(between if powers[1] else between.float()).float().square().mean() * 4
+    if way == "plain":
+        loss.backward()
+    elif way in ("first", "second"):
+        {"first": first, "second": second}[way].backward(loss)
+    else:
+        {"scale": second, "other scale": first}[way].scale(loss).backward()
+    first.step()
+    second.step()
+    models = [net().float(), net().float()]
+    plain_x = x.detach().clone().requires_grad_()
+    (models[1](models[0](plain_x)).square().mean() * 4).backward()
+    for engine, model in zip((first, second), models, strict=True):
+        expected = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        assert engine.get_global_grad_norm() == pytest.approx(expected, rel=5e-3)
+    began = {"plain": None, "first": powers[0], "second": powers[1], "scale": powers[1], "other scale": powers[0]}[way]
+    assert x.grad is not None and plain_x.grad is not None
+    torch.testing.assert_close(x.grad / 2 ** (began or 0), plain_x.grad, rtol=2e-2, atol=2e-3)
+
+
+def penalty(critic: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A gradient penalty's loss, and the gradient."""
+    y = critic(x).float()
+    (gradient,) = torch.autograd.grad(y.mean() * MICRO, x, create_graph=True)
+    return y.square().mean() + (gradient.norm(dim=1) - 1).square().mean(), gradient
+
+
+@pytest.mark.parametrize("way", ["backward", "scale", "plain"])
+def test_gradient_penalties_under_a_loss_scale(way: str) -> None:
+    engine, *_ = initialize(model=net().float(), config=config(fp16=HALF))
+    model = net().float()
+    x = microbatch(0, 0, 0)[0].float().requires_grad_()
+    (loss, gradient), (expected, whole) = penalty(engine, x), penalty(model, x)
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient, whole, rtol=2e-2, atol=2e-3)
+    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
+    if way == "backward":
+        engine.backward(loss)
+    else:
+        (engine.scale(loss) if way == "scale" else loss).backward()
+    engine.step()
+    expected.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-2)
+
+
+def test_small_gradients_leave_in_the_dtype_of_the_inputs() -> None:
+    """Scaled inside, and true in float32: as float16, they would be nothing."""
+    engine, *_ = initialize(model=net().float(), config=config(fp16={**HALF, "initial_scale_power": 16}))
+    x = microbatch(0, 0, 0)[0].float().requires_grad_()
+    factor = 2.0**-24  # the least of float16
+    (small,) = torch.autograd.grad((engine(x).float() * factor).sum(), x)
+    (expected,) = torch.autograd.grad((net().float()(x) * factor).sum(), x)
+    torch.testing.assert_close(small / factor, expected / factor, rtol=2e-2, atol=5e-3)
+
+
+def test_inputs_stay_the_objects_they_are() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.given = net().float(), None
+
+        def forward(self, x: Tensor, more: Any) -> Tensor:
+            self.given = more
+            y: Tensor = self.inner(torch.relu_(x))  # in place
+            return y
+
+    scaling, *_ = initialize(model=net().float(), config=config(fp16=HALF))
+    engine, *_ = initialize(model=Kept(), config=config())
+    more = Named(cache=[torch.ones(2)])
+    x = microbatch(0, 0, 0)[0].float().requires_grad_()
+    y = engine(x * 1.0, more)
+    assert engine.module.given is more
+    y /= 2  # in place, too
+    y.mean().backward()
+    assert x.grad is not None and scaling is not None
+
+
+def in_eval_mode(stage: int, way: str, half: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Fine-tuning without dropout, with evaluations between, of which no backward pass follows."""
+    more: dict[str, Any] = {"fp16": {**HALF, "initial_scale_power": 8}} if half else {}
+    model = net().float() if half else net()
+    engine, *_ = initialize(model=model, model_parameters=groups(model), config=config("SGD", 2, stage, **more))
+    engine.eval()
+    norms = []
+    for step in range(STEPS):
+        for index in range(2):
+            x, y = microbatch(step, index, engine.grid.data.rank)
+            loss = (engine(x, times=0.9).to(y.dtype) - y).square().mean()
+            assert engine(x).requires_grad
+            engine.backward(loss) if way == "backward" else loss.backward()
+            assert engine(x).requires_grad
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        norms.append(norm)
+        gradients = {name: value.clone() for name, value in engine.gather("gradients").items()}
+        assert engine(x).requires_grad
+        for name, value in engine.gather("gradients").items():
+            assert torch.equal(value, gradients[name])
+    return norms, engine.gather()
+
+
+@pytest.mark.parametrize("way", ["plain", "backward"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_in_eval_mode(ranks: Any, stage: int, way: str) -> None:
+    expected = plain("SGD", 2, 2)
+    for norms, weights in ranks(2, in_eval_mode, stage, way, False):
+        assert norms == pytest.approx([norm for _, _, norm in expected], rel=1e-10)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[-1][1][name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["plain", "backward"])
+def test_training_in_eval_mode_under_a_loss_scale(way: str) -> None:
+    norms, _ = in_eval_mode(0, way, True)
+    assert norms == pytest.approx([norm for _, _, norm in plain("SGD", 1, 2)], rel=2e-2)
+
+
+def test_outputs_that_cannot_be_looked_into_in_eval_mode() -> None:
+    ids, x = torch.zeros(3, dtype=torch.int64), torch.ones(MICRO, WIDTH)
+    engine, *_ = initialize(model=Wrapped(opaque=True), config=config(fp16=HALF))
+    engine.eval()
+    for _ in range(2):
+        engine.backward(next(engine(x, ids)).float().mean())
+        engine.step()
+    next(engine(x, ids)).float().mean().backward()
+    with pytest.raises(RuntimeError, match=re.escape("engine.scale(loss).backward()")):
+        engine.step()
+    engine.zero_grad()
+    engine(x, ids)  # an evaluation
+    engine.train().module.opaque = False
+    engine(x, ids)["first"].float().mean().backward()
+    engine.step()
+    assert engine.global_steps == 3
+
+
 # The scripts of DeepSpeed's pages.
 
 GETTING_STARTED = """
@@ -712,6 +858,36 @@ def test_schedules_and_modes() -> None:
     plainly.load_state_dict(engine.module_state_dict())
     x, _ = microbatch(0, 0, 0)
     assert torch.equal(plainly(x), engine(x))
+
+
+def test_more_microbatches_from_now_on() -> None:
+    engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine.backward(loss_of(engine))
+    engine.step()
+    engine.set_train_batch_size(2 * MICRO)
+    before = weights(engine)
+    for index in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+        engine.backward(loss_of(engine, index))
+        engine.step()
+    assert engine.global_steps == 2 and not torch.equal(before[0], weights(engine)[0])
+
+
+def weights(engine: Any) -> list[Tensor]:
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("how", ["cast", "assigned"])
+def test_weights_that_went_elsewhere_are_told_of(how: str) -> None:
+    """A step would move what the model does not have any more."""
+    engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    if how == "cast":
+        engine.module.to(torch.float32).to(torch.float64)
+    else:
+        engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
+    engine.backward(loss_of(engine))
+    with pytest.raises(RuntimeError, match=r"\S+ is no longer where it is stepped: the model was moved, cast"):
+        engine.step()
 
 
 # docs/engine.md

@@ -70,6 +70,9 @@ class Passes:
         agree(laid_out, called, grid)
 
         self.trained = [p for p in laid_out if p in group_of and p.requires_grad]
+        # Where each of them hangs: a step looks whether it still does, and walks no modules for that.
+        stepped, modules = set(self.trained), [] if module is None else list(module.modules())
+        self._homes = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p in stepped]
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(weak(self._arrived))  # called before the reducer's, made below
         members = [
@@ -158,7 +161,17 @@ class Passes:
         self._empty(self.last, self._units)
 
     def require_known(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse parameters that require gradients and did not before."""
+        """Refuse parameters that a step would not move.
+
+        Raises:
+            RuntimeError: some require gradients and did not before, or are not where they were.
+        """
+        moved = (key for home, key, parameter in self._homes if home.get(key) is not parameter)
+        if (name := self.replicas.displaced() or next(moved, None)) is not None:
+            raise RuntimeError(
+                f"{name} is no longer where it is stepped: the model was moved, cast or assigned to, or went to "
+                "another engine. Do that before its engine or optimizer is made"
+            )
         known = set(self.trained)
         late = sum(p.requires_grad and p not in known for p in parameters)
         if late:
