@@ -29,12 +29,15 @@ class KVCache:
         slots: the number of sequences.
         length: tokens that a sequence may have.
         positions: integers (B, T): where each token of the batch that runs lies in its own sequence.
+
+    Raises:
+        RuntimeError: between ``end`` and ``begin`` a layer asks for it: what runs is no turn of generation.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.slots = self.length = 0
         self._device = device
-        self.positions = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._positions: Tensor | None = None
         self._layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, nth) -> (slots, kv heads, length, d)
         self._stage = self._next = 0
         self._rows: Tensor | slice = slice(0, 0)
@@ -65,7 +68,21 @@ class KVCache:
         together = list(slots) == list(range(first, first + count))
         self._rows = slice(first, first + count) if together else torch.tensor(slots, device=self._device)
         self._index = torch.tensor(slots, device=self._device)[:, None]  # (B, 1)
-        self.positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+        self._positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+
+    def end(self) -> None:
+        """That run is over: whoever runs the layers before the next ``begin`` is no turn of generation."""
+        self._positions = None
+
+    @property
+    def positions(self) -> Tensor:
+        """See the class."""
+        if self._positions is None:
+            raise RuntimeError(
+                "the model is run while a stream of tokens holds its cache: finish or close that stream first, "
+                "list(stream) or stream.close()"
+            )
+        return self._positions
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep the new keys and values, and attend to all of each sequence up to each token.
@@ -79,20 +96,20 @@ class KVCache:
         Returns:
             (B, heads, T, d).
         """
-        key = self._stage, self._next
+        key, positions = (self._stage, self._next), self.positions
         self._next += 1
         if key not in self._layers or self._layers[key][0].dtype != k.dtype:
             shape = self.slots, k.shape[1], self.length, k.shape[3]
             self._layers[key] = k.new_zeros(shape), v.new_zeros(shape)
         keys, values = self._layers[key]
-        keys[self._index, :, self.positions] = k.transpose(1, 2)  # (B, T, kv heads, d)
-        values[self._index, :, self.positions] = v.transpose(1, 2)
+        keys[self._index, :, positions] = k.transpose(1, 2)  # (B, T, kv heads, d)
+        values[self._index, :, positions] = v.transpose(1, 2)
         y: Tensor
         if self._begins:  # no need to look back
             y = module.attend(q, k, v)
             return y
         if self._mask is None or self._mask.dtype != q.dtype:
-            later = torch.arange(self._longest, device=q.device) > self.positions[..., None]  # (B, T, longest)
+            later = torch.arange(self._longest, device=q.device) > positions[..., None]  # (B, T, longest)
             self._mask = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -torch.inf)[:, None]
         keys, values = keys[self._rows, :, : self._longest], values[self._rows, :, : self._longest]
         y = module.attend(q, keys, values, self._mask)

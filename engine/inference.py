@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,8 @@ def init_inference(
 class InferenceEngine:
     """Generates from a ``PipelineModule``; made by ``triax.init_inference``.
 
-    Between two calls the model is as it was: in training mode if it was, and without a cache.
+    Between two calls the model is as it was: in training mode if it was, and without a cache. A stream has it until it
+    ends or is closed.
 
     Attributes:
         module, grid: the model, of which this rank holds its part.
@@ -123,7 +125,7 @@ class InferenceEngine:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] = 0,
-        eos: int | Iterable[int] | None = None,
+        eos: int | Iterable[int] | Tensor | None = None,
         stream: Callable[[int, int], object] | None = None,
     ) -> list[list[int]]:
         """Continue prompts. Every rank calls this, with the same arguments, and gets the same sequences.
@@ -147,15 +149,16 @@ class InferenceEngine:
         Raises:
             ValueError: on every rank, before anything runs: a prompt or an option that cannot be; ranks that were
                 given different ones.
-            RuntimeError: on every rank: the logits are not finite; or a rank failed on its own, and left.
+            RuntimeError: on every rank: the logits are not finite; another stream has neither ended nor been closed;
+                or a rank failed on its own, and left.
         """
         sequences = [_ids(prompt) for prompt in tokens]
-        events = self.stream(tokens, max_new_tokens, temperature, top_k, top_p, seed, eos)
-        for event in events:
-            sequences[event.request].append(event.token)
-            if stream is not None and self.grid.rank == 0:
-                with all_or_none(self.grid, self._turns.abandon, "generate"):
-                    stream(event.request, event.token)
+        with closing(self.stream(tokens, max_new_tokens, temperature, top_k, top_p, seed, eos)) as events:
+            for event in events:
+                sequences[event.request].append(event.token)
+                if stream is not None and self.grid.rank == 0:
+                    with all_or_none(self.grid, self._turns.abandon, "generate"):
+                        stream(event.request, event.token)
         return sequences
 
     def stream(
@@ -166,24 +169,20 @@ class InferenceEngine:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] = 0,
-        eos: int | Iterable[int] | None = None,
-    ) -> Iterator[Token]:
+        eos: int | Iterable[int] | Tensor | None = None,
+    ) -> Generator[Token, None, None]:
         """``generate``'s tokens as they come: ``for request, token, position, last in engine.stream(...)``.
 
         Every rank must iterate it: the ranks compute together, and each gets the same tokens in the same order. To
-        stop early, leave the loop at the same token on each.
+        stop early, leave the loop at the same token on each, or ``close`` the stream. One runs at a time.
 
         Args, raises: as ``generate``.
         """
         sampling = Sampling(temperature, top_k, top_p)
-        ends = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+        ends = _ends(eos)
         requests = self._requests(tokens, max_new_tokens, seed)
         self._agree([(r.tokens, r.limit, r.key) for r in requests], sampling, sorted(ends))
-        replicas = self.grid.data.size
-        slots = min(self.max_batch, -(-len(requests) // replicas))
-        self.cache.reserve(slots, max((request.limit for request in requests), default=0))
-        batcher = Batcher(requests, slots=slots, replicas=replicas, groups=self._turns.legs, eos=ends)
-        return self._stream(batcher, sampling)
+        return self._stream(requests, sampling, ends)
 
     def _requests(
         self, prompts: Sequence[Sequence[int] | Tensor], new: int | Sequence[int], seed: int | Sequence[int]
@@ -215,7 +214,14 @@ class InferenceEngine:
             requests.append(Request(index, ids, len(ids) + limit, key))
         return requests
 
-    def _stream(self, batcher: Batcher, sampling: Sampling) -> Iterator[Token]:
+    def _stream(
+        self, requests: list[Request], sampling: Sampling, ends: frozenset[int]
+    ) -> Generator[Token, None, None]:
+        self._turns.require_free()  # before anything that the other stream has is touched
+        replicas = self.grid.data.size
+        slots = min(self.max_batch, -(-len(requests) // replicas))
+        self.cache.reserve(slots, max((request.limit for request in requests), default=0))
+        batcher = Batcher(requests, slots=slots, replicas=replicas, groups=self._turns.legs, eos=ends)
         with all_or_none(self.grid, self._turns.abandon, "generate"), self._weights(), self._turns.attached():
             yield from self._turns.run(batcher, sampling)
 
@@ -255,3 +261,20 @@ def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
     if isinstance(prompt, int):
         raise ValueError("a prompt is a row of ids, and tokens is a list of prompts: write generate([[1, 2, 3]], ...)")
     return [int(token) for token in prompt]
+
+
+def _ends(eos: int | Iterable[int] | Tensor | None) -> frozenset[int]:
+    """The ids that end a sequence, as ints; ValueError for what is no whole number."""
+    values: Any = () if eos is None else _plain(eos)
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        values = (values,)
+    ids = [_plain(value) for value in values]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"eos is a token's id, or several, and {token!r} is no whole number: pass eos=[2], say")
+    return frozenset(ids)
+
+
+def _plain(value: Any) -> Any:
+    """What a tensor, an array or one of numpy's numbers has, as Python's numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value

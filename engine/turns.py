@@ -111,9 +111,22 @@ class Turns:
         self._chosen.clear()
         self._abandoned = True
 
+    def require_free(self) -> None:
+        """Refuse to begin while another stream of the model has not ended.
+
+        Raises:
+            AgreedError: on every rank, also those whose layers have no cache: ``around`` is set on each.
+        """
+        if isinstance(getattr(self._module.around, "__self__", None), Turns):
+            raise AgreedError(
+                "another stream of this model has not ended, and holds its cache: finish or close the other stream "
+                "first, list(stream) or stream.close()"
+            )
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within it the layers have the cache, are whole in the sequence, and in evaluation mode."""
+        self.require_free()
         module = self._module
         modules = list(module.modules())
         sharded = [m for m in modules if getattr(m, "sequence_parallel", False)]
@@ -160,6 +173,8 @@ class Turns:
         turn, (_, stages) = self._turns[index], self._legs[leg]
         if not turn.width:
             return
+        if self._module.training:  # somebody changed it while the stream stood still
+            self._module.eval()
         parts, last = turn.passes[self._grid.data.rank], leg == self.legs - 1
         arriving = [receive_value(self._channels[stages[0]], part.shape) for part in parts] if leg else []
         logits = []
@@ -169,6 +184,7 @@ class Turns:
             for stage in stages:
                 self._cache.begin(stage, part.slots, part.starts, part.shape[1])
                 x = self._module.run_stage(stage, x)
+            self._cache.end()
             if last:
                 logits.append(x[:, -1])
                 continue

@@ -95,6 +95,18 @@ def test_the_bytes_are_the_formulas() -> None:
         assert (cached.cache.slots, cached.cache.length, cached.cache.bytes) == (6, 20, 0)
 
 
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@torch.no_grad()
+def test_what_is_no_turn_is_refused(config: Any) -> None:
+    module = model(config)
+    cached = Cached(module, 2, 8)
+    cached([0], [0], ids(1, 3))
+    cached.cache.end()
+    with pytest.raises(RuntimeError, match="while a stream of tokens holds its cache"):
+        module(ids(1, 3))
+    assert cached([0], [3], ids(1, 1)).shape == (1, 1, 53)
+
+
 @torch.no_grad()
 def test_a_layer_that_runs_twice_keeps_two_memories() -> None:
     """A module listed twice is one layer with two places (as in ALBERT)."""

@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reference import gpt_logits
@@ -16,6 +17,7 @@ from triax.engine.batch import AgreedError
 from triax.engine.batching import Batcher, Request, Token, Turn
 from triax.engine.inference import init_inference
 from triax.engine.sampling import NOT_FINITE, Sampling, choose
+from triax.engine.turns import caching
 from triax.grid import Grid
 from triax.models.gpt import GPTConfig, GPTLoss, gpt
 from triax.models.llama import LlamaConfig, llama
@@ -268,6 +270,86 @@ def test_stages_work_at_the_same_time(ranks: Any) -> None:
     assert len(first) == len(second) == 30  # 2 groups of 2 sequences, 15 turns each
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
     assert both > 0.5 * sum(stop - start for start, stop in first)
+
+
+def overlapping(sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Streams of one model that overlap, and what comes of the first one."""
+    engine = init_inference(model(GPT, Grid(*sizes)).train())
+    other = init_inference(engine.module)
+    wanted = list(engine.stream(PROMPTS[:2], 6))
+    said, events, late = [], [], other.stream(PROMPTS[:1], 20)
+    stream = engine.stream(PROMPTS[:2], 6)
+    for event in stream:
+        events.append(event)
+        for inner in (engine, other):
+            with pytest.raises(AgreedError) as caught:
+                inner.generate(PROMPTS[2:5], 12)
+            said.append(str(caught.value))
+    assert len(list(late)) == 20  # it was asked for before, and begins when it is read
+    stream = engine.stream(PROMPTS[:2], 6)
+    next(stream)
+    stream.close()
+    states = [(engine.module.training, engine.module.around, [m.cache for m in caching(engine.module)])]
+    try:
+        for _ in engine.stream(PROMPTS[:2], 6):
+            raise OSError("in the loop")
+    except OSError as error:
+        kept = error  # with its traceback
+    states.append((engine.module.training, engine.module.around, [m.cache for m in caching(engine.module)]))
+    again = list(engine.stream(PROMPTS[:2], 6))
+    return {"wanted": wanted, "events": events, "again": again, "said": said, "states": states, "kept": str(kept)}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
+def test_a_stream_has_the_model_to_itself(ranks: Any, sizes: tuple[int, int, int]) -> None:
+    for result in ranks(math.prod(sizes), overlapping, sizes):
+        assert result["events"] == result["again"] == result["wanted"]
+        assert len(result["said"]) == 24
+        assert all("finish or close the other stream first, list(stream) or" in said for said in result["said"])
+        for training, around, caches in result["states"]:
+            assert training and around is None and set(caches) <= {None}
+
+
+def test_the_model_is_refused_while_a_stream_has_it() -> None:
+    engine = triax.initialize(
+        model=PipelineModule(gpt(GPT), loss_fn=GPTLoss(Grid(), GPT.vocab_size), dtype=torch.float64),
+        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )[0]
+    generator, x = init_inference(engine), torch.ones(1, 9, dtype=torch.long)
+    wanted = list(generator.stream(PROMPTS, LIMITS))
+    stream = generator.stream(PROMPTS, LIMITS)
+    events = [next(stream)]
+    for use in (lambda: engine.train_batch(iter([(x, x)])), lambda: engine.module(x)):
+        with pytest.raises(RuntimeError, match="while a stream of tokens holds its cache: finish or close that stream"):
+            use()
+    assert events + list(stream) == wanted and engine.module.training
+    assert math.isfinite(float(engine.train_batch(iter([(x, x)]))))
+
+
+def test_a_callback_that_fails_lets_go_of_the_model() -> None:
+    engine = init_inference(model(GPT))
+
+    def fails(request: int, token: int) -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError) as caught:
+        engine.generate(PROMPTS, 3, stream=fails)
+    assert engine.generate(PROMPTS[:1], 1) and caught.value  # whose traceback is kept
+
+
+def test_ends_may_be_tensors() -> None:
+    engine = init_inference(model(GPT))
+    whole = engine.generate(PROMPTS[:1], 9, temperature=0)[0]
+    end = whole[5]
+    wanted = engine.generate(PROMPTS[:1], 9, temperature=0, eos=end)
+    assert len(wanted[0]) < len(whole)
+    ways: list[Any] = [torch.tensor(end), torch.tensor([end]), [torch.tensor(end)], np.int64(end), np.array([end])]
+    for eos in (*ways, np.array(end), (np.int32(end), end), {end}, iter([end]), range(end, end + 1)):
+        assert engine.generate(PROMPTS[:1], 9, temperature=0, eos=eos) == wanted, eos
+    wrong: list[Any] = [torch.tensor([1.0]), 2.0, "end", ["a"], [None], True, torch.tensor([[1]])]
+    for eos in wrong:
+        with pytest.raises(ValueError, match="is no whole number: pass eos="):
+            engine.generate(PROMPTS[:1], 9, eos=eos)
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
