@@ -14,12 +14,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .axis import Axis
 from .layout import Layout
+from .nest import map_tensors
 
 # A block of rows is the unit a weight is drawn in. It depends on the whole shape only, never on the shard.
 _BLOCK_ELEMENTS = 2**16
@@ -94,7 +96,7 @@ class DropoutState:
 
     Attributes:
         seed: of the run.
-        step: optimizer steps taken.
+        step: optimizer steps taken; in a loop without an engine, forwards.
         samples: the number of each of the microbatch's samples within the global batch; None outside a step of
             the engine, where samples count from 0.
     """
@@ -103,13 +105,42 @@ class DropoutState:
         self.seed = seed
         self.step = 0
         self.samples: range | None = None
+        self._drawn = False  # a mask was
+        self._spent: int | None = None  # the step of the last forward outside the engine
+        self._again = (-1, 0)  # a backward pass (autograd's number of it), and the step of the forward that it is at
+
+    def begin(self) -> None:
+        """A forward outside the engine begins: a step further than the last one, unless somebody set the step."""
+        if self._spent is not None and self.step == self._spent and _backward() == -1:
+            self.step += 1
+
+    def end(self, value: Any) -> Any:
+        """It returns this, whose backward pass has what ``torch.utils.checkpoint`` runs again draw as it drew."""
+        if self._drawn and _backward() == -1:
+            step = self._spent = self.step
+
+            def come(_: object) -> None:
+                self._again = _backward(), step
+
+            tensors: list[Tensor] = []
+            map_tensors(tensors.append, value)
+            for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
+                node.register_prehook(come)
+        return value
+
+    def draw(self) -> int:
+        """The step whose masks are to be drawn now."""
+        self._drawn = True
+        task, step = self._again
+        return step if task != -1 and task == _backward() else self.step
 
 
 class Dropout(nn.Module):
     """Dropout that drops the same elements on every grid: keyed by (seed, step, sample, layer, element).
 
     ``nn.Dropout`` draws from the process's generator, so that another grid drops other elements.
-    A ``PipelineModule`` binds each ``Dropout`` to its layer's name and to the step that runs.
+    A ``PipelineModule`` binds each ``Dropout`` to its layer's name and to the step that runs; without an engine each of
+    its forwards is one. An engine of a plain module binds too. Bound by nobody, it drops the same in every forward.
 
     Args:
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).
@@ -143,7 +174,7 @@ class Dropout(nn.Module):
                 f"dropout in {self._layer or 'a layer'}: dim 0 of the input is {x.shape[0]}, but the microbatch has "
                 f"{len(samples)} samples; put the samples on dim 0"
             )
-        key = derive(self._state.seed, "dropout", self._state.step, self._layer)
+        key = derive(self._state.seed, "dropout", self._state.draw(), self._layer)
         ids = torch.tensor(samples, device=x.device)  # (B,)
         count = math.prod(x.shape[1:])
         first = 0 if self.axis is None else self.axis.rank * count  # dim 1 is a sample's first: its shards are runs
@@ -156,6 +187,11 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         return f"p={self.p}"
+
+
+def _backward() -> int:
+    """Autograd's number of the backward pass that runs in this thread; -1: none."""
+    return torch._C._current_graph_task_id()
 
 
 def uniform(keys: Tensor, elements: Tensor) -> Tensor:

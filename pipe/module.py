@@ -221,9 +221,11 @@ class PipelineModule(nn.Module):
                 f"the model is cut into {len(self.placement)} stages over {self.grid.pipe.size} ranks: run it with "
                 "engine.train_batch or engine.eval_batch"
             )
+        if self.training:
+            self.dropout_state.begin()
         for stage in self.stages:
             x = self.run_stage(stage, x)
-        return x
+        return self.dropout_state.end(x) if self.training else x
 
     def move(self, placement: Sequence[int]) -> None:
         """Put the stages on other ranks, as a schedule wants them. Collective.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from triax.grid.axis import Axis
 from triax.grid.layout import Layout
 from triax.grid.random import Dropout, DropoutState, Normal, Uniform, derive, initialise, seeded
+from triax.models.gpt import GPTConfig, gpt
+from triax.pipe.module import PipelineModule
+from triax.pipe.spec import LayerSpec
 
 
 def test_derive_is_pinned_and_tells_keys_apart() -> None:
@@ -185,3 +190,64 @@ def test_dropout_errors() -> None:
     dropout.bind("layers.2.dropout", state)
     with pytest.raises(ValueError, match=r"layers\.2\.dropout: dim 0 of the input is 3, .* 4 samples"):
         dropout(torch.ones(3, 2))
+
+
+# ------------------------------------------------------------------------- dropout in a loop without an engine
+
+
+class Again(nn.Module):
+    """Dropout behind a layer, run by torch.utils.checkpoint."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.line, self.drop, self.reentrant = nn.Linear(6, 6), Dropout(0.5), reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(self.line(x)).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.part(x)
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+def looped(reentrant: bool | None = None, interval: int = 0, whole: bool = False, seed: int = 0) -> list[Tensor]:
+    """Outputs and gradients of a plain loop: of two steps, and of two forwards with one backward."""
+    layers = [LayerSpec(Again, reentrant), LayerSpec(nn.Linear, 6, 6), LayerSpec(Again, reentrant)]
+    model = PipelineModule(layers, seed=seed, dtype=torch.float64, activation_checkpoint_interval=interval).train()
+    x = torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6).requires_grad_()
+
+    def run() -> Tensor:
+        y: Tensor = checkpoint(model, x, use_reentrant=False) if whole else model(x)
+        return y
+
+    found = []
+    for forwards in (1, 1, 2):
+        ys = [run() for _ in range(forwards)]
+        model.zero_grad()
+        sum(y.square().sum() for y in ys).backward()  # type: ignore[union-attr]
+        found += [y.detach() for y in ys]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def test_each_forward_of_a_plain_loop_drops_others() -> None:
+    model = PipelineModule(gpt(GPTConfig.preset("bytes-tiny", dropout=0.3))).train()
+    x = torch.arange(8).view(1, 8)
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    again = PipelineModule(gpt(GPTConfig.preset("bytes-tiny", dropout=0.3))).train()
+    assert torch.equal(again(x), first) and torch.equal(again(x), second)  # a run can be repeated
+    model.dropout_state.step = 0  # and by the step, as the engine sets it
+    assert torch.equal(model(x), first) and torch.equal(model(x), second)
+    model.eval()
+    assert torch.equal(model(x), model(x)) and model.dropout_state.step == 1
+
+
+@pytest.mark.parametrize(
+    "how", [{"reentrant": False}, {"reentrant": True}, {"interval": 1}, {"whole": True}, {"interval": 2, "whole": True}]
+)
+def test_what_is_recomputed_in_a_plain_loop_drops_the_same(how: dict[str, Any]) -> None:
+    wanted, found = looped(), looped(**how)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert not torch.equal(wanted[0], looped(seed=1)[0])
