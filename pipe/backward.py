@@ -186,7 +186,10 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred, ctx.parameter, ctx.bias, ctx.dtype = deferred, weight, bias, dtype
-        return F.linear(x, cast(weight, dtype), cast(bias, dtype))
+        y = F.linear(x, cast(weight, dtype), cast(bias, dtype))
+        # With a bias it may be a view, and a function's views refuse in-place changes.
+        whole: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y._base, y.shape)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -127,7 +127,7 @@ class _Products(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         whole = begin("gather", x, axis, 1)() if sequence_parallel else x
         narrow = [cast(weight, dtype) for weight in weights]
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(narrow[::2], narrow[1::2]))
+        return tuple(_product(whole, weight, bias) for weight, bias in zip(narrow[::2], narrow[1::2]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -157,6 +157,13 @@ class _Products(torch.autograd.Function):
         whole_dx = begin(leave, _dx(dys, weights), axis, 1, ours=True) if needs_x else None
         dweights = _dweights(dys, None if whole_x is None else whole_x(), needs)
         return None if whole_dx is None else whole_dx(), None, None, None, None, *dweights
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, but never a view, as it may return with a bias: a function's views refuse in-place changes."""
+    y = F.linear(x, weight, bias)
+    whole: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y._base, y.shape)
+    return whole
 
 
 def _dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..grid import Grid, layout_of
 from ..grid.axis import Axis
@@ -18,6 +20,8 @@ from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Togethe
 __all__ = ["parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")  # nn.Module's, behind a "_"
 
 
 def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) -> M:
@@ -32,7 +36,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
 
     Args:
         module: on the grid's device, or on the meta device.
-        grid: its tensor axis shards; with tensor=1 nothing is done.
+        grid: its tensor axis shards; with tensor=1 nothing is done, but refused what cannot be sharded as it is.
         plan: shell patterns of module names (``*`` matches dots too) and what to do with the modules they match; the
             first that matches counts. ``"column"`` (outputs sharded), ``"row"`` (inputs sharded), ``"vocab"`` (an
             embedding's rows), ``"column_gather"`` (outputs sharded, and gathered behind: an output layer),
@@ -46,11 +50,16 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: no plan is known, a pattern matches nothing, sizes that cannot be shared out, or tied weights that
             the plan shards in different ways; the message names the module and what fits.
-        TypeError: a pattern matches a module that cannot be sharded so.
+        TypeError: a pattern matches a module that cannot be sharded so; or a linear or an embedding of a class with a
+            ``forward`` of its own, parametrized, with hooks, or with parameters or buffers beside weight and bias:
+            its replacement would do without.
     """
     found = find_plan(module) if plan is None else {key: _style(key, value) for key, value in plan.items()}
     work = _assign(module, found)  # so that a wrong plan is one on any grid
     axis = grid.tensor
+    for refusal in axis.all_gather_object(_beyond_plain(module, work)):  # hooks may be on one rank alone
+        if refusal is not None:
+            raise TypeError(refusal)
     if axis.size == 1:
         return module
     for name, style in work:
@@ -183,6 +192,36 @@ class _Sharder:
             set_layout(parameter, layout)
         elif before != layout:
             raise ValueError(f"{name} is tied to {other}, and the plan shards them in different ways")
+
+
+def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | None:
+    """Why a layer cannot be replaced: what it does beyond torch's would be lost. None where there is no such layer."""
+    for name, style in work:
+        layer = module.get_submodule(name)
+        if not name or isinstance(style, (Local, OnHeads)):
+            continue
+        parametrized = is_parametrized(layer)
+        if not parametrized and not _known(layer):
+            continue
+        forwards = () if _conv1d(layer) else (nn.Linear.forward, nn.Embedding.forward)
+        held = chain(layer.named_parameters(), layer.named_buffers())
+        own = [key for key, _ in held if key not in ("weight", "bias")]
+        hooks = [kind for kind in _HOOKS if getattr(layer, f"_{kind}")]
+        if parametrized:
+            why = "is parametrized"
+        elif "forward" in vars(layer) or (forwards and type(layer).forward not in forwards):
+            why = "has a forward of its own"
+        elif own:
+            why = f"has {', '.join(own)} beside weight and bias"
+        elif hooks:
+            why = f"has {hooks[0].replace('_', ' ')}"
+        else:
+            continue
+        return (
+            f"{name}, a {type(layer).__name__}, {why}, which the sharded layer in its place would do without: "
+            "parallelize the plain layer before it is wrapped or hooked, or leave it out of the plan"
+        )
+    return None
 
 
 def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:

@@ -60,6 +60,22 @@ class InPlace(nn.Module):
         return x.mul_(2.0).add_(1.0)
 
 
+class InPlaceBehindLinears(nn.Module):
+    """Changes what linears return, in each way that models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.a(x), inplace=True)
+        y = self.b(h)
+        y += x
+        y[..., 0] = 0.5
+        z: Tensor = self.c(y)
+        return z.add_(x).tanh_()
+
+
 class Frozen(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -128,6 +144,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "plain": lambda: [linear(), torch.tanh, linear(), linear(), linear()],
     "nests": lambda: [LayerSpec(Split), LayerSpec(Nested), LayerSpec(Nested), LayerSpec(Join)],
     "in place": lambda: [linear(), LayerSpec(InPlace), LayerSpec(InPlace), linear()],
+    "in place behind linears": lambda: [LayerSpec(InPlaceBehindLinears) for _ in range(4)],
     "stage without parameters": lambda: [linear(), torch.tanh, torch.sin, linear()],
     "frozen stages": lambda: [LayerSpec(Frozen), LayerSpec(Frozen), linear(), LayerSpec(Frozen)],
     "frozen in the middle": lambda: [linear(), LayerSpec(Frozen), LayerSpec(Frozen), linear()],
@@ -228,6 +245,13 @@ def test_any_model_in_chunks(ranks: Any, name: str, schedule: str) -> None:
     """Two stages a rank: in a V the first and the last stage, and a tie between them, are on one rank."""
     ragged = name not in ("in place", "convolutions")
     assert_same(ranks(2, pipelined, name, 2, schedule, ragged, 1, chunks=2), plain(name, ragged))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_in_place_behind_linears_on_one_process(schedule: str) -> None:
+    """A split linear's output may be changed as ``F.linear``'s may: 3-D inputs and a bias made it a function's view."""
+    name = "in place behind linears"
+    assert_same([pipelined(name, 1, schedule, True, 0)], plain(name, True))
 
 
 def test_two_stages_and_replicas(ranks: Any) -> None:

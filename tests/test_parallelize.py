@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -329,6 +330,31 @@ def test_a_plan_of_ones_own(ranks: Any) -> None:
         assert len(found) == 12
 
 
+def changed_in_place(size: int) -> dict[str, float]:
+    """A plain module that changes its linears' outputs, against itself."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(
+        nn.Embedding(19, 8), nn.Linear(8, 21), nn.ReLU(inplace=True), nn.Linear(21, 16), nn.Hardtanh(inplace=True)
+    ).double()
+    model = copy.deepcopy(whole)
+    parallelize(model, Grid(tensor=size), {"0": "vocab", "1": "column", "3": "row"})
+    ids = torch.arange(12).view(3, 4)
+    outputs = [m(ids) for m in (model, whole)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = {"output": worst(*outputs)}
+    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None
+        layout = layout_of(parameter)
+        found[name] = worst(parameter.grad, layout.shard(reference.grad, Grid(tensor=size).tensor.rank, size))
+    return found
+
+
+def test_outputs_may_be_changed_in_place(ranks: Any) -> None:
+    for found in ranks(2, changed_in_place, 2):
+        assert max(found.values()) < 1e-10, found
+
+
 def test_one_rank_is_left_alone() -> None:
     model = Model()
     assert parallelize(model, Grid(), PLAN) is model
@@ -399,6 +425,120 @@ def test_errors_name_the_module_and_what_fits(ranks: Any) -> None:
     for found in ranks(3, messages, 3, timeout=60):
         for said, expected in zip(found, EXPECTED, strict=True):
             assert said.startswith(expected)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3.0
+
+
+class ScaledWords(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 5.0
+
+
+class Adapted(nn.Linear):
+    """Has a parameter beside torch's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.low = nn.Parameter(torch.zeros(2, inputs))
+
+
+class Renamed(nn.Linear):
+    """Computes as any linear does."""
+
+
+def beyond_plain(kind: str) -> nn.Module:
+    """Two layers, one of which is or has more than torch's."""
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    match kind:
+        case "linear":
+            up = Scaled(8, 16)
+        case "embedding":
+            return nn.Sequential(ScaledWords(16, 16), down)
+        case "parameter":
+            up = Adapted(8, 16)
+        case "buffer":
+            up.register_buffer("calls", torch.zeros(()))
+        case "instance":
+            up.forward = functools.partial(nn.Linear.forward, down)  # type: ignore[method-assign]
+        case "hook":
+            up.register_forward_hook(lambda module, inputs, output: output * 2)
+        case "pre-hook":
+            up.register_forward_pre_hook(lambda module, inputs: None)
+        case "backward hook":
+            up.register_full_backward_hook(lambda module, inputs, outputs: None)
+        case "weight_norm":
+            nn.utils.parametrizations.weight_norm(up)
+        case "spectral_norm":
+            nn.utils.spectral_norm(up)
+    return nn.Sequential(up, down)
+
+
+BEYOND_PLAIN = {
+    "linear": "0, a Scaled, has a forward of its own",
+    "embedding": "0, a ScaledWords, has a forward of its own",
+    "parameter": "0, a Adapted, has low beside weight and bias",
+    "buffer": "0, a Linear, has calls beside weight and bias",
+    "instance": "0, a Linear, has a forward of its own",
+    "hook": "0, a Linear, has forward hooks",
+    "pre-hook": "0, a Linear, has forward pre hooks",
+    "backward hook": "0, a Linear, has backward hooks",
+    "weight_norm": "0, a ParametrizedLinear, is parametrized",
+    "spectral_norm": "0, a Linear, has weight_orig, weight_u, weight_v beside weight and bias",
+}
+
+
+def refused(kind: str, grid: Grid) -> str:
+    model = beyond_plain(kind)
+    names = set(model.state_dict())
+    with pytest.raises(TypeError) as error:
+        parallelize(model, grid, {"0": "vocab" if kind == "embedding" else "column", "1": "row"})
+    assert set(model.state_dict()) == names and type(model[1]) is nn.Linear  # type: ignore[index]
+    return str(error.value)
+
+
+def all_refused(size: int) -> list[str]:
+    grid = Grid(tensor=size)
+    found = [refused(kind, grid) for kind in BEYOND_PLAIN]
+    one = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    if grid.rank == 1:  # a hook on one rank alone: the others do not wait for it
+        one[1].register_forward_hook(lambda module, inputs, output: None)
+    with pytest.raises(TypeError, match=r"^1, a Linear, has forward hooks"):
+        parallelize(one, grid, {"0": "column", "1": "row"})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*_norm. is deprecated")
+@pytest.mark.parametrize("kind", BEYOND_PLAIN)
+def test_what_a_sharded_layer_would_drop_is_refused_on_one_rank_too(kind: str) -> None:
+    said = refused(kind, Grid())
+    assert said.startswith(BEYOND_PLAIN[kind])
+    assert said.endswith("parallelize the plain layer before it is wrapped or hooked, or leave it out of the plan")
+
+
+def test_what_a_sharded_layer_would_drop_is_refused_on_every_rank(ranks: Any) -> None:
+    for found in ranks(2, all_refused, 2):
+        for said, expected in zip(found, BEYOND_PLAIN.values(), strict=True):
+            assert said.startswith(expected)
+
+
+def harmless(size: int) -> tuple[float, str]:
+    """A subclass that computes as torch's does, beside a hooked layer that the plan leaves out."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Renamed(8, 16), nn.ReLU(), nn.Linear(16, 8), Scaled(8, 8)).double()
+    model = copy.deepcopy(whole)
+    model[3].register_forward_hook(lambda module, inputs, output: output)
+    parallelize(model, Grid(tensor=size), {"0": "column", "2": "row"})
+    x = torch.randn(3, 8, dtype=torch.float64)
+    return worst(model(x).detach(), whole(x).detach()), type(model[0]).__name__
+
+
+def test_a_subclass_that_computes_alike_is_sharded(ranks: Any) -> None:
+    assert harmless(1) == (0.0, "Renamed")
+    for error, kind in ranks(2, harmless, 2):
+        assert error < 1e-10 and kind == "ColumnSharded"
 
 
 def test_a_plan_is_found_without_its_library() -> None:

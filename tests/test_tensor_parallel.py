@@ -24,6 +24,7 @@ from triax.tensor_parallel import (
     gather_logits,
 )
 from triax.tensor_parallel.column import column_linears
+from triax.tensor_parallel.regions import gather_split, split_gather
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 DIM, OUT, VOCAB = 12, 24, 37  # 37 over 2 or 4 ranks is uneven
@@ -282,6 +283,41 @@ def test_a_gradient_penalty_is_the_plain_one(ranks: Any, size: int) -> None:
             torch.testing.assert_close(assembled, grads[name], **CLOSE, msg=name)
     for r in found:
         torch.testing.assert_close(r[0], expected, **CLOSE)
+
+
+def in_place_on_rank(size: int, shape: tuple[int, ...], sequence: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradients of x and of the weights, where what layers return is changed in place."""
+    grid = Grid(tensor=size)
+    torch.manual_seed(7)
+    up = ColumnParallelLinear(DIM, OUT, grid=grid, sequence_parallel=sequence).double()
+    down = RowParallelLinear(OUT, DIM, grid=grid, sequence_parallel=sequence).double()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    mine = split_gather(x, grid.tensor, dim=1) if sequence else x
+    h = up(mine)
+    h *= 3.0
+    y = down(F.relu(h, inplace=True))
+    y += mine
+    whole = gather_split(y, grid.tensor, dim=1) if sequence else y
+    whole.tanh().square().sum().backward()
+    assert x.grad is not None
+    gradients = {}
+    for name, p in nn.ModuleDict({"up": up, "down": down}).named_parameters():
+        assert p.grad is not None
+        if layout_of(p).partial:
+            grid.tensor.all_reduce(p.grad)
+        gradients[name] = layout_of(p).assemble(grid.tensor.all_gather_object(p.grad))
+    return x.grad, gradients
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequence"),
+    [((4, DIM), False), ((3, 4, DIM), False), ((2, 3, 4, DIM), False), ((3, 4, DIM), True)],
+)
+def test_outputs_may_be_changed_in_place(ranks: Any, shape: tuple[int, ...], sequence: bool) -> None:
+    ((dx, gradients),) = ranks(1, in_place_on_rank, 1, shape, sequence)
+    for found_dx, found in ranks(2, in_place_on_rank, 2, shape, sequence):
+        torch.testing.assert_close(found_dx, dx, **CLOSE)
+        torch.testing.assert_close(found, gradients, **CLOSE)
 
 
 # ------------------------------------------------------------------------------------------ the vocabulary
