@@ -5,7 +5,7 @@ A generator returns the order of every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .ops import Op
 from .squeeze import Letter, squeeze
@@ -84,17 +84,27 @@ def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
     def bound(count: int) -> int:
         return 3 * chunks * count + 3 * (pipe - 1)
 
+    def best(which: Iterable[int]) -> tuple[int, list[list[Op]]] | None:
+        found = None
+        for i in which:
+            result = attempt(i, microbatches)
+            if result and (found is None or result[0] < found[0]):
+                found = result
+            if found and found[0] <= bound(microbatches):
+                break
+        return found
+
+    def promising() -> Iterator[int]:
+        few = rest + min(groups, 2) * pipe
+        for i in range(len(tries)):
+            sample = attempt(i, few)
+            if sample and sample[0] <= bound(few):
+                yield i
+
     # what does well on a few microbatches mostly does on all, and nothing beats the bound
-    few, best = rest + min(groups, 2) * pipe, None
-    for i in range(len(tries)):
-        sample = attempt(i, few)
-        result = attempt(i, microbatches) if sample and sample[0] <= bound(few) else None
-        if result and (best is None or result[0] < best[0]):
-            best = result
-        if best and best[0] <= bound(microbatches):
-            break
-    assert best is not None
-    return best[1]
+    result = best(promising()) or best(range(len(tries)))
+    assert result is not None
+    return result[1]
 
 
 def split(microbatches: int, pipe: int, where: str) -> list[int]:

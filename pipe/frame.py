@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
 
 from ..grid import Grid
 from ..grid.random import DropoutState
+from .backward import SplitBackward
 
 
 class _Enough(BaseException):
@@ -37,6 +39,8 @@ class Frame:
 
     def __init__(self, again: Callable[[], None], name: str) -> None:
         self._again, self._name = again, name
+        active = _get_current_function_mode_stack()
+        self._split = next((mode for mode in active if isinstance(mode, SplitBackward)), None)
         self._values: list[weakref.ReferenceType[_Value]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -74,10 +78,27 @@ class Frame:
                 raise _Enough
             return alias
 
-        with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(pack, _same):
+        with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(pack, _same), self._splitting():
             self._again()
         if done < len(self._values):
             raise RuntimeError(self._differs(done, None, None))
+
+    @contextmanager
+    def _splitting(self) -> Iterator[None]:
+        """Within it products are split as in the first run, and whole where a layer differentiates for itself.
+
+        (torch.autograd.grad turns function modes off while it runs, and such a layer calls it in its first run.)
+        """
+        if self._split is None:
+            yield
+            return
+        deferred = self._split._deferred
+        collected, deferred.collects = deferred.collects, False
+        try:
+            with self._split:
+                yield
+        finally:
+            deferred.collects = collected
 
     def _pack(self, tensor: Tensor) -> _Value:
         value = _Value(self)
@@ -109,7 +130,8 @@ def _same(tensor: Tensor) -> Tensor:
 class State:
     """What a run depends on beside its input and weights, as it is now."""
 
-    def __init__(self, grid: Grid, dropout: DropoutState, generators: bool) -> None:
+    def __init__(self, grid: Grid, dropout: DropoutState, generators: bool, buffers: Sequence[Tensor]) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._dropout, self._at = dropout, (dropout.step, dropout.samples)
         device = grid.device
         self._device = None if device.type == "cpu" else device
@@ -118,14 +140,21 @@ class State:
             self._generators = _generators(self._device)
         self._autocast = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))}
 
+    def over(self) -> None:
+        """The first run is: keep what it saw of the buffers that it changed, and nothing of the others."""
+        # (batch norm does not tell that it writes)
+        self._buffers = [(buffer, seen) for buffer, seen in self._buffers if not torch.equal(buffer, seen)]
+
     @contextmanager
-    def restored(self, buffers: Sequence[Tensor]) -> Iterator[None]:
-        """Within it all is as it was; behind it, as it is now. So are buffers that a run changes (running means)."""
+    def restored(self) -> Iterator[None]:
+        """Within it all is as it was, buffers that a run changes included; behind it, as it is now."""
         dropout = self._dropout
         before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
         now = _generators(self._device) if self._generators else ()
-        values = [buffer.clone() for buffer in buffers]
+        values = [buffer.data for buffer, _ in self._buffers]
         try:
+            for buffer, seen in self._buffers:  # in other memory: what autograd saves of it stays as it is
+                buffer.data = seen.clone()
             _set_generators(self._generators, self._device)
             with ExitStack() as stack:
                 for kind, (enabled, dtype) in self._autocast.items():
@@ -135,10 +164,8 @@ class State:
         finally:
             dropout.step, dropout.samples = before
             _set_generators(now, self._device)
-            with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
-                    if not torch.equal(buffer, value):  # (batch norm does not tell that it writes)
-                        buffer.copy_(value)
+            for (buffer, _), value in zip(self._buffers, values, strict=True):
+                buffer.data = value
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:

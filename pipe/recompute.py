@@ -140,17 +140,18 @@ class Recompute:
         if self._synchronise:
             self.grid.synchronise()
         inputs = self.inputs.keep(group.name, (args, kwargs))
-        state = State(self.grid, self._dropout, self._preserve)
+        state = State(self.grid, self._dropout, self._preserve, group.buffers)
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
         def again() -> None:
-            with self._measured(), state.restored(group.buffers), matmuls.replayed() if matmuls else nullcontext():
+            with self._measured(), state.restored(), matmuls.replayed() if matmuls else nullcontext():
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 
         frame = Frame(again, group.name)
         with matmuls.kept(frame) if matmuls else nullcontext(), frame.hooks():
             result = function(*args, **kwargs)
+        state.over()
         if ahead is not None:
             begin = weakref.WeakMethod(frame.begin)  # the graph's values keep the frame, as long as it is needed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import logging
@@ -19,6 +20,7 @@ from triax.engine.formulas import gpt_activations, paper_activations
 from triax.engine.meter import Meter
 from triax.grid.random import Dropout
 from triax.models.gpt import Block, GPTConfig, GPTLoss, gpt
+from triax.pipe.frame import State
 from triax.pipe.recompute import Recompute, shares
 from triax.pipe.saved import Inputs
 from triax.pipe.schedules import RECIPES
@@ -136,6 +138,112 @@ def test_every_kind_of_layer_bit_by_bit(granularity: str) -> None:
         found = zoo(interval, granularity)
         assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), interval
     assert all(map(torch.equal, zoo(0, granularity, number=4), wanted))
+
+
+class Force(nn.Module):
+    """Differentiates its own products on the way, by torch.autograd.grad."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(self.inward(v)).square().sum(), v)
+        return torch.relu(self.inward(x)) + self.outward(slope)
+
+
+def trained(layer: type[nn.Module], batches: list[Tensor], section: dict[str, Any], schedule: str) -> list[Tensor]:
+    """By how much two steps of two such layers miss plain torch's parameters and buffers."""
+    model = PipelineModule(
+        [LayerSpec(layer, WIDTH), LayerSpec(layer, WIDTH)],
+        grid=Grid(),
+        loss_fn=lambda y, _: y.square().mean(),
+        dtype=torch.float64,
+        seed=4,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": len(batches[0]),
+        "gradient_accumulation_steps": len(batches),
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "pipeline": {"schedule": schedule},
+        "activation_checkpointing": section,
+    }
+    start = [p.detach().clone() for p in model.parameters()]
+    plain = copy.deepcopy(nn.Sequential(*model.layers.values())).train()
+    engine, *_ = triax.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.train_batch(iter([(batch, None) for batch in batches]))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in batches:
+            (plain(batch).square().mean() / len(batches)).backward()
+        optimizer.step()
+    assert not any(map(torch.equal, start, plain.parameters()))
+    found, wanted = [[*m.parameters(), *m.buffers()] for m in (model, plain)]
+    return [p.detach() - q.detach() for p, q in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("section", [{}, {"interval": 1}, {"interval": 2}, {"granularity": "matmul"}])
+def test_a_layer_that_differentiates_its_own_products(section: dict[str, Any], schedule: str) -> None:
+    batches = list(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    for difference in trained(Force, batches, section, schedule):
+        assert difference.abs().max() < 1e-10
+
+
+class Spectral(nn.Module):
+    """Its weight depends on vectors that every run changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Drifting(nn.Linear):
+    """Changes a buffer so that its version counter does not tell, and keeps another, which nothing changes."""
+
+    scale: Tensor
+    table: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("scale", torch.ones(width))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.mul_(1 - 0.3 * x.detach().mean(0).tanh().abs())
+        return torch.sin(super().forward(x)) * self.scale.clone() * self.table
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("section", [{}, {"interval": 1}, {"interval": 2}, {"granularity": "matmul"}])
+@pytest.mark.parametrize("layer", [Spectral, Drifting])
+def test_buffers_are_what_the_first_run_saw(layer: type[nn.Module], section: dict[str, Any], schedule: str) -> None:
+    batches = list(torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    for difference in trained(layer, batches, section, schedule):
+        assert difference.abs().max() < 1e-10
+
+
+def test_buffers_that_a_run_does_not_change_are_not_kept() -> None:
+    model = PipelineModule([LayerSpec(Drifting, WIDTH)], grid=Grid(), activation_checkpoint_interval=1)
+    ((_, layer),) = model.held(0, 0, 1)
+    assert isinstance(layer, Drifting)
+    scale, table = layer.scale, layer.table
+    state = State(model.grid, model.dropout_state, True, (scale, table))
+    model(torch.randn(3, WIDTH))
+    state.over()
+    (kept,) = state._buffers
+    place, today = scale.data_ptr(), scale.clone()
+    assert kept[0] is scale and not torch.equal(kept[1], today)
+    with state.restored():
+        assert torch.equal(scale, kept[1])
+        scale.zero_()
+    assert scale.data_ptr() == place and torch.equal(scale, today) and kept[1].all()
 
 
 class Counts(nn.Linear):

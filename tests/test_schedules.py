@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -74,6 +75,16 @@ def test_interleaved_loses_no_time_where_p_does_not_divide_m(pipe: int, chunks: 
         schedule = make_schedule("interleaved", pipe, m, chunks)
         assert idle(schedule) == pytest.approx(3 * (pipe - 1) / chunks), m
         assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, m
+
+
+@pytest.mark.parametrize("pipe", [4, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 3, 5, 6, 7, 8))])
+def test_interleaved_takes_any_number_of_microbatches(pipe: int) -> None:
+    for chunks, m in itertools.product(range(2, 9), range(1, 34)):
+        schedule = make_schedule("interleaved", pipe, m, chunks)
+        verify(schedule)
+        assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, (m, chunks)
+        if m >= pipe:
+            assert idle(schedule) <= (1 if chunks <= 4 else 2.4) * 3 * (pipe - 1) / chunks + 1e-9, (m, chunks)
 
 
 @pytest.mark.parametrize("pipe", [2, 3, 4, 5, 6, 7, 8, 9, 12])
