@@ -18,8 +18,8 @@ from torch import Tensor
 
 # The scale of the loss whose backward pass runs now. The device threads of autograd read it too.
 _RUNNING = [1.0]
-# The last backward pass that came to a loss of ``scaled``, and the scales of such losses in it.
-_BY_HAND: tuple[int, set[float]] = (-1, set())
+# The last backward pass (autograd's number of it) that came to a loss of ``scaled``: the scales of such losses in it.
+_BY_HAND: dict[int, set[float]] = {}
 
 
 @contextmanager
@@ -41,11 +41,10 @@ def scaled(loss: Tensor, scale: float) -> Tensor:
 
 
 def _note(scale: float) -> None:
-    global _BY_HAND
     task = torch._C._current_graph_task_id()
-    if _BY_HAND[0] != task:
-        _BY_HAND = task, set()
-    _BY_HAND[1].add(scale)
+    if task not in _BY_HAND:
+        _BY_HAND.clear()
+    _BY_HAND.setdefault(task, set()).add(scale)
 
 
 def missing(scale: float, by_hand: bool) -> float:
@@ -55,9 +54,7 @@ def missing(scale: float, by_hand: bool) -> float:
         scale: of the module's engine.
         by_hand: some loss was multiplied by it already. It is this one, if nothing else is known of it.
     """
-    task, scales = _BY_HAND
-    if task != torch._C._current_graph_task_id():
-        scales = set()
+    scales = _BY_HAND.get(torch._C._current_graph_task_id(), set())
     if len(scales) == 1:
         return scale / _RUNNING[-1] / next(iter(scales))
     known = len(_RUNNING) > 1 and not scales
