@@ -99,8 +99,8 @@ def check(config: Config) -> None:
         keys = "prescale_gradients and gradient_predivide_factor are"
         raise ValueError(
             f"{keys if scaled else 'torch_autocast.lower_precision_safe_modules is'} of gradients that are summed over "
-            "replicas, and with local_updates none are: leave them out (communication_data_type says how differences "
-            "travel)"
+            "replicas, and with local_updates, from start_step on, none are: leave them out (communication_data_type "
+            "says how differences travel)"
         )
     if config.scheduler is not None and config.scheduler.type == "ReduceLROnPlateau":
         raise ValueError(

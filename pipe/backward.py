@@ -98,7 +98,7 @@ class SplitBackward(TorchFunctionMode):
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
-        self._deferred = deferred
+        self.deferred = deferred
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,7 +106,7 @@ class SplitBackward(TorchFunctionMode):
         kwargs = kwargs or {}
         split = _SPLIT.get(func) or getattr(func, "deferred", None)
         if split is not None:
-            result = split(self._deferred, *args, **kwargs)
+            result = split(self.deferred, *args, **kwargs)
             if result is not None:
                 return result
         return func(*args, **kwargs)

@@ -92,7 +92,7 @@ class Frame:
         if self._split is None:
             yield
             return
-        deferred = self._split._deferred
+        deferred = self._split.deferred
         collected, deferred.collects = deferred.collects, False
         try:
             with self._split:
