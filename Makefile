@@ -17,13 +17,19 @@ STAMP := $(VENV)/installed
 # A folder in which this checkout, whatever its name, is visible as `triax`: mypy goes by folder names.
 AS_TRIAX := $(VENV)/as-package
 # What is type-checked: the folders, of these, that hold Python files.
-FOLDERS := grid pipe tensor_parallel zero models engine plan tests examples benchmarks
-CHECKED := __init__.py $(foreach folder,$(FOLDERS),$(if $(wildcard $(folder)/*.py),$(folder)))
+FOLDERS := grid pipe tensor_parallel zero config optim data checkpoint monitor launcher models plan engine inference compat cli tests examples benchmarks
+CHECKED := __init__.pyi $(FOLDERS)
+
+# Quick tests: structure and names, schedules as values, grids, configurations, the numbers of a step.
+QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bugs.py grid/test_layout.py \
+	grid/test_random.py grid/test_topology.py config launcher/test_hosts.py optim pipe/test_draw.py \
+	pipe/test_partition.py pipe/test_schedules.py pipe/test_simulate.py pipe/test_verify.py pipe/test_executor.py \
+	tensor_parallel/test_regions.py zero/test_buckets.py engine/test_pipeline_engine.py)
 
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint
+.PHONY: help install train check test test-all lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -39,7 +45,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 train: $(STAMP) ## a small GPT on 8 processes: 2 stages x 2 replicas x 2 tensor shards; runs/ gets the pictures
 	@echo "== training on a 2 x 2 x 2 grid"
-	$(BIN)/python examples/train_gpt.py --pipe 2 --data-parallel 2 --tensor 2 $(ARGS)
+	$(BIN)/python examples/train_gpt.py --pipe 2 --data 2 --tensor 2 $(ARGS)
+
+check: lint ## lint and the quick tests, in under two minutes
+	@echo "== testing, the quick tests"
+	$(BIN)/python -m pytest -q $(QUICK) $(ARGS)
 
 test: $(STAMP) ## the tests, without the exhaustive sweeps
 	@echo "== testing"
@@ -54,5 +64,5 @@ lint: $(STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@mkdir -p $(AS_TRIAX) && ln -sfn "$(CURDIR)" $(AS_TRIAX)/triax
-	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
+	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests/support:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" $(addprefix triax/,$(CHECKED))

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt
 
 import triax
-from triax.engine.launch import launch
+from triax.launcher.launch import launch
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -99,7 +99,7 @@ def blocks(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
 def main_job(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
     """The GPT that examples/train_gpt.py trains by default, on 2 stages x 2 replicas x 2 tensor shards."""
     grid = triax.Grid(pipe=2, data=2, tensor=2)
-    job = train_gpt.parse(["--pipe", "2", "--data-parallel", "2", "--tensor", "2"])
+    job = train_gpt.parse(["--pipe", "2", "--data", "2", "--tensor", "2"])
     config = {**train_gpt.engine_config(job), "checkpoint": {"async": True}}
     del config["json_monitor"], config["timeline"]
     trained = train_gpt.build(job, grid, config)
@@ -124,7 +124,7 @@ def behind(options: Any, folder: str) -> None:
 
     def saved() -> bool:
         """On every rank: the thread that writes is done."""
-        thread = trained._behind._thread
+        thread = trained.checkpointer.writer.thread
         done = torch.tensor([thread is None or not thread.is_alive()], dtype=torch.int64)
         grid.world.all_reduce(done, op="min")
         return bool(done)

@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from corpus import batch, find, load, windows
 from train_gpt import Options, build, engine_config, gpt_config, microbatches
 
-from triax.engine.config import ConfigError, read_config
-from triax.engine.launch import launch
+from triax.engine import read_config
+from triax.grid.errors import ConfigError
 from triax.grid.topology import Topology
+from triax.launcher.launch import launch
 
 Adam = dict[str, Any]
 EACH = "each"  # a batch each
@@ -94,7 +95,7 @@ def main() -> None:
     given = parse()
     options = Options(
         pipe=1,
-        data_parallel=given.replicas,
+        data=given.data,
         tensor=1,
         schedule="1f1b",
         zero=0,
@@ -116,12 +117,12 @@ def main() -> None:
         runs=given.runs,
         name="compression",
         trace=0,
-        data=given.data,
+        text=given.text,
         validation=given.validation,
     )
-    settings = {"replicas": given.replicas, **dict(sorted(vars(options).items()))}
+    settings = {"replicas": given.data, **dict(sorted(vars(options).items()))}
     settings = json.loads(json.dumps(settings, default=str))
-    load(find(options.data), options.runs / "corpus")  # here once, before there are ranks
+    load(find(options.text), options.runs / "corpus")  # here once, before there are ranks
     file = given.results or given.runs / "compression.json"
     wanted = given.methods.split(",") if given.methods else [*METHODS]
     unknown = [name for name in wanted if name not in METHODS]
@@ -136,8 +137,8 @@ def main() -> None:
         except ConfigError as error:
             keep(file, settings, name, {"config": config, "refused": str(error)})
             continue
-        topology = Topology(data=given.replicas)
-        code = launch(train, options, name, config, file, settings, ranks=given.replicas, topology=topology)
+        topology = Topology(data=given.data)
+        code = launch(train, options, name, config, file, settings, ranks=given.data, topology=topology)
         if code:
             keep(file, settings, name, {"config": config, "refused": f"it failed, with exit code {code}"})
     text = table(read(file, settings))
@@ -153,7 +154,7 @@ def parse() -> argparse.Namespace:
     add("--methods", metavar="A,B", help="of: " + ", ".join(METHODS))
     add("--again", action="store_true", help="those too that are in the file of results")
     add("--steps", type=int, default=300)
-    add("--replicas", type=int, default=4)
+    add("--data", type=int, default=4, help="size of the data axis")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
@@ -161,7 +162,7 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, default=32)
     add("--microbatch", type=int, default=4)
     add("--validation", type=int, default=256, help="held-out sequences")
-    add("--data", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
+    add("--text", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
     add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where text and results are kept (runs)")
     add("--results", type=Path, metavar="FILE", help="of results (compression.json in --runs)")
     add("--table", type=Path, metavar="FILE", help="a Markdown file, between whose two marks the table goes")
@@ -175,16 +176,15 @@ def configured(options: Options, name: str) -> dict[str, Any]:
         del base[key]
     config = {**base, **METHODS[name](base["optimizer"]["params"], options.steps)}
     if config["train_batch_size"] == EACH:
-        config["train_batch_size"] = options.batch * options.data_parallel
+        config["train_batch_size"] = options.batch * options.data
     return config
 
 
 def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
     """What every rank does; the first one keeps the result."""
     import triax
-    from triax.engine.local import LocalUpdates
 
-    corpus, grid = load(find(options.data), options.runs / "corpus"), triax.Grid()
+    corpus, grid = load(find(options.text), options.runs / "corpus"), triax.Grid()
     seed, size = config["seed"], config["train_batch_size"]
     try:
         engine = build(Options(**{**vars(options), "seed": seed, "batch": size}), grid, config)
@@ -201,10 +201,8 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
         if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
-    if engine.local is not None:
-        assert isinstance(engine, LocalUpdates)
-        engine.leave()  # what is measured is what all have
-    most = options.batch * options.data_parallel
+    engine.leave()  # under local updates: what is measured is what all have
+    most = options.batch * options.data
     unseen = windows(corpus.held_out, math.ceil(options.validation / most) * most, options.sequence)
     batches = len(unseen) // size
     found = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]

@@ -93,7 +93,7 @@ class Triax:
     def activations(self) -> tuple[float, float]:
         """The most activations this rank held in the last step, and how many the simulation says it holds."""
         expected = triax.simulate(self.schedule).peak_activations[self.engine.grid.pipe.rank]
-        return self.engine._executor.peak / self.schedule.chunks, expected
+        return self.engine.executor.peak / self.schedule.chunks, expected
 
 
 class Torch:

@@ -23,8 +23,8 @@ PROMPT = 4
 
 def main() -> None:
     """Measure here, or on the ranks that this starts."""
-    from triax.engine.launch import launch
     from triax.grid.environment import read_environment
+    from triax.launcher.launch import launch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="bytes-small", help="of GPTConfig (bytes-small)")
@@ -46,14 +46,14 @@ def measure(options: argparse.Namespace) -> None:
     import torch
 
     import triax
-    from triax.models.gpt import GPTConfig, gpt
+    from triax.models.gpt import GPTConfig, gpt_layers
 
     if options.pipe * options.tensor == 1:
         torch.set_num_threads(1)  # for as many cores as a rank would have
     grid = triax.Grid(pipe=options.pipe, tensor=options.tensor)
     config = GPTConfig.preset(options.preset)
-    new = config.sequence_length - PROMPT
-    module = triax.PipelineModule(gpt(config), grid=grid).eval()
+    new = config.max_position_embeddings - PROMPT
+    module = triax.PipelineModule(gpt_layers(config), grid=grid).eval()
     for parameter in module.parameters():
         parameter.data *= 3  # at their initial size, all logits are nearly alike
 
@@ -106,7 +106,7 @@ def theirs(module: Any, new: int) -> dict[str, Callable[[int, bool], Any]]:
         import transformers
     except ImportError:
         return {}
-    from triax.models.hf import save_hf
+    from triax.models.huggingface.save import save_hf
 
     with tempfile.TemporaryDirectory() as folder:
         save_hf(module, folder)

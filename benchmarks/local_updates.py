@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import triax
-from triax.engine.launch import launch
+from triax.launcher.launch import launch
 
 ASYNC, WAITS = "async_diloco", "diloco"
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from stacks import GPT, SMOKE, TINY
 
 import triax
-from triax.engine.launch import launch
+from triax.launcher.launch import launch
 
 WARM_UP = 2
 MORE = 4  # times the microbatches: by how much longer that takes, an op's overhead is told from a step's

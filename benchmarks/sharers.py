@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import triax
 from triax.grid.layout import layout_of
-from triax.models.gpt import GPTConfig, gpt
+from triax.models.gpt import GPTConfig, gpt_layers
 from triax.tensor_parallel import vocab_parallel_cross_entropy
 
 ALONE = "one process"
@@ -42,8 +42,13 @@ class Shape:
     def config(self) -> GPTConfig:
         """triax's words for it."""
         vocabulary = self.vocabulary or 256  # of one layer any
-        sizes = {"width": self.width, "layers": self.layers, "heads": self.heads, "sequence_length": self.length}
-        return GPTConfig(vocab_size=vocabulary, tie_embeddings=False, **sizes)
+        sizes = {
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "max_position_embeddings": self.length,
+        }
+        return GPTConfig(vocab_size=vocabulary, tie_word_embeddings=False, **sizes)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Ids and labels (B, T); of one layer hidden states and weights (B, T, D)."""
@@ -193,7 +198,7 @@ class Triax(Shared):
 
     def build(self) -> nn.Module:
         config = self.shape.config
-        specs = gpt(config, sequence_parallel=self.sequence_parallel)
+        specs = gpt_layers(config, sequence_parallel=self.sequence_parallel)
         if not self.shape.vocabulary:
             specs = specs[2:-2]
         model = nn.Sequential(*(spec.build(self.grid) for spec in specs))

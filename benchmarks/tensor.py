@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import triax
-from triax.engine.launch import launch
+from triax.launcher.launch import launch
 
 WARM_UP = 2
 SHAPES = {

@@ -25,10 +25,11 @@ from stacks import Stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import triax
-from triax.engine.launch import launch
-from triax.pipe.draw import picture
-from triax.pipe.measured import costs_of
-from triax.pipe.simulate import Timeline, simulate
+from triax.launcher.launch import launch
+from triax.pipe.program.draw import picture
+from triax.pipe.program.measured_costs import costs_of
+from triax.pipe.program.simulate import simulate
+from triax.pipe.program.timeline import Timeline
 
 STACK = Stack(entries=8, width=32, microbatch=1, heads=2, length=16, vocabulary=32)
 PRODUCTS = {
@@ -118,7 +119,7 @@ def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float,
 
 def chunks(schedule: str) -> int:
     """The fewest that the schedule accepts."""
-    return next(n for n in (1, 2) if triax.pipe.schedules.RECIPES[schedule].accepts(n))
+    return next(n for n in (1, 2) if triax.pipe.schedules.registry.RECIPES[schedule].accepts(n))
 
 
 def described(timeline: Timeline) -> str:

@@ -31,7 +31,7 @@ from rich.table import Table
 from stacks import GPT, SMOKE, Stack
 
 import triax
-from triax.engine.launch import launch
+from triax.launcher.launch import launch
 
 WARM_UP = 2
 # 25 million parameters: what is held beside the imports is seen.
@@ -57,7 +57,7 @@ class Row:
 def main() -> None:
     options = parse()
     results = {}
-    for replicas in options.replicas:
+    for replicas in options.data:
         rows = memory(replicas, options) if options.memory else times(replicas, options)
         results[replicas] = [vars(row) for row in rows]
         if not options.json:
@@ -68,7 +68,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--data", type=int, nargs="+", default=[2, 4], help="sizes of the data axis")
     parser.add_argument("--stack", choices=STACKS)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,25 +1,21 @@
-"""The roof: the only place that knows all three wings."""
+"""Training engines: ``triax.initialize``, and the classes that it returns. This folder joins the parts of lower levels.
 
-from __future__ import annotations
+initialize.py         ``initialize``: from a model and a configuration to an engine
+base.py               Engine: batch sizes, weights by name, DeepSpeed's accessors; the base class of the next two
+pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
+module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
+optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
+nonfinite.py          losses and gradients that are NaN or infinite: raise, skip or ignore
+loss_scale.py         fp16's loss scaler; loss scales where backward passes run through several engines
+replicas.py           replica strategies: all replicas step together (data parallelism), or:
+local_updates.py      local SGD, DiLoCo and asynchronous DiLoCo
+observer.py           records, prints and traces steps
+instrument.py         autocast, profilers and loggers around an engine's methods
+snapshot/             saving and loading: from an engine to a Snapshot and back
+setup/                from the configuration to the parts of an engine: precision, ZeRO's options, recomputation
+accounting/           memory and traffic of a rank, counted beside the formulas; the profile of a step
+"""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from ..grid.lazy import attach
 
-if TYPE_CHECKING:
-    from . import profiler
-    from .config import Config, ConfigError
-    from .create import initialize
-    from .engine import Engine
-
-__all__ = ["Config", "ConfigError", "Engine", "initialize", "profiler"]
-
-_HOME = {"Config": "config", "ConfigError": "config", "Engine": "engine", "initialize": "create"}
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that the commands that need no torch start at once.
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    if name == "profiler":  # the front door has it as a whole: triax.profiler.FlopsProfiler
-        return importlib.import_module(".profiler", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The engine of a plain module: DeepSpeed's loop of forward, backward and step, over the replicas of any ``nn.Module``.
+"""ModuleEngine: trains any ``nn.Module`` in DeepSpeed's loop of forward, backward and step.
 
 engine, *_ = triax.initialize(model=model, config=config)
 for batch in batches:
@@ -13,59 +13,55 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from ..config.config import batch_sizes
+from ..config.schema import Config
 from ..grid import Grid, Layout, layout_of
+from ..grid.errors import AgreedError, ConfigError
+from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
-from ..zero.norm import clip_factor
-from ..zero.optimizer import MakeOptimizer
-from ..zero.passes import Passes
-from . import precision
-from .alike import require_alike
-from .batch import AgreedError
-from .compat import Compat
-from .config import Config, ConfigError, batch_sizes
-from .data import Loader
-from .failure import all_or_none
-from .finite import Finite, Losses
-from .module_start import ModuleOptimizer, bind_dropout, describe, number_samples, share
-from .monitor import make_monitor
-from .rescale import missing, rescaled, scaled, scaled_by
-from .schedulers import advance, follow
-from .sums import totals
-from .weights import Weights, assembled
-
-# Engines with a loss scale: where there are any, every engine's outputs see to it that only its own counts.
-_SCALING: WeakSet[ModuleEngine] = WeakSet()
+from ..pipe.microbatches import require_alike
+from ..zero.modules.backward_passes import BackwardPasses
+from ..zero.protocols import MakeOptimizer
+from .base import Engine
+from .loss_scale import process_scales, rescaled
+from .nonfinite import StepLosses
+from .observer import ModuleObserver
+from .optimizer_step import advance_schedule
+from .setup.module import ModuleOptimizer, bind_dropout, broadcast_weights, describe_loss, set_dropout_samples
+from .setup.precision import make_loss_scaler, weight_dtype
+from .setup.zero import zero_options
 
 
-class ModuleEngine(Compat, Weights):
-    """Trains a plain ``nn.Module``; made by ``triax.initialize``.
+class ModuleEngine(Engine):
+    """Trains a plain ``nn.Module``. ``triax.initialize`` makes it.
 
-    Gradients are means: over the samples of a microbatch as the loss has it, over microbatches, and over replicas, as
-    under DDP. What the engine itself does not have is looked for on the module: ``engine.parameters()``.
+    Gradients are averaged: over the samples of a microbatch by the loss, over microbatches, and over replicas, as under
+    DDP. Attributes that the engine does not have are the module's: ``engine.parameters()``.
 
     Args:
-        module: on the grid's device.
-        grid: without a pipe axis. Replicas take the first one's parameters and buffers; tensor ranks each have their
-            own of what is sharded, and the first one's of what is whole.
-        config: checked.
-        make_optimizer: None: the module is run, not trained.
+        module: the module, on the grid's device.
+        grid: a grid without a pipe axis. The first replica's parameters and buffers are broadcast to all replicas.
+            Tensor ranks keep their own shards; unsharded tensors are broadcast from the first tensor rank.
+        config: the checked configuration.
+        make_optimizer: makes the optimizer from parameter groups. None if the module is only evaluated.
         groups: parameter groups, (options, parameters).
-        training_data, make_scheduler, collate_fn: of ``initialize``.
+        training_data, make_scheduler, collate_fn: see ``initialize``.
 
     Attributes:
-        module, grid, config, batch: what is trained, where and how; ``batch`` has all three sizes.
+        module, grid, config, batch: model, grid, configuration, and the three batch sizes.
         optimizer: over this rank's ranges; its groups hold the model's parameters. None without one.
         lr_scheduler: stepped after each step that was not skipped; None without one.
         training_dataloader: this replica's microbatches of ``training_data``; None without it.
-        global_steps: optimizer steps, those included that fp16 skipped.
+        global_steps: optimizer steps, including those that fp16 skipped.
         micro_steps: calls of ``step``.
+        microbatch: microbatches of this step that are done.
+        backward_passes: backward passes of this step, and the reductions of their gradients.
     """
 
     global_steps = 0
@@ -84,242 +80,227 @@ class ModuleEngine(Compat, Weights):
     ) -> None:
         self.module, self.config, self.grid = module, config, grid
         self.batch = batch_sizes(config, grid.replicas)
-        self._half = precision.half_dtype(config)
-        self._mode = precision.mode(config, grid, module)
-        self._scaler = precision.scaler(config)
-        if self._scaler is not None:
-            _SCALING.add(self)
+        self._half_dtype = weight_dtype(config)
+        step_grid = self._step_grid()
+        options = zero_options(config, step_grid, module)
+        self.loss_scaler = make_loss_scaler(config)
+        self._scales = process_scales()
+        if self.loss_scaler is not None:
+            self._scales.add(self.loss_scaler)
         self._dropout = bind_dropout(module, config.seed)
-        share(module, grid, {p for _, parameters in groups for p in parameters} if make_optimizer else set())
+        if step_grid is not grid:
+            broadcast_weights(module, grid, set())  # the data axis of one replica does not make replicas start equal
+        broadcast_weights(
+            module, step_grid, {p for _, parameters in groups for p in parameters} if make_optimizer else set()
+        )
         zero = config.zero_optimization
         common: dict[str, Any] = {"module": module, "keep": zero.stage3_keep_gathered}
         self.optimizer: ModuleOptimizer | None = None
         if make_optimizer is None:
-            self._passes = Passes([], grid, self._mode, zero.reduce_bucket_size, None, **common)
+            self.backward_passes = BackwardPasses([], step_grid, options, zero.reduce_bucket_size, None, **common)
         else:
             listed = [{**options, "params": parameters} for options, parameters in groups]
             self.optimizer = ModuleOptimizer(
-                make_optimizer, listed, grid, self._mode, zero.reduce_bucket_size, **common
+                make_optimizer, listed, step_grid, options, zero.reduce_bucket_size, **common
             )
-            self._passes = self.optimizer.passes
-        self._replicas = self._passes.replicas
-        self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
-        self.training_dataloader: Loader | None = None
-        if training_data is not None:
-            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
-        self._monitor = make_monitor(config, grid, self.batch.train)
-        self._micro = 0  # microbatches of this step that are behind us
-        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
-        self._silent = False  # within no_sync
-        self._by_hand = False  # the loss of this microbatch went through scale()
-        self._own = 0  # backward passes of this microbatch that backward() made
-        self._opaque = False  # outputs of this microbatch that cannot be looked into
-        self._hidden = False  # the same, in eval mode, where no backward pass need follow
-        self._entered = False  # a backward pass came in by outputs of this microbatch that can be
-        self._finite = Finite(grid, config.nan_loss, scaled=self._scaler is not None)
-        self._losses = Losses()
+            self.backward_passes = self.optimizer.backward_passes
+        self.data_axis = self.backward_passes.data_axis
+        self._make_step(step_grid, make_scheduler, training_data, collate_fn)
+        self.observer = ModuleObserver(self)
+        self.microbatch = 0
+        self._user_boundary: bool | None = None  # from set_gradient_accumulation_boundary; None: counted
+        self._in_no_sync = False  # within no_sync
+        self._scaled_by_user = False  # the loss of this microbatch went through scale()
+        self._engine_backwards = 0  # backward passes of this microbatch that backward() made
+        self._outputs_opaque = False  # an output of this microbatch is no nest of tensors
+        self._eval_outputs_opaque = False  # in eval mode, where no backward pass needs to follow
+        self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
+        self._losses = StepLosses()
         self._mark_last()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``forward``."""
+        """Call ``forward``."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns. Under fp16 and bf16, floating-point inputs take the dtype of its weights."""
-        with self._all_or_none("forward"):
+        """Run the module. Under fp16 and bf16, floating-point inputs are cast to the dtype of its weights."""
+        with self.all_or_none("forward"):
             graph, trains = torch.is_grad_enabled(), self.module.training
-            if graph and len(_SCALING):  # before the cast: gradients are divided in the inputs' own dtype
-                (args, kwargs), _ = rescaled((args, kwargs), self._missing, True, self._stays)
-            if self._half is not None:
+            if graph and self._scales.any:  # before the cast: gradients are divided in the inputs' own dtype
+                (args, kwargs), _ = rescaled((args, kwargs), self._missing_scale, True, self._keeps_dtype)
+            if self._half_dtype is not None:
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
-                self._begin()
+                self._begin_step()
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
-                first = self.grid.replica * share + self._micro * self.batch.micro
-                number_samples(self._dropout, (args, kwargs), first, self.global_steps)
+                first = self.grid.replica * share + self.microbatch * self.batch.micro
+                set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_alike(self.grid, (args, kwargs))
             y = self.module(*args, **kwargs)
-            if graph and (len(_SCALING) or not trains):
-                y, seen = rescaled(y, self._enter if trains else self._enter_eval)
+            if graph and (self._scales.any or not trains):
+                y, seen = rescaled(y, self._enter_backward if trains else self._enter_eval_backward)
                 if trains:
-                    self._opaque |= not seen
-                elif not seen:  # a backward pass may come here, and not be seen to
-                    self._hidden = True
-                    self._begin()
+                    self._outputs_opaque |= not seen
+                elif not seen:  # a backward pass may enter here unnoticed
+                    self._eval_outputs_opaque = True
+                    self._begin_step()
             return y
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """The backward pass of one microbatch.
+        """Run the backward pass of one microbatch.
 
         Args:
-            loss: 0-dim. Its gradient counts by 1 / gradient_accumulation_steps.
-            retain_graph: as torch's.
-            scale_wrt_gas: False: its gradient counts whole.
+            loss: 0-dim.
+            retain_graph: as in ``torch.Tensor.backward``.
+            scale_wrt_gas: divide the gradient by gradient_accumulation_steps.
 
         Returns:
-            The loss divided by gradient_accumulation_steps (or whole), detached.
+            The loss, divided by gradient_accumulation_steps if ``scale_wrt_gas``, detached.
 
         Raises:
-            RuntimeError: no optimizer, a loss that is no number or has no graph, or a second pass of a step's last
-                microbatch.
+            RuntimeError: if there is no optimizer, if the loss is not a number or has no graph, or if this is a second
+                backward pass of a step's last microbatch.
         """
-        with self._all_or_none("backward"):
+        with self.all_or_none("backward"):
             if self.optimizer is None:
                 raise AgreedError(_NO_OPTIMIZER)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise AgreedError(
-                    f"backward takes a loss, a tensor of one element that depends on parameters, not {describe(loss)} "
-                    "(of other outputs, call output.backward(gradient), and then engine.step())"
+                    "backward takes a loss, a tensor of one element that depends on parameters, not "
+                    f"{describe_loss(loss)} (of other outputs, call output.backward(gradient), and then engine.step())"
                 )
-            self._begin()
-            before, accumulation = self._passes.count, self.batch.accumulation
-            scale = self._scale()
-            # The one division, by microbatches and all, is that of the step.
+            self._begin_step()
+            before, accumulation = self.backward_passes.count, self.batch.accumulation
+            scale = self.optimizer_step.scale
+            # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
-            with scaled_by(scale):
+            with self._scales.running(scale):
                 (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
-            if self._passes.count == before:
-                self._passes.absent()
-            self._own += self._passes.count - before
+            if self.backward_passes.count == before:
+                self.backward_passes.run_empty()
+            self._engine_backwards += self.backward_passes.count - before
             return self._losses.add(loss.detach() / accumulation if scale_wrt_gas else loss.detach())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times fp16's scale, for a ``backward()`` of one's own: ``engine.scale(loss).backward()``."""
-        self._by_hand = True
-        return scaled(loss, self._scale()) if len(_SCALING) else loss
+        """Multiply the loss by fp16's scale, to call ``backward()`` on it: ``engine.scale(loss).backward()``."""
+        self._scaled_by_user = True
+        return self._scales.scaled(loss, self.optimizer_step.scale) if self._scales.any else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """A microbatch is done; after the last one of a step, the step: clip, update, schedule.
+        """End a microbatch; after the last one of a step, clip, update the weights, and advance the schedule.
 
         Args:
             lr_kwargs: arguments of the schedule's own ``step``, such as ``{"metrics": loss}``.
 
         Raises:
-            RuntimeError: nothing to step: no optimizer, or no backward pass since the last call; or within
+            RuntimeError: if there is no optimizer, if no backward pass was run since the last call, or if called inside
                 ``no_sync``.
         """
-        with self._all_or_none("step"):
+        with self.all_or_none("step"):
             if self.optimizer is None:
                 raise AgreedError(_NO_OPTIMIZER)
-            if self._silent:
-                raise AgreedError("step() within no_sync(), where nothing is reduced: call it behind")
-            if self._passes.stepped or self._passes.count == self._passes.seen:
+            if self._in_no_sync:
+                raise AgreedError(
+                    "step() within no_sync(), where no gradients are reduced: call it after the with block"
+                )
+            if self.backward_passes.stepped or self.backward_passes.count == self.backward_passes.seen:
                 raise AgreedError(
                     "step() without a backward pass: call engine.backward(loss), or loss.backward(), before each step()"
                 )
-            opaque = self._opaque or (self._hidden and not self._entered and self._scaler is not None)
-            if opaque and not self._by_hand and self._passes.count - self._passes.seen > self._own:
+            unseen = self._eval_outputs_opaque and not self._outputs_entered and self.loss_scaler is not None
+            backwards_on_loss = self.backward_passes.count - self.backward_passes.seen - self._engine_backwards
+            if (self._outputs_opaque or unseen) and not self._scaled_by_user and backwards_on_loss > 0:
                 raise AgreedError(
                     "the module returned an object that cannot be looked into, so under fp16 loss.backward() does not "
                     "scale its gradients: call engine.backward(loss), or engine.scale(loss).backward()"
                 )
             try:
                 if self.is_gradient_accumulation_boundary():
-                    self._micro = -1
-                    self._step(self.optimizer, lr_kwargs)
-            finally:  # a step that is refused is over, too
-                self._micro += 1
-                self._passes.seen = self._passes.count
+                    self.microbatch = -1
+                    with torch.no_grad(), self.replicas.stepping() as grid:
+                        self._step(grid, self.optimizer, lr_kwargs)
+            finally:  # also after an error
+                self.microbatch += 1
+                self.backward_passes.seen = self.backward_passes.count
                 self.micro_steps += 1
-                self._own, self._by_hand = 0, False
-                self._opaque = self._hidden = self._entered = False
+                self._engine_backwards, self._scaled_by_user = 0, False
+                self._outputs_opaque = self._eval_outputs_opaque = self._outputs_entered = False
                 self._mark_last()
 
-    @torch.no_grad()
-    def _step(self, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
-        optimizer.require_known()
-        self._passes.close()
-        counts, told, squares = float(self.grid.tensor.is_first), self._losses.count > 0, self._squares()
-        mine = [self._replicas.unused(), self._losses.sum() * counts]
-        unused, total, *square = totals(self.grid, [*mine, *squares])
-        loss = torch.tensor(total / self.grid.data.size if told else math.nan, dtype=torch.float64)
-        divisor = self.grid.data.size * self.batch.accumulation * self._mode.prescale * self._scale()
-        self._norm = math.sqrt(square[0]) / divisor if square else None
-        self._passes.stepped = True  # what may be left out is over, too
-        losses, self._losses = self._losses, Losses()
-        skipped = self._finite.leaves_out(
-            total if told else None, self._norm, lambda: losses.describe(self.grid, squares)
+    def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
+        self.backward_passes.require_unchanged()
+        self.backward_passes.reduce()
+        losses, self._losses = self._losses, StepLosses()
+        mine = losses.sum() * float(grid.tensor.is_first)  # tensor ranks hold the same loss
+        unused, total = self.optimizer_step.totals(grid, [self.data_axis.unused(), mine])
+        known = losses.count > 0
+        loss = torch.tensor(total / grid.data.size if known else math.nan, dtype=torch.float64)
+        self.backward_passes.stepped = True  # also if the step is left out
+        self.optimizer_step.take(
+            grid,
+            total if known else None,
+            grid.data.size * self.batch.accumulation,
+            unused,
+            losses.by_microbatch,
+            optimizer.update,
+            lambda: advance_schedule(self.lr_scheduler, optimizer, loss if known else None, lr_kwargs),
         )
-        overflow = not skipped and self._scaler is not None and self._norm is not None and not math.isfinite(self._norm)
-        if not (skipped or overflow):
-            scale = self._exchange(divisor)
-            if self.config.gradient_clipping and self._norm is not None:
-                scale *= clip_factor(self._norm, self.config.gradient_clipping)
-            # What had no gradient anywhere stands still, as under torch's optimizers.
-            optimizer.next = scale, self._replicas.without_gradient() if unused > 0 else ()
-            optimizer.step()
-            self._schedule(optimizer, loss if told else None, lr_kwargs)
-        if self._scaler is not None and not skipped:
-            self._scaler.update(overflow, report=self.grid.rank == 0)
         self.global_steps += 1
-        if self._monitor is not None:
-            self._monitor(self, loss)
-
-    def _schedule(self, optimizer: ModuleOptimizer, loss: Tensor | None, lr_kwargs: Mapping[str, Any] | None) -> None:
-        if self.lr_scheduler is None:
-            return
-        if lr_kwargs:
-            self.lr_scheduler.step(**lr_kwargs)
-            follow(self.lr_scheduler, optimizer)
-        elif isinstance(self.lr_scheduler, ReduceLROnPlateau) and loss is None:
-            raise AgreedError(
-                "ReduceLROnPlateau goes by the loss, which only engine.backward(loss) tells: call that, or "
-                'engine.step(lr_kwargs={"metrics": loss})'
-            )
-        else:
-            advance(self.lr_scheduler, loss, optimizer)
+        self.observer.end_step(grid, loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this microbatch is the last one of a step."""
-        return self._micro + 1 >= self.batch.accumulation if self._boundary is None else self._boundary
+        """Return True if this microbatch is the last one of a step."""
+        return self.microbatch + 1 >= self.batch.accumulation if self._user_boundary is None else self._user_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so oneself, before each forward: then ``step`` acts where it is True, whatever was counted.
+        """Set before each forward whether its microbatch is the last one of a step, in place of counting them.
 
-        Gradients are divided by gradient_accumulation_steps all the same.
+        Gradients are divided by gradient_accumulation_steps in any case.
         """
-        self._boundary = is_boundary
+        self._user_boundary = is_boundary
         self._mark_last()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes reduce nothing, and ``step`` is not called.
+        """Context in which backward passes do not reduce gradients. ``step`` must not be called inside it.
 
         Raises:
-            RuntimeError: in stages 2 and 3, which reduce each pass, or within another one.
+            RuntimeError: in stages 2 and 3 of ZeRO, because they reduce gradients in each backward pass, or inside
+                another ``no_sync``.
         """
-        if self._silent:
+        if self._in_no_sync:
             raise AgreedError("no_sync() within no_sync(): leave the first one before")
-        if self._mode.stage >= 2 and self._mode.each:
+        options = self.data_axis.options
+        if options.stage >= 2 and options.reduce_every_backward:
             raise AgreedError(
-                f"no_sync() in stage {self._mode.stage}, which keeps no whole gradients between backward passes: set "
+                f"no_sync() in stage {options.stage}, which keeps no whole gradients between backward passes: set "
                 "zero_optimization.reduce_each_microbatch to false, or the stage to 1"
             )
-        self._silent = True
+        self._in_no_sync = True
         self._mark_last()
         try:
             yield
         finally:
-            self._silent = False
+            self._in_no_sync = False
             self._mark_last()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step so far. (A step begins without any.) Collective where there are some."""
-        self._passes.zero()
-        self._losses = Losses()
+        """Discard this step's gradients. Every step begins without gradients. Collective if there are gradients."""
+        self.backward_passes.reset()
+        self._losses = StepLosses()
 
     def train(self, mode: bool = True) -> ModuleEngine:
-        """As ``nn.Module.train``."""
+        """Set the module's training mode, as ``nn.Module.train``."""
         self.module.train(mode)
         return self
 
     def eval(self) -> ModuleEngine:
-        """As ``nn.Module.eval``."""
+        """Set the module's evaluation mode, as ``nn.Module.eval``."""
         return self.train(False)
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """``state_dict()`` with whole weights, for a module of one process; buffers are this rank's. Collective."""
+        """Return ``state_dict()`` with unsharded weights and with this rank's buffers. Collective."""
         whole = self.gather()
         names = {p: layout_of(p).name or name for name, p in self.module.named_parameters()}
         return {
@@ -327,26 +308,10 @@ class ModuleEngine(Compat, Weights):
             for key, value in self.module.state_dict(keep_vars=True).items()
         }
 
-    def gather(self, what: str = "weights") -> dict[str, Tensor]:
-        """Whole tensors under whole-model names, on every rank. Collective.
-
-        Args:
-            what: ``"weights"``, or ``"gradients"``: of the last step, divided and clipped, until the next forward.
-        """
-        mine: dict[str, tuple[Layout, Tensor]] = {}
-        if what == "weights":
-            with self._replicas.whole():
-                for name, parameter in self.module.named_parameters():
-                    mine[layout_of(parameter).name or name] = layout_of(parameter), parameter.detach().clone()
-        elif what == "gradients":
-            mine = {member.layout.name: (member.layout, gradient) for member, gradient in self._replicas.gradients()}
-        else:
-            raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
-        return assembled(self.grid, mine)
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Within it all weights are whole, in stage 3 of ZeRO too. Collective over the data axis."""
-        return self._replicas.whole()
+    def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
+        for name, parameter in self.module.named_parameters():
+            layout = layout_of(parameter)
+            yield layout.name or name, layout, parameter
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -354,47 +319,54 @@ class ModuleEngine(Compat, Weights):
             return getattr(module, name)
         raise AttributeError(f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}")
 
-    def _scale(self) -> float:
-        return 1.0 if self._scaler is None else self._scaler.scale
+    def _missing_scale(self) -> float:
+        return self._scales.missing(self.optimizer_step.scale, self._scaled_by_user)
 
-    def _missing(self) -> float:
-        return missing(self._scale(), self._by_hand)
+    def _enter_backward(self) -> float:
+        self._outputs_entered = True
+        return self._missing_scale()
 
-    def _enter(self) -> float:
-        self._entered = True
-        return self._missing()
-
-    def _enter_eval(self) -> float:
+    def _enter_eval_backward(self) -> float:
         with torch.no_grad():
-            self._begin()
-        return self._enter()
+            self._begin_step()
+        return self._enter_backward()
 
-    def _begin(self) -> None:
-        """After a step, the first forward or backward pass begins the next one.
+    def _begin_step(self) -> None:
+        """Begin the next step, if the last one has ended: in the first forward or backward pass after it.
 
-        In eval mode a forward does not: it may be an evaluation's, which no backward pass follows.
+        A forward pass in eval mode does not: it may be an evaluation's, which no backward pass follows.
         """
-        if self._passes.stepped:
-            self._passes.begin()
+        if self.backward_passes.stepped:
+            self.backward_passes.begin()
 
     def _mark_last(self) -> None:
-        self._passes.last = self.is_gradient_accumulation_boundary() and not self._silent
+        self.backward_passes.next_is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._half) if tensor.is_floating_point() else tensor
+        return tensor.to(self._half_dtype) if tensor.is_floating_point() else tensor
 
-    def _stays(self, tensor: Tensor) -> bool:
-        return self._half in (None, tensor.dtype)
+    def _keeps_dtype(self, tensor: Tensor) -> bool:
+        return self._half_dtype in (None, tensor.dtype)
+
+    def set_position(self, steps: int, samples: int) -> None:
+        """Set the counters to those of a checkpoint, and forget the gradients of an unfinished step."""
+        super().set_position(steps, samples)
+        self.micro_steps = steps * self.batch.accumulation
+        self.zero_grad()
+        self.microbatch = 0
+        self._mark_last()
 
     def _reschedule(self, microbatches: int) -> None:
-        if self._micro:
-            raise ConfigError(f"set_train_batch_size after {self._micro} microbatches of a step: call it between steps")
+        if self.microbatch:
+            raise ConfigError(
+                f"set_train_batch_size after {self.microbatch} microbatches of a step: call it between steps"
+            )
 
     def _resized(self) -> None:
         self._mark_last()
 
-    def _all_or_none(self, call: str) -> AbstractContextManager[None]:
-        return all_or_none(self.grid, self._passes.abandon, f"{call} of microbatch {self._micro}")
+    def all_or_none(self, call: str) -> AbstractContextManager[None]:
+        return all_or_none(self.grid, self.data_axis.abandon, f"{call} of microbatch {self.microbatch}")
 
 
 _NO_OPTIMIZER = "there is no optimizer: give config['optimizer'], or initialize(optimizer=...)"

@@ -68,12 +68,12 @@ def find(data: Sequence[str | Path] = ()) -> list[Source]:
     sources: dict[Path, Source] = {}
     for path in map(Path, data):
         if not path.exists():
-            raise ValueError(f"--data {path}: there is no such file or folder")
+            raise ValueError(f"--text {path}: there is no such file or folder")
         for source in _walk(path) if path.is_dir() else [Source(path.name, path)]:
             if _is_text(source.path):
                 sources.setdefault(source.path.resolve(), source)
     if not sources:
-        raise ValueError(f"--data {' '.join(map(str, data))}: there is no text file in it")
+        raise ValueError(f"--text {' '.join(map(str, data))}: there is no text file in it")
     return list(sources.values())
 
 

@@ -1,11 +1,11 @@
-"""Train a small GPT-2 of transformers by triax.Trainer, on bytes, with no download.
+"""Train a small GPT-2 of transformers with triax.Trainer, on bytes, without a download.
 
     python examples/hf_trainer.py
     torchrun --nproc-per-node 4 examples/hf_trainer.py --triax '{"zero_optimization": {"stage": 3}}'
     torchrun --nproc-per-node 4 examples/hf_trainer.py --triax ds_config.json --bf16 --max_steps 500
 
-It learns the source of Python's standard library, or the text that ``--data`` names. All options of transformers'
-TrainingArguments are taken; ``--resume`` goes on from the last checkpoint, on as many processes as there are now.
+The data are the source of Python's standard library, or the text given by ``--text``. All options of transformers'
+TrainingArguments are accepted; ``--resume`` continues from the last checkpoint, on any number of processes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LENGTH = 128  # bytes of a sample
 
 @dataclass
 class Options:
-    """What TrainingArguments do not have."""
+    """Options beside those of TrainingArguments."""
 
-    data: list[str] = field(default_factory=list, metadata={"help": "Files and folders of text."})
-    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
+    text: list[str] = field(default_factory=list, metadata={"help": "Files and folders of text."})
+    resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -69,7 +69,7 @@ def main() -> None:
     )
     args, options = parser.parse_args_into_dataclasses()
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    corpus = load(find(options.data), Path(args.output_dir) / "text")
+    corpus = load(find(options.text), Path(args.output_dir) / "text")
     config = transformers.GPT2Config(
         vocab_size=256,
         n_positions=LENGTH,

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from triax.engine.report_cli import write_report
-from triax.pipe.schedules import Schedule
-from triax.pipe.simulate import Costs, Timeline, timeline
+from triax.monitor.report.write import write_report
+from triax.pipe.program.schedule import Schedule
+from triax.pipe.program.simulate import Costs, timeline_of
+from triax.pipe.program.timeline import Timeline
 
 
 class Reporter:
@@ -118,10 +119,10 @@ def draw_losses(path: Path, rows: Sequence[dict[str, Any]], bigram: float) -> No
 
 def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
     """The pipeline as it ran, and as it would run if each op always took its mean time and messages none."""
-    from triax.pipe.draw import picture
+    from triax.pipe.program.draw import picture
 
     measured = from_zero(measured)
-    ideal = timeline(schedule, mean_costs(schedule, measured))
+    ideal = timeline_of(schedule, mean_costs(schedule, measured))
     titles = [f"{name} as measured, in seconds", "ideal: every op takes the mean time of its stage, messages none"]
     picture([measured, ideal], path, titles=titles)
 

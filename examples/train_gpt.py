@@ -1,10 +1,10 @@
 """Train a byte-level GPT in three dimensions: pipe (stages) x data (ZeRO replicas) x tensor (shards).
 
-    python examples/train_gpt.py --pipe 2 --data-parallel 2 --tensor 2                             # starts its own 8
-    torchrun --nproc-per-node 8 examples/train_gpt.py --pipe 2 --data-parallel 2 --tensor 2        # the same
-    python examples/train_gpt.py --data ~/texts poem.txt                                           # your own text
+    python examples/train_gpt.py --pipe 2 --data 2 --tensor 2                                      # starts its own 8
+    torchrun --nproc-per-node 8 examples/train_gpt.py --pipe 2 --data 2 --tensor 2                 # the same
+    python examples/train_gpt.py --text ~/texts poem.txt                                           # your own text
 
-It learns the source of Python's standard library, or the text that ``--data`` names, and is measured on files it
+It learns the source of Python's standard library, or the text that ``--text`` names, and is measured on files it
 never saw, against a model that counts pairs of bytes. ``runs/NAME/`` gets metrics.jsonl, a trace of one step, a page
 about it all, report.html, pictures, and the model, which ``triax generate runs/NAME --prompt "class "`` reads. Whatever
 the grid, the same options give the same losses.
@@ -25,26 +25,28 @@ import numpy as np
 from corpus import Bigram, Bytes, batch, check_length, find, load, replica_rows, windows
 from report import Reporter, minutes
 
-from triax.engine.config import batch_sizes, read_config
-from triax.engine.launch import launch, user_error
+from triax.config.config import batch_sizes
+from triax.engine import read_config
 from triax.grid.environment import read_environment
 from triax.grid.topology import Topology
+from triax.launcher.launch import launch, user_error
 from triax.models.config import GPTConfig
 from triax.pipe.partition import uniform
-from triax.pipe.schedules import RECIPES, make_schedule
+from triax.pipe.schedules.choose import make_schedule
+from triax.pipe.schedules.registry import RECIPES
 
 if TYPE_CHECKING:
     # What needs torch is imported where it is used: a wrong option is answered at once, and ranks have torch already.
     import torch
 
-    from triax import Engine, Grid
+    from triax import Grid, PipelineEngine
 
 
 class Options(argparse.Namespace):
     """The command line: see ``parse``."""
 
     pipe: int
-    data_parallel: int  # filled in by ``check`` where it is not given
+    data: int  # filled in by ``check`` where it is not given
     tensor: int
     processes: int | None
     schedule: str
@@ -65,7 +67,7 @@ class Options(argparse.Namespace):
     clip: float
     seed: int
     time_limit: float
-    data: list[str]
+    text: list[str]
     validation: int
     validate_every: int
     save: Path | None
@@ -86,14 +88,14 @@ def main() -> None:
     try:
         topology = check(options)
         # Here once, before there are ranks; under torchrun the first one that comes reads the files.
-        corpus = load(find(options.data), options.runs / "corpus")
+        corpus = load(find(options.text), options.runs / "corpus")
         check_length(corpus, options.sequence)
     except ValueError as error:
         user_error(error)
     if read_environment() is not None or topology.world_size == 1:
         train(options)
         return
-    loads = ("numpy", "rich.live", "triax.engine.inference", "triax.models.hf")
+    loads = ("numpy", "rich.live", "triax.inference.engine", "triax.models.huggingface.load")
     folder = options.runs / options.name
     ranks = topology.world_size
     sys.exit(launch(train, options, ranks=ranks, topology=topology, logs=folder, preload=loads))
@@ -102,12 +104,12 @@ def main() -> None:
 def train(options: Options) -> None:
     """What every rank does, from the empty grid to the pictures."""
     import triax
-    from triax.models.hf import save_hf
+    from triax.models.huggingface.save import save_hf
 
-    corpus = load(find(options.data), options.runs / "corpus")
+    corpus = load(find(options.text), options.runs / "corpus")
     config = gpt_config(options)
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
-    grid = triax.Grid(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
+    grid = triax.Grid(pipe=options.pipe, data=options.data, tensor=options.tensor)
     engine = build(options, grid, engine_config(options))
 
     if options.resume and options.save is not None:
@@ -177,17 +179,17 @@ def train(options: Options) -> None:
 # ----------------------------------------------------------------------------------------- its parts
 
 
-def build(options: Options, grid: Grid, config: dict[str, Any]) -> Engine:
+def build(options: Options, grid: Grid, config: dict[str, Any]) -> PipelineEngine:
     """The model on the grid, cut as the schedule cuts it, and its optimizer: matrices decay, vectors do not."""
     import torch
 
     import triax
-    from triax.models.gpt import GPTLoss, gpt
+    from triax.models.gpt import GPTLoss, gpt_layers
 
     shape = gpt_config(options)
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     module = triax.PipelineModule(
-        gpt(shape, sequence_parallel=options.sequence_parallel),
+        gpt_layers(shape, sequence_parallel=options.sequence_parallel),
         grid=grid,
         loss_fn=GPTLoss(grid, vocab_size=shape.vocab_size),
         chunks=schedule.chunks,
@@ -223,7 +225,7 @@ def warm_cosine(options: Options, step: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def continue_text(engine: Engine, options: Options) -> bytes:
+def continue_text(engine: PipelineEngine, options: Options) -> bytes:
     """The prompt and what the model thinks follows, as far as it can see back; the same on every rank."""
     import triax
 
@@ -282,7 +284,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     add = parser.add_argument_group("the grid").add_argument
     add("--pipe", type=int, default=1, metavar="P", help="stages of layers (1)")
-    add("--data-parallel", type=int, metavar="D", help="replicas (what the other two leave of the processes)")
+    add("--data", type=int, metavar="D", help="replicas (what the other two leave of the processes)")
     add("--tensor", type=int, default=1, metavar="T", help="shards of each layer (1)")
     add("--processes", type=int, metavar="N", help="how many to start (P x D x T)")
     add("--schedule", default="1f1b", choices=list(RECIPES), help="how the stages take turns (1f1b)")
@@ -314,7 +316,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--save", type=Path, metavar="FOLDER", help="checkpoints: each time it is measured (none)")
     add("--resume", action="store_true", help="go on from the last one in --save, on whatever grid")
     add = parser.add_argument_group("the text").add_argument
-    add("--data", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
+    add("--text", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
     add("--validation", type=int, default=256, metavar="N", help="held-out sequences to measure (256)")
     add("--validate-every", type=int, default=100, metavar="STEPS", help="and once more at the end (100)")
     add("--prompt", default="def ", help='what the sample begins with ("def ")')
@@ -338,18 +340,18 @@ def check(options: Options) -> Topology:
     environment = read_environment()
     processes = environment.world_size if environment else options.processes
     replica = Topology(pipe=options.pipe, tensor=options.tensor).world_size
-    if options.data_parallel is None:
+    if options.data is None:
         if processes is not None and processes % replica:
             raise ValueError(
                 f"{options.pipe} pipe x {options.tensor} tensor take {replica} processes a replica, and there are "
                 f"{processes}, no multiple of that: give --pipe and --tensor whose product divides {processes}"
             )
-        options.data_parallel = processes // replica if processes is not None else 1
-    topology = Topology(pipe=options.pipe, data=options.data_parallel, tensor=options.tensor)
+        options.data = processes // replica if processes is not None else 1
+    topology = Topology(pipe=options.pipe, data=options.data, tensor=options.tensor)
     if processes is not None and processes != topology.world_size:
         raise ValueError(
-            f"{options.pipe} pipe x {options.data_parallel} data x {options.tensor} tensor is a grid of "
-            f"{topology.world_size} processes, and there are {processes}: change one of --pipe, --data-parallel and "
+            f"{options.pipe} pipe x {options.data} data x {options.tensor} tensor is a grid of "
+            f"{topology.world_size} processes, and there are {processes}: change one of --pipe, --data and "
             "--tensor, or the number of processes"
         )
     config = gpt_config(options)
@@ -360,7 +362,9 @@ def check(options: Options) -> Topology:
             f"--sequence {options.sequence} is not shared evenly by --tensor {options.tensor}: give {near}"
         )
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
-    uniform(config.layers + 4, len(schedule.placement))  # embedding, positions, blocks, norm, head: one a stage or more
+    uniform(
+        config.num_hidden_layers + 4, len(schedule.placement)
+    )  # embedding, positions, blocks, norm, head: one a stage or more
     if options.sample and not 0 < len(options.prompt.encode()) < options.sequence:
         raise ValueError(
             f"--prompt has {len(options.prompt.encode())} bytes: the sample needs one to follow, and the --sequence of "
@@ -376,17 +380,17 @@ def check(options: Options) -> Topology:
 
 def accumulation(options: Options) -> int:
     """Microbatches a step and replica."""
-    return batch_sizes(read_config(engine_config(options)), options.data_parallel).accumulation
+    return batch_sizes(read_config(engine_config(options)), options.data).accumulation
 
 
 def gpt_config(options: Options) -> GPTConfig:
     """The model."""
     return GPTConfig(
         vocab_size=256,
-        sequence_length=options.sequence,
-        width=options.width,
-        layers=options.layers,
-        heads=options.heads,
+        max_position_embeddings=options.sequence,
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
         dropout=options.dropout,
     )
 

@@ -1,48 +1,25 @@
-"""The ground floor: ranks and coordinates, this process's groups, where parameters live, and randomness."""
+"""Grid of processes: topology, communicators, layouts of parameters, random numbers, errors, agreement between ranks.
 
-from __future__ import annotations
+- ``topology.py``: ranks, coordinates and process groups of a grid, without torch
+- ``grid.py``: ``Grid``, this process on the grid: its axes, device, failure reports
+- ``comm/``: ``Axis`` with all collectives, traffic counters, observers, pending operations
+- ``layout.py``: ``Layout`` of a parameter: which dim the tensor axis shards, and how
+- ``assemble.py``: whole tensors from the parts on all ranks, for saving and comparing
+- ``ranges.py``: arithmetic of ranges and boxes, without torch
+- ``random.py``: initial weights and dropout masks that do not depend on the grid
+- ``agreement.py``: sums over all ranks, equality of facts, errors raised on every rank
+- ``failure.py``: a rank that fails alone leaves the process group, so that the others stop
+- ``hang_watch.py``: finds the rank that hangs, with its op and line
+- ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
+- ``environment.py``: environment variables of torchrun, mpirun and srun
+- ``errors.py``: the errors of the library
+- ``nest.py``: walks over nests of tensors
+- ``autograd.py``: marks in the graph, weak hooks, the casts of autocast
+- ``dtypes.py``: names of dtypes
+- ``safetensors.py``: writer of safetensors files, tensor by tensor
+- ``lazy.py``: lazy public names of packages
+"""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from .lazy import attach
 
-if TYPE_CHECKING:
-    from .axis import Axis, Pending
-    from .environment import Environment, read_environment
-    from .grid import Grid
-    from .layout import Box, Layout, layout_of, set_layout, split
-    from .topology import Topology
-
-_HOME = {
-    "Axis": "axis",
-    "Pending": "axis",
-    "Environment": "environment",
-    "read_environment": "environment",
-    "Grid": "grid",
-    "Box": "layout",
-    "Layout": "layout",
-    "layout_of": "layout",
-    "set_layout": "layout",
-    "split": "layout",
-    "Topology": "topology",
-}
-
-__all__ = [
-    "Axis",
-    "Box",
-    "Environment",
-    "Grid",
-    "Layout",
-    "Pending",
-    "Topology",
-    "layout_of",
-    "read_environment",
-    "set_layout",
-    "split",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that topology.py and environment.py work where torch is not installed.
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

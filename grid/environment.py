@@ -1,6 +1,6 @@
-"""What a launcher tells a process through its environment: torchrun, Open MPI, MPICH or Slurm. No torch here.
+"""Environment variables of launchers: torchrun, Open MPI, MPICH and Slurm. No torch.
 
-This file and the launcher are the only ones that read the environment; everything else is handed a ``Grid``.
+Only this file and the launcher read the environment. All other code is given a ``Grid``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TIMELINE = "TRIAX_TIMELINE"  # the launcher tells its ranks under this name
+TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of the timeline's parts
 
 _DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place among the processes that were launched together."""
+    """Rank and rendezvous address of this process, as its launcher set them."""
 
     rank: int
     world_size: int
@@ -33,10 +33,10 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """Read torchrun's variables, else Open MPI's, MPICH's or Slurm's; None when no launcher started this process.
+    """Read torchrun's variables, else Open MPI's, MPICH's or Slurm's; None if no launcher started this process.
 
     Raises:
-        ValueError: a launcher's variables are there in part only; the message names what is missing.
+        ValueError: some of a launcher's variables are missing; the message names them.
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -71,15 +71,15 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
 
 
 def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str) -> Environment:
-    """Of Open MPI or MPICH, under their names for it.
+    """Read the variables of Open MPI or MPICH, whose names are given.
 
     Raises:
-        ValueError: several hosts, and nobody said where rank 0 is.
+        ValueError: several hosts, and MASTER_ADDR is not set.
     """
     local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS") or "1")
     if "MASTER_ADDR" not in env and local_size < int(env[size]):
         raise ValueError(
-            f"mpirun started {env[size]} processes, {local_size} of them on this host, and none knows where rank 0 is: "
+            f"mpirun started {env[size]} processes, {local_size} of them on this host, and MASTER_ADDR is not set: "
             f"add {how}<host of rank 0> to mpirun"
         )
     # Two jobs on one host must not share a port; Open MPI has a name for each job.
@@ -97,9 +97,9 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
 
 
 def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """This process's rank on its host, and how many run there; None where no launcher says both.
+    """Return this process's rank on its host and the number of ranks there; None if no launcher sets both.
 
-    Slurm says how many every host has: ``2(x3),1`` is 2 on each of three hosts and 1 on the fourth.
+    Slurm lists the tasks of all hosts: ``2(x3),1`` means 2 on each of three hosts and 1 on the fourth.
     """
     env = os.environ if environ is None else environ
     for rank, size in (
@@ -120,21 +120,21 @@ def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | N
 
 
 def timeline_folder() -> str | None:
-    """Where triax's launcher wants the parts of a timeline (``triax run --timeline``); None: nobody wants one."""
+    """Return the folder for the parts of a timeline (``triax run --timeline``); None if none is recorded."""
     return os.environ.get(TIMELINE)
 
 
 def leave_name(rank: int, name: str) -> None:
-    """Tell triax's launcher, where that is what started this process, what this rank calls itself."""
+    """Give triax's launcher this rank's name, e.g. ``rank 1 (pipe 0, ...)``. No effect under another launcher."""
     folder = os.environ.get("TRIAX_LAUNCH_FOLDER")
     if folder and Path(folder).is_dir():
         Path(folder, f"name-{rank}").write_text(name)
 
 
 def resident_peak() -> int:
-    """The most bytes that this process was resident in, the interpreter and all its libraries included."""
+    """Return the peak resident memory of this process in bytes, the interpreter and all libraries included."""
     try:
-        # Not getrusage, where there is better: on Linux a fork's starts with its parent's.
+        # Not getrusage: on Linux the peak of a forked process starts with its parent's.
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
     except (OSError, StopIteration):
@@ -142,7 +142,7 @@ def resident_peak() -> int:
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    """The first host of Slurm's list: ``node[03-05,9],other`` -> ``node03``."""
+    """Return the first host of Slurm's list: ``node[03-05,9],other`` -> ``node03``."""
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
     if not nodes:
         return "127.0.0.1"

@@ -7,63 +7,60 @@ import contextlib
 import gc
 import math
 import os
-import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# Its functions keep, as default arguments, the process group that there is when it is imported; torch's optimizers
-# import it. Imported here, before there is one, it keeps none, and `close` can close them all.
+# The default arguments of its functions keep the process group that exists when it is imported, and torch's optimizers
+# import it. Imported here, before there is a group, it keeps none, so that `close` can close them all.
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from .axis import Axis
+from .agreement import same
+from .comm.axis import Axis
+from .comm.observed_axis import Observer, observe, unobserve
+from .comm.store_barrier import store_barrier
+from .comm.thread_priority import batch_threads
+from .comm.traffic import Traffic
 from .environment import Environment, leave_name, read_environment, resident_peak, timeline_folder
-from .logged import Log, attach
-from .meeting import meet
-from .threads import unobtrusive
+from .hang_watch import Activity, HangWatch, timed_out, with_timeout
 from .topology import DEFAULT_AXES, Topology
-from .traffic import Traffic
-from .watch import Place, Watch, timed_out, within
 
-if TYPE_CHECKING:
-    from .timeline import Recorder
+T = TypeVar("T", bound=Observer)
 
 _FAILURE = "triax/failure"
-_STORE = 5.0  # seconds that the store gets to answer, where a link may be down
+_STORE = 5.0  # seconds in which the store must answer; a link may be down
 
 
 class Grid:
-    """This process's place on a grid of processes, and the groups it communicates in.
+    """Grid of processes: this process's coordinate and its process groups.
 
-    Under torchrun (or mpirun, or srun) every process builds the same ``Grid``; it initialises torch's process
-    group if nobody has: NCCL where there is CUDA, gloo elsewhere. Without a launcher, ``Grid()`` is one process
-    and needs no process group.
+    Under torchrun (or mpirun, or srun) every process builds the same ``Grid``. It initializes torch's process group if
+    that has not been done: NCCL with CUDA, otherwise gloo. Without a launcher, ``Grid()`` is one process and needs no
+    process group.
 
     Args:
         pipe: stages of layers.
-        data: replicas; None takes all the processes that pipe and tensor leave.
+        data: replicas; None: the number of processes divided by pipe x tensor.
         tensor: shards of one layer.
-        order: the axes, outermost first. The last one's groups are neighbouring ranks.
-        device: where this rank computes; by default its GPU, else the CPU.
-        timeout: seconds that any wait may take before it is an error.
+        order: the axes, outermost first. Groups of the last axis are consecutive ranks.
+        device: of this rank; by default its GPU, or the CPU if there is none.
+        timeout: seconds after which any wait fails.
 
     Attributes:
         pipe, data, tensor: the ``Axis`` of that name: ``.rank``, ``.size``, ``.group``, ``.ranks``.
-        world: all ranks of the grid, joined.
-        rank, size: this process and their number.
+        world: the ``Axis`` of all ranks.
+        rank, size: of this process, and the number of processes.
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
-        log: what times its communication, see ``log_communication``; None: nothing does.
-        timeline: what records it, under ``triax run --timeline``; None: nothing does.
-        place: what this rank is doing: an engine writes it, and it is told where a rank hangs.
-        mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 beside triax; None on one process.
+        activity: the op or call that this rank executes; an engine writes it, the hang watch reports it.
+        mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 in the same script; None on one process.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of processes.
+        ValueError: the product of the sizes is not the number of processes, or ranks ask for different grids.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Grid:
         timeout: float = 600.0,
     ) -> None:
         environment = None if dist.is_initialized() else read_environment()
-        self.rank, self.size = _place(environment)
+        self.rank, self.size = _rank_and_size(environment)
         sizes = {"pipe": pipe, "data": data, "tensor": tensor}
         if sorted(order) != sorted(sizes):
             raise ValueError(f"order={tuple(order)} must name pipe, data and tensor once each")
@@ -89,58 +86,56 @@ class Grid:
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
-        self._number, self._meetings = 0, 0
+        self._number, self._barriers = 0, 0
         self.traffic = Traffic()
-        self.log: Log | None = None
-        self.timeline: Recorder | None = None
-        self.place = Place()
-        self._watch: Watch | None = None
+        self._observers: list[Observer] = []
+        self.activity = Activity()
+        self._watch: HangWatch | None = None
 
         if self.size > 1:
             if environment is not None:
-                self._store = _initialise(environment, self.device, timeout)
+                self._store = _initialize(environment, self.device, timeout)
                 atexit.register(self.close)
             else:
                 self._store = dist.distributed_c10d._get_default_store()
-        self._require_same_sizes()
-        self.mesh = self._mesh()
         world = dist.group.WORLD if self.size > 1 else None
         self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
+        self._require_same_sizes()
+        self.mesh = self._mesh()
         self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
         for axis in (self.world, self.pipe, self.data, self.tensor):
-            axis.grid = self
             self._connect(axis)
         if (folder := timeline_folder()) is not None:
-            from .timeline import record  # nobody else pays for it
+            from .comm.timeline_recorder import TimelineRecorder  # imported only where it is used
 
-            record(self, folder)
+            self.observe(TimelineRecorder(folder, self.rank, self.describe()))
 
     @property
     def replica(self) -> int:
-        """Which replica this is: the part of a batch that is its own goes by it."""
+        """Index of this replica: it selects the samples of a batch that this rank trains on."""
         return self.data.rank
 
     @property
     def replicas(self) -> int:
-        """Of how many, whether or not they talk at every step."""
+        """Number of replicas, whether or not they communicate at every step."""
         return self.data.size
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name."""
+        """Return the axis of a name: pipe, data or tensor."""
         if name not in DEFAULT_AXES:
             raise ValueError(f"no axis {name!r}; the axes are {', '.join(DEFAULT_AXES)}")
         axis: Axis = getattr(self, name)
         return axis
 
     def axes(self) -> list[Axis]:
-        """All the groups that this rank is in so far, the world's too."""
+        """Return the axes of all groups of this rank that exist so far, including the world."""
         joined = [axis for axis in self._subgroups.values() if axis is not None]
         return [self.world, self.pipe, self.data, self.tensor, *joined]
 
     def joint(self, *axes: str) -> Axis:
-        """Several axes as one group: ``joint("pipe", "tensor")`` is one replica's ranks.
+        """Return several axes joined as one: ``joint("pipe", "tensor")`` is the ranks of one replica.
 
-        Making a group is collective: every rank of the grid must call this, in the same order.
+        Collective when it makes a group: every rank of the grid must call this, in the same order.
         """
         key = ("x".join(axes), ())
         if key not in self._subgroups:
@@ -150,10 +145,10 @@ class Grid:
         return joint
 
     def subgroup(self, axis: str, members: Sequence[int], purpose: str = "") -> Axis | None:
-        """The ranks at positions ``members`` of an axis, e.g. the stages that hold a tie; None for the others.
+        """Return the ranks at positions ``members`` of an axis, e.g. the stages that hold a tie; None on other ranks.
 
-        Making a group is collective: every rank of the grid must call this, in the same order. Another
-        ``purpose`` makes another group of the same ranks, whose operations wait for none of this one's.
+        Collective when it makes a group: every rank of the grid must call this, in the same order. Another ``purpose``
+        makes another group of the same ranks, whose operations do not wait for those of this group.
         """
         key = (axis + purpose, tuple(members))
         if key not in self._subgroups:
@@ -161,94 +156,100 @@ class Grid:
             self._subgroups[key] = self._make(axis, groups)
         return self._subgroups[key]
 
-    def log_communication(self, log: Log) -> None:
-        """Time what goes through this rank's axes from now on, those included that are made later."""
-        self.log = log
-        for axis in (self.world, self.pipe, self.data, self.tensor, *self._subgroups.values()):
-            if axis is not None:
-                attach(axis, log)
+    def observe(self, observer: Observer) -> None:
+        """Report the operations of all this rank's axes to an observer, also of axes that are made later."""
+        self._observers.append(observer)
+        for axis in self.axes():
+            observe(axis, observer)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Report no further operations to an observer. No effect if it observes none."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+        for axis in self.axes():
+            unobserve(axis, observer)
+
+    def observer(self, kind: type[T]) -> T | None:
+        """Return the first observer of a class, e.g. ``CommsLog``; None if there is none."""
+        return next((observer for observer in self._observers if isinstance(observer, kind)), None)
 
     def describe(self, rank: int | None = None) -> str:
-        """A rank by name: ``rank 5 (pipe 1, data 0, tensor 1)``."""
+        """Return a rank's name: ``rank 5 (pipe 1, data 0, tensor 1)``."""
         rank = self.rank if rank is None else rank
         place = self.topology.coordinate(rank)
         return f"rank {rank} ({', '.join(f'{axis} {at}' for axis, at in place._asdict().items())})"
 
-    def synchronise(self) -> None:
-        """Wait until the device has done all it was given: for measuring."""
+    def synchronize(self) -> None:
+        """Wait until the device has finished all its work: for measurements."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def peak_memory(self) -> int:
-        """Bytes: the most that tensors took of the GPU so far; on a CPU, that this whole process was resident in."""
+        """Return bytes: the peak of the tensors on the GPU; on a CPU, the peak resident memory of the process."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_peak()
 
     def device_name(self) -> str:
-        """The GPU's name as its maker has it, ``NVIDIA H100 80GB HBM3``; ``cpu`` on a CPU."""
+        """Return the GPU's name, e.g. ``NVIDIA H100 80GB HBM3``; ``cpu`` on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     def random_state(self) -> torch.Tensor | None:
-        """The state of the GPU's generator; None on a CPU, where torch has one for the process."""
+        """Return the state of the GPU's random generator; None on a CPU, where torch has one for the process."""
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Put back what ``random_state`` returned."""
+        """Restore the state that ``random_state`` returned."""
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state, self.device)
 
     def report_failure(self, message: str) -> None:
-        """Tell the other ranks why this one stops; the first message stays."""
-        try:
-            store = self._store
-            if store is not None:
-                within(_STORE, lambda: store.compare_set(_FAILURE, "", message))
-        except (RuntimeError, TimeoutError):
-            return  # the process that held the store is gone, and with it whoever would read this
+        """Publish the reason for which this rank stops. The first message of any rank is kept."""
+        store = self._store
+        if store is not None:
+            # The process that held the store may have ended: then no rank can read the message.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                with_timeout(_STORE, lambda: store.compare_set(_FAILURE, "", message))
 
     def reported_failure(self) -> str | None:
-        """What the first rank that failed said, if one did and its word can still be read."""
-        try:
-            store = self._store
-            if store is not None and within(_STORE, lambda: store.check([_FAILURE])):
+        """Return the message of the first rank that failed; None if no rank did, or if the store is gone."""
+        store = self._store
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            if store is not None and with_timeout(_STORE, lambda: store.check([_FAILURE])):
                 return str(store.get(_FAILURE).decode())
-        except (RuntimeError, TimeoutError):
-            # The store went away with the process that held it: then there is nothing to read.
-            return None
         return None
 
-    def watch(self) -> None:
-        """From now on this rank can say where it stands, when another one has waited for too long."""
+    def start_hang_watch(self) -> None:
+        """Start the thread that reports what this rank executes when another rank has waited for too long."""
         if self._watch is None and self._store is not None:
-            self._watch = Watch(self, self._store)
+            self._watch = HangWatch(self, self._store)
 
-    def cause(self, error: BaseException) -> str | None:
-        """Why this rank fails, where another one is the reason: it failed first, or hangs."""
+    def failure_cause(self, error: BaseException) -> str | None:
+        """Return a message about the rank that caused an error here, by failing first or hanging; None: this one."""
         reported = self.reported_failure()
         if reported is None and self._watch is not None and timed_out(error):
-            reported = self._watch.find()
+            reported = self._watch.find_cause()
         return reported
 
-    def meeting(self) -> str:
-        """A name for the next meeting of all ranks, alike on each: they ask for names in the same order."""
+    def barrier_name(self) -> str:
+        """Return a name for the next store barrier, equal on all ranks if they ask in the same order."""
         if not self._number and self._store is not None:
             self._number = self._store.add(f"triax/grids/{self.rank}", 1)  # several grids may share a store
-        self._meetings += 1
-        return f"triax/meetings/{self._number}/{self._meetings}"
+        self._barriers += 1
+        return f"triax/barriers/{self._number}/{self._barriers}"
 
-    def meet(self, name: str, text: str, seconds: float) -> list[str | None]:
-        """What each rank says at a meeting; None for those that do not come within ``seconds``, or ever: one failed.
+    def store_barrier(self, name: str, text: str, seconds: float) -> list[str | None]:
+        """Exchange texts with all ranks; None for those that do not arrive within ``seconds``, or after a failure.
 
-        No collective: it may run in a thread, beside the training, under a name of its own. See ``meeting.py``.
+        Not a collective: it may run in a thread beside the training, under a name of its own.
         """
         if self._store is None:
             return [text]
-        over = self.reported_failure
-        return meet(self._store, name, self.rank, self.size, text, seconds, lambda: over() is not None)
+        failed = self.reported_failure
+        return store_barrier(self._store, name, self.rank, self.size, text, seconds, lambda: failed() is not None)
 
     def close(self) -> None:
-        """Leave the process group. Called at exit where the grid initialised it, and when a step fails.
+        """Leave the process group. Called at exit if the grid initialized it, and when a step fails.
 
-        A connection closes when nothing refers to its group any more; ranks that wait on it then stop at once.
+        A connection closes when nothing refers to its group any more. Ranks that wait on it then stop at once.
         """
         if self._watch is not None:
             self._watch.end()
@@ -260,31 +261,25 @@ class Grid:
         gc.collect()
 
     def _require_same_sizes(self) -> None:
-        """Ranks that ask for different grids would make different groups, and wait for each other.
+        """Check that all ranks ask for the same grid: otherwise they would make different groups, and hang.
 
         Raises:
-            ValueError: on every rank alike.
+            ValueError: on every rank.
         """
-        if self.size == 1:
-            return
-        shape = zlib.crc32(repr(self.topology.axes).encode())
-        both = torch.tensor([shape, -shape], device=self.device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        if int(both[0]) != -int(both[1]):
-            found: list[Any] = [None] * self.size
-            dist.all_gather_object(found, list(self.topology.axes.items()))
+        if self.size > 1 and not same(self.world, self.topology.axes, self.device):
+            found = self.world.all_gather_object(list(self.topology.axes.items()))
             other = next(rank for rank in range(self.size) if found[rank] != found[0])
             said = [" x ".join(f"{name} {size}" for name, size in found[rank]) for rank in (0, other)]
             raise ValueError(
-                f"rank {other} asks for a grid of {said[1]}, and rank 0 for one of {said[0]}: give all ranks the same "
+                f"rank {other} asks for a grid of {said[1]}, rank 0 for a grid of {said[0]}: give all ranks the same "
                 "sizes and order"
             )
 
     def _mesh(self) -> DeviceMesh | None:
         if self.size == 1:
             return None
-        # Not by init_device_mesh: its groups have torch's own limit, half an hour on gloo, and what is set later
-        # does not hold for sends and receives.
+        # Not by init_device_mesh: its groups have torch's own time limit, half an hour on gloo, and a limit that is set
+        # later does not apply to sends and receives.
         limit, mine = timedelta(seconds=self.timeout), []
         for name in self.topology.names:
             made = {ranks: _group(ranks, limit, name) for ranks in map(tuple, self.topology.groups(name))}
@@ -305,17 +300,15 @@ class Grid:
                 mine = Axis(name, ranks, self.rank, group, self.traffic)
         if mine is not None:
             self._connect(mine)
-            if self.timeline is not None:
-                self.timeline.attach(mine)
-            if self.log is not None:
-                attach(mine, self.log)
+            for observer in self._observers:
+                observe(mine, observer)
         return mine
 
     def _connect(self, axis: Axis) -> None:
-        """NCCL makes a communicator at its first collective, which every rank of it must join.
+        """Run a first collective, at which NCCL makes the communicator; every rank of the axis must take part.
 
-        So do it where the group is made, in the same order everywhere, and not in the middle of a schedule, where
-        two ranks may come to two channels in another order.
+        It runs where the group is made, in the same order on all ranks. In the middle of a schedule two ranks might
+        reach two groups in different orders, and hang.
         """
         if self.device.type == "cuda" and axis.size > 1:
             axis.all_reduce(torch.zeros(1, device=self.device))
@@ -326,19 +319,23 @@ class Grid:
 
 
 def gpus() -> int:
-    """How many GPUs this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count()
 
 
-def _place(environment: Environment | None) -> tuple[int, int]:
-    """This process's rank, and the number of processes."""
+def _rank_and_size(environment: Environment | None) -> tuple[int, int]:
+    """Return this process's rank, and the number of processes."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return (environment.rank, environment.world_size) if environment else (0, 1)
 
 
 def _replicas(pipe: int, data: int | None, tensor: int, processes: int) -> int:
-    """The data axis's size, once the sizes are known to fit the processes."""
+    """Return the size of the data axis.
+
+    Raises:
+        ValueError: the sizes do not fit the number of processes.
+    """
     Topology(pipe=pipe, data=1 if data is None else data, tensor=tensor)  # refuses sizes below 1
     replica = pipe * tensor
     if data is None and processes % replica == 0:
@@ -369,27 +366,27 @@ def _device(device: torch.device | str | None, environment: Environment | None) 
     return chosen
 
 
-def _initialise(environment: Environment, device: torch.device, timeout: float) -> Any:
-    """Join the process group; returns its store.
+def _initialize(environment: Environment, device: torch.device, timeout: float) -> Any:
+    """Initialize the process group; return its store.
 
-    The store's keys are prefixed by the number of restarts: torchrun keeps one store over a restart, and new
-    workers would read the addresses of the dead ones.
+    The store's keys are prefixed by the number of restarts: torchrun keeps one store over a restart, and restarted
+    workers would read the addresses of the old ones.
     """
     limit = timedelta(seconds=timeout)
     url = f"tcp://{environment.master_addr}:{environment.master_port}"
     if environment.launcher == "torchrun":
-        url = "env://"  # torchrun may hold the store itself; only env:// knows
+        url = "env://"  # torchrun may hold the store itself, which only env:// finds
     rendezvous = dist.rendezvous(url, environment.rank, environment.world_size, timeout=limit)
     store, rank, size = next(iter(rendezvous))
     store = dist.PrefixStore(f"triax/{environment.restarts}", store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with unobtrusive():
+    with batch_threads():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return store
 
 
 def _group(ranks: Sequence[int], limit: timedelta, name: str) -> Any:
-    # The data axis moves much at a time, while everybody computes: its threads take their turn like others. (2 ranks
-    # on 2 cores: steps of ZeRO 1 to 3 take 3 to 7 % less. It is small messages that a pipeline waits for.)
-    with contextlib.nullcontext() if name == "data" else unobtrusive():
+    # Not for the data axis, which moves large tensors while all ranks compute: its threads keep the normal policy.
+    # (2 ranks on 2 cores: steps of ZeRO 1 to 3 take 3 to 7 % less. A pipeline waits for small messages.)
+    with contextlib.nullcontext() if name == "data" else batch_threads():
         return dist.new_group(ranks, timeout=limit)

@@ -1,7 +1,7 @@
-"""Layout: where every element of a parameter lives, as one frozen record.
+"""Layout: a frozen record of where each element of a parameter lies on the tensor axis.
 
-Five readers and no other tags on parameters: the slice taken at initialisation, the group its gradient is
-reduced over, who counts it in the norm, its ZeRO range, and its box in a checkpoint.
+It is the only attribute that triax sets on parameters. It decides the slice taken at initialization, the group over
+which the gradient is reduced, which rank counts it in the gradient norm, its ZeRO range, and its box in a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,49 +10,42 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .comm.axis import Axis
+from .ranges import split
 
 # Not plain `layout`: every tensor has that attribute already (torch.strided), and it cannot be written.
 _ATTRIBUTE = "triax_layout"
 
 
 class Box(NamedTuple):
-    """An n-d slice of a whole tensor, and where it lies in this rank's part: both as one slice a dim."""
+    """N-d slice of an unsharded tensor, and the slice of this rank's shard that has the same elements.
+
+    Each is a tuple with one slice for each dim.
+    """
 
     whole: tuple[slice, ...]
     local: tuple[slice, ...]
 
 
-def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """The half-open range that part ``index`` of ``parts`` owns: whole units, of which parts differ by one at most.
-
-    ``length`` is a multiple of ``unit``.
-
-    >>> [split(10, 4, i) for i in range(4)]
-    [(0, 2), (2, 5), (5, 7), (7, 10)]
-    >>> [split(48, 4, i, unit=8) for i in range(4)]
-    [(0, 8), (8, 24), (24, 32), (32, 48)]
-    """
-    units = length // unit
-    return units * index // parts * unit, units * (index + 1) // parts * unit
-
-
 @dataclass(frozen=True)
 class Layout:
-    """Where a parameter's elements live.
+    """Layout of one parameter.
 
     Attributes:
-        shape: the whole shape, on a grid of one rank.
-        name: the whole-model name, e.g. ``layers.7.attention.qkv.weight``, whatever stage holds it; empty until
-            a ``PipelineModule`` places the layer.
+        shape: the unsharded shape of the parameter.
+        name: the whole-model name, e.g. ``layers.7.attention.qkv.weight``, on every stage; empty until a
+            ``PipelineModule`` places the layer.
         shard_dim: the dim that the tensor axis shards; None: every tensor rank holds the whole parameter.
-        parts: lengths of the fused parts along ``shard_dim`` (q, k and v, say), each sharded on its own; None
-            is one part. A length need not be a multiple of the tensor axis's size: see ``split``.
-        unit: what is never cut along ``shard_dim``: a head's rows, say. It divides each part (or the dim), and whole
-            units are shared out, unevenly where their number is not a multiple of the tensor axis's size.
-        partial: the parameter is replicated over the tensor axis, but each rank's gradient is a partial sum
-            (norms on sequence shards): the gradients are summed over the tensor axis.
-        tie: the key of the tie it belongs to, or None.
+        parts: lengths of fused parts along ``shard_dim`` (q, k and v, for instance), each sharded on its own; None
+            is one part. A length need not be a multiple of the tensor axis's size: see ``ranges.split``.
+        unit: rows along ``shard_dim`` that stay together, e.g. those of a head. It divides each part (or the dim).
+            Shards hold whole units, unevenly if their number is not a multiple of the tensor axis's size.
+        partial: the parameter is replicated over the tensor axis, but each rank computes a partial sum of its
+            gradient (norms on sequence shards): the gradients are summed over the tensor axis.
+        tie: the key of the group of tied weights to which the parameter belongs, or None.
     """
 
     shape: tuple[int, ...]
@@ -80,18 +73,18 @@ class Layout:
         elif self.unit < 1 or any(length % self.unit for length in self._parts):
             raise ValueError(
                 f"a unit of {self.unit} does not divide {' and '.join(map(str, self._parts))} (dim {self.shard_dim} of "
-                f"{self.shape}): give unit a divisor, the rows of one head, say"
+                f"{self.shape}): give unit a divisor, for instance the rows of one head"
             )
         if self.partial and self.shard_dim is not None:
             raise ValueError("a sharded parameter's gradient is whole on its rank: partial is for replicated ones")
 
     @property
     def sharded(self) -> bool:
-        """Whether the tensor axis shards it."""
+        """True if the tensor axis shards the parameter."""
         return self.shard_dim is not None
 
     def boxes(self, rank: int, size: int) -> list[Box]:
-        """The boxes of the whole tensor that tensor rank ``rank`` of ``size`` holds, one a fused part."""
+        """Return the boxes of the whole tensor that tensor rank ``rank`` of ``size`` holds, one for each fused part."""
         everything = tuple(slice(0, length) for length in self.shape)
         if self.shard_dim is None:
             return [Box(everything, everything)]
@@ -107,18 +100,18 @@ class Layout:
         return boxes
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """The shape that tensor rank ``rank`` of ``size`` holds."""
+        """Return the shape of the part of tensor rank ``rank`` of ``size``."""
         if self.shard_dim is None:
             return self.shape
         length = sum(self.lengths(rank, size))
         return (*self.shape[: self.shard_dim], length, *self.shape[self.shard_dim + 1 :])
 
     def lengths(self, rank: int, size: int) -> list[int]:
-        """How long each fused part is on tensor rank ``rank`` of ``size``."""
+        """Return the length of each fused part on tensor rank ``rank`` of ``size``."""
         return [stop - start for start, stop in (split(n, size, rank, self.unit) for n in self._parts)]
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's part of a whole tensor: a view where one box holds it, else a copy."""
+        """Return the shard of tensor rank ``rank``: a view of the unsharded tensor if it is one box, else a copy."""
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"{self.name or 'this parameter'} has shape {self.shape}, not {tuple(whole.shape)}")
         if self.shard_dim is None:
@@ -126,8 +119,25 @@ class Layout:
         pieces = [whole[box.whole] for box in self.boxes(rank, size)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.shard_dim)
 
+    def gather(self, axis: Axis, mine: Tensor) -> Tensor:
+        """All-gather the shards and return the unsharded tensor on every tensor rank. Collective over the axis.
+
+        Args:
+            axis: the tensor axis.
+            mine: this rank's shard.
+        """
+        if not self.sharded or axis.size == 1:
+            return mine
+        shapes = [torch.Size(self.local_shape(rank, axis.size)) for rank in range(axis.size)]
+        most = max(shape.numel() for shape in shapes)  # parts may be uneven: each is padded to the largest
+        padded = F.pad(mine.reshape(-1), [0, most - mine.numel()]).contiguous()
+        gathered = padded.new_empty(axis.size * most)
+        axis.all_gather(gathered, padded)
+        flats = gathered.split(most)
+        return self.assemble([flat[: shape.numel()].view(shape) for flat, shape in zip(flats, shapes, strict=True)])
+
     def assemble(self, shards: list[Tensor]) -> Tensor:
-        """The whole tensor from the parts of all tensor ranks, in rank order: the inverse of ``shard``."""
+        """Return the whole tensor, given the parts of all tensor ranks in rank order: the inverse of ``shard``."""
         if self.shard_dim is None:
             return shards[0]
         whole = shards[0].new_empty(self.shape)
@@ -142,19 +152,29 @@ class Layout:
         return self.parts or (self.shape[self.shard_dim],)
 
 
+class FlatRange(NamedTuple):
+    """Elements ``start`` to ``stop`` of this tensor rank's part of a tensor, flattened."""
+
+    name: str
+    layout: Layout
+    start: int
+    stop: int
+    value: Tensor  # (stop - start,): a view
+
+
 def layout_of(parameter: Tensor) -> Layout:
-    """The layout of a parameter; one that no parallel layer marked is whole on every rank."""
+    """Return a parameter's layout. A parameter without a layout is taken to be replicated on every tensor rank."""
     layout = getattr(parameter, _ATTRIBUTE, None)
     return layout if isinstance(layout, Layout) else Layout(tuple(parameter.shape))
 
 
 def set_layout(parameter: nn.Parameter, layout: Layout) -> None:
-    """Attach a layout: the one attribute that triax puts on a parameter."""
+    """Store a layout as an attribute of a parameter."""
     setattr(parameter, _ATTRIBUTE, layout)
 
 
 def rename(parameter: nn.Parameter, name: str, tie: str | None) -> None:
-    """Give a placed parameter its whole-model name and its tie."""
+    """Set the whole-model name and the tie in a parameter's layout."""
     set_layout(parameter, replace(layout_of(parameter), name=name, tie=tie))
 
 

@@ -1,20 +1,58 @@
-"""Nests: tuples, lists and dicts of tensors, as models pass them around."""
+"""Nests of tensors: tuples, lists and dicts of tensors, as models take and return them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+# Values that hold no tensors.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The nest with each tensor replaced by ``function(tensor)``; anything else stays as it is."""
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any, exact: bool = False) -> Any:
+    """Return a copy of a nest in which each tensor is replaced by ``function(tensor)``; other values stay as they are.
+
+    Args:
+        function: called with each tensor, in order.
+        value: the nest.
+        exact: do not look inside objects of subclasses of tuple, list and dict (a model's outputs, a KV cache), except
+            named tuples. If False, their tensors are replaced too, and a dict of a subclass becomes a plain dict.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        named = hasattr(value, "_fields")
+        if exact and not named and type(value) not in (tuple, list):
+            return value
+        items = [map_tensors(function, item, exact) for item in value]
+        return type(value)(*items) if named else type(value)(items)
+    if type(value) is dict or (isinstance(value, dict) and not exact):
+        return {key: map_tensors(function, item, exact) for key, item in value.items()}
     return value
+
+
+def visit_tensors(function: Callable[[Tensor], object], value: Any) -> bool:
+    """Call a function with each tensor of a nest, also of mappings and dataclasses.
+
+    Returns:
+        True if the function was called with every tensor of the nest. False if the nest contains an object of another
+        class, in which further tensors may be.
+    """
+    if isinstance(value, Tensor):
+        function(value)
+        return True
+    inside: Iterable[Any]
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (tuple, list)):
+        inside = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return isinstance(value, _PLAIN)
+    seen = [visit_tensors(function, item) for item in inside]  # visits all of them, also behind one that is unknown
+    return all(seen)

@@ -1,10 +1,11 @@
-"""Randomness that does not depend on the grid: every number is a function of what it is for.
+"""Random numbers that do not depend on the grid: each is a function of a key.
 
-- Weights: a layer is built with torch's CPU generator seeded by (seed, the layer's whole-model name), so that
-  it starts alike on whichever rank it is built, whatever else that rank builds. A parallel layer takes one
-  number from that generator and draws its weight by row blocks keyed by it: a shard draws only what it needs.
-- Dropout: an element is dropped by a hash of (seed, step, sample, layer, element).
-- Anything else (data order): ``derive`` a seed from the things it should depend on.
+| numbers | key |
+|---|---|
+| weights | (seed, the layer's whole-model name): torch's CPU generator is seeded with it while the layer is built |
+| shards of a weight | one number of that generator, and the block of rows; a shard draws the blocks that it needs |
+| dropout masks | (seed, step, sample, layer, element) |
+| others, e.g. the order of data | a seed by ``derive`` from whatever it should depend on |
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .axis import Axis
+from .comm.axis import Axis
 from .layout import Layout
 from .nest import map_tensors
 
-# A block of rows is the unit a weight is drawn in. It depends on the whole shape only, never on the shard.
+# Weights are drawn in blocks of rows, whose size depends on the whole shape only, never on the shard.
 _BLOCK_ELEMENTS = 2**16
 
 
 def derive(*keys: int | str) -> int:
-    """A 63-bit seed from numbers and names; other keys give unrelated seeds. The same on every machine."""
+    """Return a 63-bit seed, a hash of numbers and names, equal on every machine."""
     digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def seeded(*keys: int | str) -> Iterator[None]:
-    """Within it, torch's CPU generator starts from ``derive(*keys)``; behind it, it is as it was before."""
+    """Seed torch's CPU generator with ``derive(*keys)`` in this context, and restore its state afterwards."""
     state = torch.random.get_rng_state()
     torch.default_generator.manual_seed(derive(*keys))
     try:
@@ -46,33 +47,33 @@ def seeded(*keys: int | str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial values drawn from a normal distribution of mean 0."""
+    """Initial values from a normal distribution with mean 0."""
 
     std: float
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """A new tensor of these values."""
+        """Return a new tensor with values drawn from this normal distribution."""
         return torch.empty(shape, device="cpu", dtype=torch.float32).normal_(0.0, self.std, generator=generator)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Initial values drawn evenly from [-bound, bound)."""
+    """Initial values from the uniform distribution over [-bound, bound)."""
 
     bound: float
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """A new tensor of these values."""
+        """Return a new tensor with values drawn from this uniform distribution."""
         values = torch.empty(shape, device="cpu", dtype=torch.float32)
         return values.uniform_(-self.bound, self.bound, generator=generator)
 
 
 @torch.no_grad()
-def initialise(parameter: Tensor, layout: Layout, rank: int, size: int, init: Normal | Uniform) -> None:
+def initialize(parameter: Tensor, layout: Layout, rank: int, size: int, init: Normal | Uniform) -> None:
     """Fill this tensor rank's part of a parameter with its part of the whole tensor's initial values.
 
-    Takes exactly one number from torch's CPU generator, whatever the shard, so that what is drawn next does not
-    depend on the grid either. On the meta device there is nothing to fill.
+    It takes exactly one number from torch's CPU generator, for any shard, so that the numbers drawn next do not depend
+    on the grid either. On the meta device it fills nothing.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     if parameter.is_meta or parameter.numel() == 0:
@@ -92,60 +93,64 @@ def initialise(parameter: Tensor, layout: Layout, rank: int, size: int, init: No
 
 
 class DropoutState:
-    """Which samples of which step a model is at: the part of dropout's key that moves.
+    """Step and samples that a model computes now: the part of dropout's key that changes.
 
     Attributes:
         seed: of the run.
-        step: optimizer steps taken; in a loop without an engine, forwards.
-        samples: the number of each of the microbatch's samples within the global batch; None outside a step of
-            the engine, where samples count from 0.
+        step: optimizer steps taken; in a loop without an engine, forward passes.
+        samples: the index of each of the microbatch's samples in the global batch; None outside a step of the engine,
+            where samples count from 0.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.step = 0
         self.samples: range | None = None
-        self._drawn = False  # a mask was
-        self._spent: int | None = None  # the step of the last forward outside the engine
-        self._again = (-1, 0)  # a backward pass (autograd's number of it), and the step of the forward that it is at
+        self._drawn = False  # True once a mask was drawn
+        self._last_step: int | None = None  # of the last forward pass outside the engine
+        self._recomputed = (-1, 0)  # autograd's number of a backward pass, and the step of its forward pass
 
     def begin(self) -> None:
-        """A forward outside the engine begins: a step further than the last one, unless somebody set the step."""
-        if self._spent is not None and self.step == self._spent and _backward() == -1:
+        """Begin a forward pass outside the engine: advance the step, unless the caller has set it since."""
+        if self._last_step is not None and self.step == self._last_step and _backward() == -1:
             self.step += 1
 
     def end(self, value: Any) -> Any:
-        """It returns this, whose backward pass has what ``torch.utils.checkpoint`` runs again draw as it drew."""
-        if self._drawn and _backward() == -1:
-            step = self._spent = self.step
+        """End a forward pass outside the engine; return its output.
 
-            def come(_: object) -> None:
-                self._again = _backward(), step
+        In the backward pass of the output, layers that ``torch.utils.checkpoint`` recomputes draw the masks of this
+        forward pass again.
+        """
+        if self._drawn and _backward() == -1:
+            step = self._last_step = self.step
+
+            def enter(_: object) -> None:
+                self._recomputed = _backward(), step
 
             tensors: list[Tensor] = []
             map_tensors(tensors.append, value)
             for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
-                node.register_prehook(come)
+                node.register_prehook(enter)
         return value
 
     def draw(self) -> int:
-        """The step whose masks are to be drawn now."""
+        """Return the step whose masks are drawn now."""
         self._drawn = True
-        task, step = self._again
+        task, step = self._recomputed
         return step if task != -1 and task == _backward() else self.step
 
 
 class Dropout(nn.Module):
     """Dropout that drops the same elements on every grid: keyed by (seed, step, sample, layer, element).
 
-    ``nn.Dropout`` draws from the process's generator, so that another grid drops other elements.
-    A ``PipelineModule`` binds each ``Dropout`` to its layer's name and to the step that runs; without an engine each of
-    its forwards is one. An engine of a plain module binds too. Bound by nobody, it drops the same in every forward.
+    ``nn.Dropout`` draws from the process's generator, so that its masks depend on the grid. A ``PipelineModule`` and an
+    engine of a plain module bind each ``Dropout`` to its layer's name and to the current step; a ``PipelineModule``
+    without an engine counts each forward pass as a step. Without ``bind``, all forward passes have the same mask.
 
     Args:
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).
-        axis: where the input is a sequence shard, the axis that shards dim 1, evenly (sequence parallelism): the
-            mask is then this rank's part of the whole sequence's. None: the input is whole.
+        axis: the axis that shards dim 1 of the input evenly (sequence parallelism): the mask is then this rank's part
+            of the mask of the whole sequence. None: the input is whole.
 
     Shape:
         (B, ...) -> (B, ...), the first dim counting samples.
@@ -161,11 +166,11 @@ class Dropout(nn.Module):
         self._state = DropoutState()
 
     def bind(self, layer: str, state: DropoutState) -> None:
-        """Name the layer and the state that key this module's masks."""
+        """Set the layer's name and the state, which are parts of the key of this module's masks."""
         self._layer, self._state = layer, state
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop and scale, in training only."""
+        """Drop and scale elements, in training mode only."""
         if not self.training or self.p == 0.0:
             return x
         samples = self._state.samples or range(x.shape[0])
@@ -177,32 +182,33 @@ class Dropout(nn.Module):
         key = derive(self._state.seed, "dropout", self._state.draw(), self._layer)
         ids = torch.tensor(samples, device=x.device)  # (B,)
         count = math.prod(x.shape[1:])
-        first = 0 if self.axis is None else self.axis.rank * count  # dim 1 is a sample's first: its shards are runs
+        # Dim 1 is the outermost dim of a sample: its shards are contiguous.
+        first = 0 if self.axis is None else self.axis.rank * count
         elements = torch.arange(first, first + count, device=x.device)  # (N,)
         bits = _mix(_mix(ids + key)[:, None] + elements)  # (B, N)
-        # 31 bits decide: p is met to within 2**-31.
+        # 31 bits decide: the probability equals p to within 2**-31.
         keep = ((bits >> 33) & 0x7FFFFFFF) >= round(self.p * 2**31)
-        return x * keep.view_as(x) / (1.0 - self.p)  # what autograd saves of it is a byte an element
+        return x * keep.view_as(x) / (1.0 - self.p)  # autograd saves one byte for each element
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """Return the text that ``print`` shows."""
         return f"p={self.p}"
 
 
 def _backward() -> int:
-    """Autograd's number of the backward pass that runs in this thread; -1: none."""
+    """Return autograd's number of the backward pass that runs in this thread; -1: none."""
     return torch._C._current_graph_task_id()
 
 
 def uniform(keys: Tensor, elements: Tensor) -> Tensor:
-    """A number in (0, 1) for each key and element, a hash of the two: the same on every rank that asks for it.
+    """Return a number in (0, 1) for each key and element, a hash of the two, equal on every rank.
 
     Args:
         keys: integers (B,), of ``derive``.
         elements: integers (N,).
 
     Returns:
-        (B, N) float64, multiples of 2**-52 but for half of one: never 0 or 1.
+        (B, N) float64: (k + 1/2) 2**-52 with an integer k, so never 0 or 1.
     """
     bits = _mix(_mix(keys)[:, None] + elements)
     return ((bits >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)

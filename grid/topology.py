@@ -1,6 +1,6 @@
-"""Rank <-> coordinate arithmetic: which rank sits where on the grid, and who talks to whom.
+"""Topology of a grid: conversion between ranks and coordinates, and the ranks of each process group.
 
-A topology is a value: it needs neither torch nor processes, so a layout can be looked at before it is paid for.
+A topology is a value that needs neither torch nor processes, so that a grid can be examined without a cluster.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ DEFAULT_AXES = ("pipe", "data", "tensor")
 
 
 class Topology:
-    """A grid of ranks with named axes, the outermost first: the last axis's neighbours have neighbouring ranks.
+    """Grid of ranks with named axes, the outermost first.
 
     ``Topology(pipe=2, data=2, tensor=2)`` numbers its ranks as a row-major array of shape (2, 2, 2), so the
-    ranks of a tensor group are consecutive: the axis that talks most stays inside a host.
+    ranks of a tensor group are consecutive: the axis that communicates most stays inside a host.
 
     Args:
         axes: size of each axis (an int of at least 1), in the order of the keywords. Of ``pipe``, ``data`` and
@@ -54,12 +54,12 @@ class Topology:
         return math.prod(self.shape)
 
     def size(self, axis: str) -> int:
-        """The size of one axis."""
+        """Return the size of one axis."""
         self._check(axis)
         return self.axes[axis]
 
     def coordinate(self, rank: int) -> Any:
-        """Where a rank sits: a named tuple with one field an axis.
+        """Return the coordinate of a rank: a named tuple with one field for each axis.
 
         >>> Topology(pipe=2, data=2, tensor=2).coordinate(5)
         Coordinate(pipe=1, data=0, tensor=1)
@@ -73,7 +73,7 @@ class Topology:
         return self._coordinate(*reversed(place))
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate; axes of size 1 may be left out.
+        """Return the rank at a coordinate; axes of size 1 may be left out.
 
         >>> Topology(pipe=2, data=2, tensor=2).rank(pipe=1, data=0, tensor=1)
         5
@@ -85,7 +85,7 @@ class Topology:
         return ranks[0]
 
     def ranks(self, **fixed: int) -> list[int]:
-        """All ranks with the given coordinates, in order: a slice of the grid.
+        """Return all ranks with the given coordinates, in order: a slice of the grid.
 
         >>> Topology(pipe=2, data=2, tensor=2).ranks(pipe=0)
         [0, 1, 2, 3]
@@ -101,10 +101,10 @@ class Topology:
         return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*spans)]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The rank lists of every communicator of an axis (or of several axes joined), in a fixed order.
+        """Return the ranks of each process group of an axis, or of several axes joined, in a fixed order.
 
-        Every rank is in exactly one of them. Several axes give the joint groups, for instance
-        ``groups("pipe", "tensor")``: the ranks that together hold one replica of the model.
+        Every rank is in exactly one group. ``groups("pipe", "tensor")`` has the ranks that together hold one replica of
+        the model.
 
         >>> Topology(pipe=2, tensor=2).groups("pipe")
         [[0, 2], [1, 3]]

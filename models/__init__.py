@@ -1,52 +1,15 @@
-"""Models as lists of layers: a config in, ``list[LayerSpec]`` out.
+"""GPT and Llama as lists of layers: from a configuration to ``list[LayerSpec]``.
 
-``triax.models.gpt`` and ``triax.models.llama`` are the files; the function that makes the list is in each: ``from
-triax.models.llama import llama``.
+config.py: ``GPTConfig`` and ``LlamaConfig`` with sizes, presets and number of parameters, without torch.
+gpt.py: ``gpt_layers``, the architecture of GPT-2 and GPT-3.
+llama.py: ``llama_layers``, the architecture of Llama, Qwen 2.5 and Qwen 3.
+layers.py: layers that GPT and Llama share: token embedding and head, residual block, final norm, loss.
+attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
+rope.py: rotary positions.
+packed.py: several documents in one row of tokens.
+huggingface/: loading and saving of Hugging Face's weights and configurations, and its models as lists of layers.
 """
 
-from __future__ import annotations
+from ..grid.lazy import attach
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .attention import SelfAttention
-    from .config import GPTConfig, LlamaConfig, RopeScaling
-    from .gpt import GPTLoss
-    from .hf_pipe import CausalLMLoss, hf_layers
-    from .layers import NextTokenLoss
-    from .llama import LlamaLoss
-    from .packed import pack
-
-_HOME = {
-    "CausalLMLoss": "hf_pipe",
-    "GPTConfig": "config",
-    "GPTLoss": "gpt",
-    "LlamaConfig": "config",
-    "LlamaLoss": "llama",
-    "NextTokenLoss": "layers",
-    "RopeScaling": "config",
-    "SelfAttention": "attention",
-    "hf_layers": "hf_pipe",
-    "pack": "packed",
-}
-
-__all__ = [
-    "CausalLMLoss",
-    "GPTConfig",
-    "GPTLoss",
-    "LlamaConfig",
-    "LlamaLoss",
-    "NextTokenLoss",
-    "RopeScaling",
-    "SelfAttention",
-    "hf_layers",
-    "pack",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that a config can be read and counted where torch is not installed.
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,10 +1,10 @@
-"""Causal self-attention over the tensor axis, for every model here: grouped queries, rotary positions, documents.
+"""Causal self-attention, sharded by heads over the tensor axis: grouped queries, rotary positions, packed documents.
 
-Heads are shared out over the tensor ranks one by one (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly
-where their number is no multiple of the ranks'. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245) several
-query heads look at one head of keys and values. Where the tensor axis divides these heads, they are shared out
-likewise. Where it does not, or there are fewer of them than ranks, their weights are whole on every rank: each rank
-computes only the heads that its queries look at, and the gradients are summed over the tensor axis.
+Query heads are sharded over the tensor ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly if the number
+of ranks does not divide the number of heads. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245) several query
+heads share one key/value head. If the number of ranks divides the number of key/value heads, these are sharded too.
+Otherwise the key/value weights are replicated on every rank: each rank computes only the key/value heads that its query
+heads use, and the gradients of the replicated weights are summed over the tensor axis.
 """
 
 from __future__ import annotations
@@ -17,50 +17,51 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.layout import Layout, split
+from ..grid.layout import Layout
 from ..grid.random import Normal
+from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
 from ..tensor_parallel.norm import RMSNorm
 from .packed import packing
 from .rope import Rope
 
-__all__ = ["SelfAttention", "WholeKV"]
-
 _ZERO = Normal(0.0)
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention, a share of the heads on each tensor rank.
+    """Causal self-attention with the heads sharded over the tensor axis.
 
     Args:
-        width: D, of the residual stream.
-        heads: H, of the queries: as many as there are tensor ranks, or more.
-        grid: its tensor axis shards the heads.
-        head_dim: of each head; 0: ``width / heads``.
-        kv_heads: of keys and values; they divide ``heads``. None: as many as heads, and q, k and v are one weight.
-        rope: turns queries and keys by their positions; None: positions were added to x.
-        bias: of q, k and v; they start at 0.
-        out_bias: of the output.
-        qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``; None: no norm.
-        init: distribution of the weights of q, k and v.
-        out_init: of the output's weight.
-        sequence_parallel: x and the result are shards of the sequence.
+        width: D, the width of the residual stream.
+        heads: H, the number of query heads, at least the number of tensor ranks.
+        grid: grid whose tensor axis shards the heads.
+        head_dim: width of each head; 0 means ``width / heads``.
+        kv_heads: number of key/value heads, which must divide ``heads``. If None, it equals ``heads``, and q, k and v
+            are one fused weight.
+        rope: rotary embedding of queries and keys. If None, the positions must already be added to x.
+        bias: add biases to q, k and v, with initial value 0.
+        out_bias: add a bias to the output projection.
+        qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
+        init: distribution of the initial weights of q, k and v.
+        out_init: distribution of the initial weights of the output projection.
+        sequence_parallel: input and output are this rank's shards of the sequence.
 
     Attributes:
-        qkv: (3 H dim, D), the three parts each sharded by heads; or, with ``kv_heads``,
-        q, kv: (H dim, D), sharded by heads, and (2 kv_heads dim, D): keys, then values.
-        out: (D, H dim), sharded by heads.
-        q_norm, k_norm: (dim,), with ``qk_norm``.
-        cache: earlier keys and values, and the positions of the tokens that come, for generation; else None.
-        heads, kv_heads: how many of each this rank computes.
-        recompute: where it is set, called as ``recompute(attend, q, k, v, mask)``, in place of ``attend`` itself.
+        qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
+        q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
+        out: output projection, (D, H dim), sharded by heads.
+        q_norm, k_norm: norms of queries and keys, with weight (dim,); present only with ``qk_norm``.
+        cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
+            None.
+        heads, kv_heads: number of query heads and of key/value heads that this rank computes.
+        recompute: if set, it is called as ``recompute(attend, q, k, v, mask)`` in place of ``attend``.
 
     Shape:
-        (B, T, D) -> (B, T, D), the same on every tensor rank. With ``sequence_parallel``: (B, T / t, D) to the same.
+        (B, T, D) -> (B, T, D), equal on every tensor rank; with ``sequence_parallel``, (B, T / t, D) -> (B, T / t, D).
 
     Raises:
-        ValueError: fewer heads than tensor ranks; kv_heads that do not divide the heads.
+        ValueError: there are fewer heads than tensor ranks, or ``kv_heads`` does not divide ``heads``.
     """
 
     cache: Any = None
@@ -119,11 +120,12 @@ class SelfAttention(nn.Module):
         self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """See Shape.
+        """Project x to q, k and v, attend causally and project the result back to width D.
 
         Args:
-            x: the normalised residual stream.
-            documents: integers (B, T), whole on every rank, where rows are packed; see ``packed``.
+            x: the normalized residual stream, of the shape in the class's docstring.
+            documents: document number of each token, integers (B, T), for packed rows (see ``packed.py``). Every rank
+                passes the numbers of the whole sequence.
         """
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         if hasattr(self, "q_norm"):
@@ -147,8 +149,9 @@ class SelfAttention(nn.Module):
 
         Args:
             q: (B, heads, T, dim).
-            k, v: (B, kv_heads, S, dim), as they are projected: each head is matched with the queries that look at it.
-            mask: added to the scores, (B or 1, 1, T, S); None: each token sees those up to its own place.
+            k, v: (B, kv_heads, S, dim). Each key/value head is paired here with the query heads that use it.
+            mask: mask that is added to the scores, (B or 1, 1, T, S). If None, the mask is causal, so that each token
+                attends to itself and to earlier tokens.
 
         Returns:
             (B, heads, T, dim).
@@ -177,16 +180,16 @@ class SelfAttention(nn.Module):
 
 
 class WholeKV(nn.Module):
-    """The projection to keys and values where the tensor axis does not divide their heads: whole on every rank.
+    """Projection to keys and values, replicated on every rank because the tensor axis does not divide the heads.
 
     Args:
-        width: D.
-        kv_heads: K, of the whole layer.
-        head_dim: of each.
-        heads: those that this rank's queries look at.
-        bias: whether to add one.
-        grid: over its tensor axis the gradients are summed.
-        init, bias_init: distributions of the initial values.
+        width: D, the width of the input.
+        kv_heads: K, the number of key/value heads of the whole layer.
+        head_dim: width of each head.
+        heads: the key/value heads that this rank's query heads use.
+        bias: add a bias.
+        grid: grid over whose tensor axis the gradients are summed.
+        init, bias_init: distributions of the initial weight and bias.
 
     Attributes:
         weight: (2 K dim, D): the keys' rows, then the values'.
@@ -212,7 +215,7 @@ class WholeKV(nn.Module):
         self.bias = sharded_parameter(Layout((rows,), partial=partial), bias_init, rank=0, size=1) if bias else None
 
     def used(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of weight and bias that this rank multiplies by: (2 n dim, D) and (2 n dim,), n its heads."""
+        """Rows of weight and bias that this rank uses: (2 n dim, D) and (2 n dim,) for n key/value heads."""
         return self._rows(self.weight), None if self.bias is None else self._rows(self.bias)
 
     def _rows(self, x: Tensor) -> Tensor:

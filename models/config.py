@@ -1,12 +1,22 @@
-"""What a model is, as plain data: sizes, presets, and the number of parameters. No torch here."""
+"""Configurations of the models as plain data, without torch: sizes, presets, number of parameters.
+
+Fields that Hugging Face's configurations also have are named as there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+
+def _shape(hidden_size: int, num_hidden_layers: int, num_attention_heads: int, **others: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers}
+    return sizes | {"num_attention_heads": num_attention_heads, **others}
+
 
 _BYTES: dict[str, Any] = {"vocab_size": 256}
-_GPT3: dict[str, Any] = {"sequence_length": 2048}
+_GPT3: dict[str, Any] = {"max_position_embeddings": 2048}
 
 # GPT-2: Radford et al. 2019, table 2, and its released weights. GPT-3: Brown et al. 2020, arXiv:2005.14165,
 # table 2.1, where two rows contradict their own width = heads x head dim: gpt3-xl has 24 heads of 128 for
@@ -14,112 +24,176 @@ _GPT3: dict[str, Any] = {"sequence_length": 2048}
 # sparsely; all of ours attend densely. "bytes": any text as its UTF-8 bytes, no tokenizer; sizes for a
 # laptop.
 _PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": {"width": 768, "layers": 12, "heads": 12, "dropout": 0.1},
-    "gpt2-medium": {"width": 1024, "layers": 24, "heads": 16, "dropout": 0.1},
-    "gpt2-large": {"width": 1280, "layers": 36, "heads": 20, "dropout": 0.1},
-    "gpt2-xl": {"width": 1600, "layers": 48, "heads": 25, "dropout": 0.1},
-    "gpt3-small": {"width": 768, "layers": 12, "heads": 12} | _GPT3,
-    "gpt3-medium": {"width": 1024, "layers": 24, "heads": 16} | _GPT3,
-    "gpt3-large": {"width": 1536, "layers": 24, "heads": 16} | _GPT3,
-    "gpt3-xl": {"width": 2048, "layers": 24, "heads": 16} | _GPT3,
-    "gpt3-2.7b": {"width": 2560, "layers": 32, "heads": 32} | _GPT3,
-    "gpt3-6.7b": {"width": 4096, "layers": 32, "heads": 32} | _GPT3,
-    "gpt3-13b": {"width": 5120, "layers": 40, "heads": 40} | _GPT3,
-    "gpt3-175b": {"width": 12288, "layers": 96, "heads": 96} | _GPT3,
-    "bytes-tiny": {"sequence_length": 64, "width": 32, "layers": 2, "heads": 4} | _BYTES,
-    "bytes-small": {"sequence_length": 128, "width": 128, "layers": 4, "heads": 4} | _BYTES,
-    "bytes-medium": {"sequence_length": 256, "width": 256, "layers": 8, "heads": 8} | _BYTES,
+    "gpt2": _shape(768, 12, 12, dropout=0.1),
+    "gpt2-medium": _shape(1024, 24, 16, dropout=0.1),
+    "gpt2-large": _shape(1280, 36, 20, dropout=0.1),
+    "gpt2-xl": _shape(1600, 48, 25, dropout=0.1),
+    "gpt3-small": _shape(768, 12, 12, **_GPT3),
+    "gpt3-medium": _shape(1024, 24, 16, **_GPT3),
+    "gpt3-large": _shape(1536, 24, 16, **_GPT3),
+    "gpt3-xl": _shape(2048, 24, 16, **_GPT3),
+    "gpt3-2.7b": _shape(2560, 32, 32, **_GPT3),
+    "gpt3-6.7b": _shape(4096, 32, 32, **_GPT3),
+    "gpt3-13b": _shape(5120, 40, 40, **_GPT3),
+    "gpt3-175b": _shape(12288, 96, 96, **_GPT3),
+    "bytes-tiny": _shape(32, 2, 4, max_position_embeddings=64, **_BYTES),
+    "bytes-small": _shape(128, 4, 4, max_position_embeddings=128, **_BYTES),
+    "bytes-medium": _shape(256, 8, 8, max_position_embeddings=256, **_BYTES),
 }
 
 
 @dataclass(frozen=True)
-class GPTConfig:
-    """A decoder-only transformer of GPT-2's shape: learned positions, pre-LayerNorm, GELU.
+class TransformerConfig:
+    """Fields and checks that the configurations of all models share.
 
     Attributes:
-        vocab_size: number of different tokens; any number.
-        sequence_length: the longest sequence, and the number of learned positions.
-        width: of the residual stream.
-        layers: number of blocks.
-        heads: of attention; they divide ``width``. A tensor axis of up to as many ranks shares them out.
-        mlp_ratio: the MLP's hidden width over ``width``.
-        dropout: probability, on embeddings and on what each block adds to the residual stream.
-        tie_embeddings: the output layer's weight is the token embedding's.
-        init_std: standard deviation of the initial weights; those that end a residual branch take
-            ``init_std / sqrt(2 layers)`` (Radford et al. 2019, section 2.3). Biases start at 0.
-        norm_eps: LayerNorm's epsilon.
+        vocab_size: number of different tokens. The tensor axis need not divide it.
+        max_position_embeddings: length of the longest sequence, in tokens.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: number of query heads. The tensor axis has at most as many ranks.
+        dropout: dropout probability for the embeddings and for the output of each residual branch.
+        tie_word_embeddings: share one weight between the output layer and the token embedding.
+        initializer_range: standard deviation of the initial weights. The last weight of a residual branch has
+            ``initializer_range / sqrt(2 num_hidden_layers)`` (Radford et al. 2019, section 2.3). Biases start at 0.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide the width, a dropout outside [0, 1).
+        ValueError: a size below 1, or a dropout outside [0, 1).
     """
 
-    vocab_size: int = 50257
-    sequence_length: int = 1024
-    width: int = 768
-    layers: int = 12
-    heads: int = 12
-    mlp_ratio: int = 4
-    dropout: float = 0.0
-    tie_embeddings: bool = True
-    init_std: float = 0.02
-    norm_eps: float = 1e-5
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {}
+    SIZES: ClassVar[tuple[str, ...]] = (
+        *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    )
+
+    vocab_size: int
+    max_position_embeddings: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    dropout: float = field(default=0.0, kw_only=True)
+    tie_word_embeddings: bool = field(default=False, kw_only=True)
+    initializer_range: float = field(default=0.02, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "sequence_length", "width", "layers", "heads", "mlp_ratio"):
+        for name in self.SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.width % self.heads:
-            near = self.width // self.heads * self.heads or self.heads
-            raise ValueError(f"{self.heads} heads do not divide a width of {self.width}; give width={near}, say")
-        _check_dropout(self.dropout)
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is a probability in [0, 1), not {self.dropout}")
+
+    @property
+    def norm_epsilon(self) -> float:
+        """Epsilon of the norms."""
+        raise NotImplementedError
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """A published or a laptop-sized configuration by name, with some fields changed.
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """Make a published configuration or a small one for tests by name, with the given fields changed.
 
         >>> GPTConfig.preset("gpt2").parameter_count
         124439808
+        >>> LlamaConfig.preset("llama3-8b").parameter_count
+        8030261248
 
         Raises:
-            ValueError: an unknown name, with the names there are.
-            TypeError: an unknown field, with the fields there are.
+            ValueError: the name is unknown; the message lists the known names.
+            TypeError: a field is unknown; the message lists the known fields.
         """
-        return cls(**_fields_of(cls, _PRESETS, name, changes))
+        if name not in cls.PRESETS:
+            raise ValueError(f"no preset {name!r}; there are {', '.join(cls.PRESETS)}")
+        known = [each.name for each in fields(cls)]
+        if unknown := sorted(set(changes) - set(known)):
+            raise TypeError(f"no field {', '.join(unknown)} in a {cls.__name__}; its fields are {', '.join(known)}")
+        return cls(**cls.PRESETS[name] | changes)
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:
-        """The names that ``preset`` knows."""
-        return tuple(_PRESETS)
+        """List the names of the presets that ``preset`` accepts."""
+        return tuple(cls.PRESETS)
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the last weight of each residual branch; a block has two such branches."""
+        return float(self.initializer_range / (2 * self.num_hidden_layers) ** 0.5)
+
+    def check_tensor(self, tensor: int) -> None:
+        """Check that a tensor axis of size ``tensor`` can shard this model, before any process starts.
+
+        Raises:
+            ValueError: the size exceeds the number of heads or the vocabulary.
+        """
+        if self.num_attention_heads < tensor:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads do not reach over tensor={tensor}; give "
+                f"tensor={self.num_attention_heads} at most, or more heads"
+            )
+        if self.vocab_size < tensor:
+            raise ValueError(
+                f"a vocabulary of {self.vocab_size} does not reach over tensor={tensor}; give "
+                f"tensor={self.vocab_size} at most"
+            )
+
+    def _check_heads(self, others: str) -> None:
+        """Raise ValueError if the number of heads does not divide the width."""
+        heads, width = self.num_attention_heads, self.hidden_size
+        if width % heads:
+            near = width // heads * heads or heads
+            raise ValueError(
+                f"{heads} heads do not divide a hidden_size of {width}; give hidden_size={near}, say{others}"
+            )
+
+
+@dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """Configuration of a decoder-only transformer like GPT-2, with learned positions, pre-LayerNorm and GELU.
+
+    Attributes, beside those of ``TransformerConfig``:
+        max_position_embeddings: length of the longest sequence, which is also the number of learned positions.
+        num_attention_heads: number of heads, which must divide ``hidden_size``.
+        mlp_ratio: ratio of the MLP's width to ``hidden_size``.
+        layer_norm_epsilon: epsilon of each LayerNorm.
+
+    Raises:
+        ValueError: the number of heads does not divide the width, or a check of ``TransformerConfig`` fails.
+    """
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = _PRESETS
+    SIZES: ClassVar[tuple[str, ...]] = (*TransformerConfig.SIZES, "mlp_ratio")
+
+    vocab_size: int = 50257
+    max_position_embeddings: int = 1024
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    mlp_ratio: int = 4
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_heads("")
+
+    @property
+    def norm_epsilon(self) -> float:
+        """Epsilon of the norms."""
+        return self.layer_norm_epsilon
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.width // self.heads
-
-    @property
-    def residual_std(self) -> float:
-        """Initial standard deviation of the weights that end a residual branch: two to a block."""
-        return float(self.init_std / (2 * self.layers) ** 0.5)
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters, a tied one counted once."""
-        d, hidden = self.width, self.mlp_ratio * self.width
+        d, hidden = self.hidden_size, self.mlp_ratio * self.hidden_size
         attention = 3 * d * (d + 1) + d * (d + 1)  # qkv, out: weights and biases
         mlp = hidden * (d + 1) + d * (hidden + 1)  # up, down
         norm = 2 * d
-        embeddings = (self.vocab_size + self.sequence_length) * d
-        head = 0 if self.tie_embeddings else self.vocab_size * d
-        return embeddings + self.layers * (attention + mlp + 2 * norm) + norm + head
-
-    def check_tensor(self, tensor: int) -> None:
-        """Whether a tensor axis of that size can shard this model: for a clear word before any process
-        starts.
-
-        Raises:
-            ValueError: it exceeds the heads or the vocabulary.
-        """
-        _check_tensor(tensor, self.heads, self.vocab_size)
+        embeddings = (self.vocab_size + self.max_position_embeddings) * d
+        head = 0 if self.tie_word_embeddings else self.vocab_size * d
+        return embeddings + self.num_hidden_layers * (attention + mlp + 2 * norm) + norm + head
 
 
 # --------------------------------------------------------------------------------------------- Llama's family
@@ -127,29 +201,33 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies to contexts longer than those of pretraining.
+    """Llama 3.1's scaling of the rotary frequencies to contexts longer than those of pretraining.
 
-    Wavelengths below ``original_length / high_freq_factor`` stay, those above ``original_length /
-    low_freq_factor`` grow by ``factor``, and between the two the frequency is blended in a straight line
+    With L = ``original_max_position_embeddings``, wavelengths below L / ``high_freq_factor`` stay, those above
+    L / ``low_freq_factor`` grow by ``factor``, and between the two the frequency is interpolated linearly
     (Grattafiori et al. 2024, arXiv:2407.21783, section 3.4.1, and the code released with it).
 
     Attributes:
-        factor: of the longest wavelengths.
-        low_freq_factor, high_freq_factor: where the blend ends and begins.
-        original_length: the context of pretraining, in tokens.
+        factor: factor by which the longest wavelengths grow.
+        low_freq_factor, high_freq_factor: bounds of the interpolation: it covers the wavelengths between
+            L / ``high_freq_factor`` and L / ``low_freq_factor``.
+        original_max_position_embeddings: L, the context length of pretraining, in tokens.
 
     Raises:
-        ValueError: a factor below 1, or a blend without room.
+        ValueError: ``factor`` is below 1, or the interval of the interpolation is empty.
     """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_length: int = 8192
+    original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        if self.factor < 1.0 or self.original_length < 1:
-            raise ValueError(f"a factor of {self.factor} over {self.original_length} tokens; give at least 1 of each")
+        if self.factor < 1.0 or self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"rope_scaling: factor is {self.factor} and original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}; give at least 1 for each"
+            )
         if not 0.0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}: give "
@@ -157,171 +235,157 @@ class RopeScaling:
             )
 
 
-_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "sequence_length": 4096}
-_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "sequence_length": 8192, "kv_heads": 8, "rope_theta": 5e5}
-_LLAMA31: dict[str, Any] = _LLAMA3 | {"sequence_length": 131072, "rope_scaling": RopeScaling()}
-_QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1e6, "norm_eps": 1e-6, "tie_embeddings": True}
+_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "max_position_embeddings": 4096}
+_LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "rope_theta": 5e5,
+}
+_LLAMA31: dict[str, Any] = _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": RopeScaling()}
+_QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 
 # Touvron et al. 2023, arXiv:2307.09288; Grattafiori et al. 2024, arXiv:2407.21783, table 3; Qwen2.5:
 # arXiv:2412.15115, table 1; Qwen3: arXiv:2505.09388, table 1; and the configurations released with the weights.
 _LLAMA_PRESETS: dict[str, dict[str, Any]] = {
-    "llama2-7b": {"width": 4096, "layers": 32, "heads": 32, "hidden": 11008} | _LLAMA2,
-    "llama2-13b": {"width": 5120, "layers": 40, "heads": 40, "hidden": 13824} | _LLAMA2,
-    "llama2-70b": {"width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28672} | _LLAMA2,
-    "llama3-8b": {"width": 4096, "layers": 32, "heads": 32, "hidden": 14336} | _LLAMA3,
-    "llama3-70b": {"width": 8192, "layers": 80, "heads": 64, "hidden": 28672} | _LLAMA3,
-    "llama3.1-8b": {"width": 4096, "layers": 32, "heads": 32, "hidden": 14336} | _LLAMA31,
-    "llama3.2-1b": {"width": 2048, "layers": 16, "heads": 32, "hidden": 8192}
-    | _LLAMA31
-    | {"rope_scaling": RopeScaling(factor=32.0), "tie_embeddings": True},
-    "qwen2.5-0.5b": {"width": 896, "layers": 24, "heads": 14, "kv_heads": 2, "hidden": 4864}
-    | _QWEN
-    | {"sequence_length": 32768, "qkv_bias": True},
-    "qwen3-0.6b": {"width": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "hidden": 3072}
-    | _QWEN
-    | {"sequence_length": 40960, "qk_norm": True},
-    "llama-tiny": {"sequence_length": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 88} | _BYTES,
-    "llama-small": {"sequence_length": 128, "width": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 344}
-    | _BYTES,
+    "llama2-7b": _shape(4096, 32, 32, intermediate_size=11008, **_LLAMA2),
+    "llama2-13b": _shape(5120, 40, 40, intermediate_size=13824, **_LLAMA2),
+    "llama2-70b": _shape(8192, 80, 64, intermediate_size=28672, num_key_value_heads=8, **_LLAMA2),
+    "llama3-8b": _shape(4096, 32, 32, intermediate_size=14336, **_LLAMA3),
+    "llama3-70b": _shape(8192, 80, 64, intermediate_size=28672, **_LLAMA3),
+    "llama3.1-8b": _shape(4096, 32, 32, intermediate_size=14336, **_LLAMA31),
+    "llama3.2-1b": _shape(2048, 16, 32, intermediate_size=8192, tie_word_embeddings=True, **_LLAMA31)
+    | {"rope_scaling": RopeScaling(factor=32.0)},
+    "qwen2.5-0.5b": _shape(896, 24, 14, intermediate_size=4864, num_key_value_heads=2, **_QWEN)
+    | {"max_position_embeddings": 32768, "qkv_bias": True},
+    "qwen3-0.6b": _shape(1024, 28, 16, intermediate_size=3072, num_key_value_heads=8, head_dim=128, **_QWEN)
+    | {"max_position_embeddings": 40960, "qk_norm": True},
+    "llama-tiny": _shape(32, 2, 4, intermediate_size=88, num_key_value_heads=2, max_position_embeddings=64, **_BYTES),
+    "llama-small": _shape(
+        128, 4, 4, intermediate_size=344, num_key_value_heads=2, max_position_embeddings=128, **_BYTES
+    ),
 }
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """A decoder-only transformer of Llama's shape: rotary positions, pre-RMSNorm, SwiGLU, grouped queries, no biases.
+class LlamaConfig(TransformerConfig):
+    """Configuration of a decoder-only transformer like Llama.
 
-    With ``qkv_bias`` it is Qwen2's shape, with ``qk_norm`` Qwen3's.
+    The model has rotary positions, pre-RMSNorm, SwiGLU, grouped queries and no biases. With ``qkv_bias`` it has the
+    architecture of Qwen2, with ``qk_norm`` that of Qwen3.
 
-    Attributes:
-        vocab_size: number of different tokens; any number.
-        sequence_length: the longest sequence that the model is meant for; nothing in it has this size.
-        width: of the residual stream.
-        layers: number of blocks.
-        heads: of the queries. A tensor axis of up to as many ranks shares them out.
-        kv_heads: of keys and values; they divide ``heads``. 0: as many as ``heads``. Where the tensor axis does not
-            divide them, each rank holds the keys' and values' weights whole, and computes the heads that it needs.
-        hidden: width of the gated MLP.
-        head_dim: width of one head, an even number; 0: ``width / heads``.
+    Attributes, beside those of ``TransformerConfig``:
+        max_position_embeddings: length of the longest sequence. No tensor of the model depends on it.
+        num_key_value_heads: number of key/value heads, which must divide ``num_attention_heads``; 0 means
+            ``num_attention_heads``. If the tensor axis does not divide this number, each rank holds the whole weights
+            of keys and values, and computes only the heads that its queries use.
+        intermediate_size: width of the gated MLP.
+        head_dim: width of one head, an even number; 0 means ``hidden_size / num_attention_heads``.
         rope_theta: base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).
-        rope_scaling: Llama 3.1's, or None.
-        norm_eps: RMSNorm's epsilon.
-        tie_embeddings: the output layer's weight is the token embedding's.
-        qkv_bias: queries, keys and values have biases; they start at 0.
-        qk_norm: an RMSNorm over each head of the queries and of the keys, before the rotation.
-        dropout: probability, on embeddings and on what each block adds to the residual stream.
-        init_std: standard deviation of the initial weights; those that end a residual branch take
-            ``init_std / sqrt(2 layers)``.
+        rope_scaling: Llama 3.1's scaling of the rotary frequencies, or None.
+        rms_norm_eps: epsilon of each RMSNorm.
+        qkv_bias: add biases to queries, keys and values, with initial value 0.
+        qk_norm: apply an RMSNorm to each head of the queries and of the keys, before the rotation.
 
     Raises:
-        ValueError: a size below 1, heads that do not fit each other or the width, a dropout outside [0, 1).
+        ValueError: the numbers of heads or the width do not divide each other as required, or a check of
+            ``TransformerConfig`` fails.
     """
 
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = _LLAMA_PRESETS
+    SIZES: ClassVar[tuple[str, ...]] = (*TransformerConfig.SIZES, "intermediate_size")
+
     vocab_size: int = 32000
-    sequence_length: int = 4096
-    width: int = 4096
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 0
-    hidden: int = 11008
+    max_position_embeddings: int = 4096
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 0
+    intermediate_size: int = 11008
     head_dim: int = 0
     rope_theta: float = 1e4
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
+    rms_norm_eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
-    dropout: float = 0.0
-    init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "sequence_length", "width", "layers", "heads", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if not self.head_dim and self.width % self.heads:
-            near = self.width // self.heads * self.heads or self.heads
+        super().__post_init__()
+        heads = self.num_attention_heads
+        if not self.head_dim:
+            self._check_heads(", or head_dim")
+        # The fields that were left out get their values, so that a reader of the configuration need not know the rule.
+        object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
+        if self.num_key_value_heads < 1 or heads % self.num_key_value_heads:
+            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ValueError(
-                f"{self.heads} heads do not divide a width of {self.width}; give width={near}, say, or head_dim"
+                f"num_key_value_heads={self.num_key_value_heads} does not divide {heads} heads; "
+                f"give num_key_value_heads={fits}"
             )
-        # What was left out is written down, so that whoever reads it need not know the rule.
-        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads; give kv_heads={fits}")
         if self.head_dim < 1 or self.head_dim % 2:
             raise ValueError(f"a head_dim of {self.head_dim}: rotary positions turn pairs; give an even number")
-        _check_dropout(self.dropout)
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
-        """A published or a laptop-sized configuration by name, with some fields changed.
-
-        >>> LlamaConfig.preset("llama3-8b").parameter_count
-        8030261248
-
-        Raises:
-            ValueError: an unknown name, with the names there are.
-            TypeError: an unknown field, with the fields there are.
-        """
-        return cls(**_fields_of(cls, _LLAMA_PRESETS, name, changes))
-
-    @classmethod
-    def presets(cls) -> tuple[str, ...]:
-        """The names that ``preset`` knows."""
-        return tuple(_LLAMA_PRESETS)
 
     @property
-    def residual_std(self) -> float:
-        """Initial standard deviation of the weights that end a residual branch: two to a block."""
-        return float(self.init_std / (2 * self.layers) ** 0.5)
+    def norm_epsilon(self) -> float:
+        """Epsilon of the norms."""
+        return self.rms_norm_eps
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters, a tied one counted once."""
-        d, q, kv = self.width, self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        d = self.hidden_size
+        q, kv = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         attention = 2 * d * q + d * kv  # q, out; k and v
         attention += q + kv if self.qkv_bias else 0
         attention += 2 * self.head_dim if self.qk_norm else 0
-        mlp = 3 * d * self.hidden  # gate, up, down
-        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        return embeddings + self.layers * (attention + mlp + 2 * d) + d
+        mlp = 3 * d * self.intermediate_size  # gate, up, down
+        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * (attention + mlp + 2 * d) + d
 
     def check_tensor(self, tensor: int) -> None:
-        """Whether a tensor axis of that size can shard this model: for a clear word before any process
-        starts.
+        """Check that a tensor axis of size ``tensor`` can shard this model, before any process starts.
 
         Raises:
-            ValueError: it exceeds the heads, the MLP's width or the vocabulary.
+            ValueError: the size exceeds the number of heads, the MLP's width or the vocabulary.
         """
-        _check_tensor(tensor, self.heads, self.vocab_size)
-        if self.hidden < tensor:
-            raise ValueError(f"a hidden width of {self.hidden} does not reach over tensor={tensor}")
+        super().check_tensor(tensor)
+        if self.intermediate_size < tensor:
+            raise ValueError(f"an intermediate_size of {self.intermediate_size} does not reach over tensor={tensor}")
 
 
-# ------------------------------------------------------------------------------------------------ in common
+# ------------------------------------------------------------------------------------------- fields of checkpoints
+
+# The names that fields had in checkpoints written before the fields took Hugging Face's names.
+_FORMER = {
+    "sequence_length": "max_position_embeddings",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+    "original_length": "original_max_position_embeddings",
+}
 
 
-def _fields_of(cls: Any, presets: dict[str, dict[str, Any]], name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """A preset's fields with some changed; see ``GPTConfig.preset`` for what is refused."""
-    if name not in presets:
-        raise ValueError(f"no preset {name!r}; there are {', '.join(presets)}")
-    known = [field.name for field in fields(cls)]
-    if unknown := sorted(set(changes) - set(known)):
-        raise TypeError(f"no field {', '.join(unknown)} in a {cls.__name__}; its fields are {', '.join(known)}")
-    return presets[name] | changes
+def config_from_fields(kind: str, saved: Mapping[str, Any]) -> GPTConfig | LlamaConfig:
+    """Rebuild a configuration from the fields that a checkpoint's index stores as JSON.
 
+    Args:
+        kind: ``"GPTConfig"`` or ``"LlamaConfig"``.
+        saved: field name -> value, under the current names or the names in checkpoints of earlier versions.
 
-def _check_dropout(p: float) -> None:
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout is a probability in [0, 1), not {p}")
-
-
-def _check_tensor(tensor: int, heads: int, vocab_size: int) -> None:
-    if heads < tensor:
-        raise ValueError(
-            f"{heads} attention heads do not reach over tensor={tensor}; give tensor={heads} at most, or more heads"
-        )
-    if vocab_size < tensor:
-        raise ValueError(
-            f"a vocabulary of {vocab_size} does not reach over tensor={tensor}; give tensor={vocab_size} at most"
-        )
+    Raises:
+        ValueError: ``kind`` is another name.
+    """
+    renamed = {_FORMER.get(name, name): value for name, value in saved.items()}
+    epsilon = renamed.pop("norm_eps", None)
+    if kind == "GPTConfig":
+        return GPTConfig(**renamed | ({} if epsilon is None else {"layer_norm_epsilon": epsilon}))
+    if kind != "LlamaConfig":
+        raise ValueError(f"{kind} is neither GPTConfig nor LlamaConfig")
+    if (scaling := renamed.get("rope_scaling")) is not None:
+        renamed["rope_scaling"] = RopeScaling(**{_FORMER.get(name, name): value for name, value in scaling.items()})
+    return LlamaConfig(**renamed | ({} if epsilon is None else {"rms_norm_eps": epsilon}))

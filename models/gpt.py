@@ -3,8 +3,8 @@
 The shape is GPT-2's (Radford et al. 2019): learned positions, LayerNorm in front of each branch, GELU in its
 tanh form, the head tied to the token embedding. Attention and MLP are each one column-parallel and one
 row-parallel layer over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3), so a block costs
-two all-reduces forward and two backward. Dropout acts on the embeddings and on what each branch adds; not on
-the attention probabilities, where GPT-2 has it too.
+two all-reduces forward and two backward. Dropout acts on the embeddings and on the output of each residual
+branch. Unlike GPT-2, the model has no dropout on the attention probabilities.
 
 Shapes: B sequences of T tokens, D the width, V the vocabulary, t the tensor axis's size.
 """
@@ -22,58 +22,55 @@ from ..grid.random import Normal
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
 from ..tensor_parallel.norm import LayerNorm
-from .attention import SelfAttention
 from .config import GPTConfig
 from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last
 from .packed import attach, detach, positions_within
-
-__all__ = ["MLP", "Block", "GPTConfig", "GPTLoss", "PositionEmbedding", "gpt"]
 
 GPTLoss = NextTokenLoss
 
 _ZERO = Normal(0.0)
 
 
-def gpt(config: GPTConfig, sequence_parallel: bool = False) -> list[LayerSpec]:
-    """The model's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
+def gpt_layers(config: GPTConfig, sequence_parallel: bool = False) -> list[LayerSpec]:
+    """List the specs of a GPT's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
-    The list is ``[embedding, positions, block 0, ..., block L - 1, norm, head]``: L + 4 layers. Nothing is
-    built here, and the list does not depend on the grid. The input may be ``(ids, documents)``: see ``packed``.
+    The list is ``[embedding, positions, block 0, ..., block L - 1, norm, head]``, which are L + 4 layers. The layers
+    are built later, by the ``PipelineModule``, and the list does not depend on the grid. The input may be
+    ``(ids, documents)`` for packed rows (see ``packed.py``).
 
     Args:
-        config: of the model.
-        sequence_parallel: between the layers, each tensor rank holds its shard (B, T / t, D) of the sequence; t
-            divides T then (Korthikanti et al. 2022, arXiv:2205.05198).
+        config: the model's configuration.
+        sequence_parallel: keep on each tensor rank, between the layers, only its shard (B, T / t, D) of the sequence.
+            The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Returns:
-        The specs. With ``tie_embeddings`` the first and the last are ties of the key ``"embed"``.
+        The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.
     """
-    first, head = first_and_last(
-        config.vocab_size, config.width, config.init_std, config.tie_embeddings, sequence_parallel
-    )
+    first, head = first_and_last(config, sequence_parallel)
     return [
         first,
         LayerSpec(PositionEmbedding, config, sequence_parallel=sequence_parallel),
-        *(LayerSpec(Block, config, sequence_parallel=sequence_parallel) for _ in range(config.layers)),
-        LayerSpec(FinalLayerNorm, config.width, config.norm_eps, sequence_parallel=sequence_parallel),
+        *(LayerSpec(GPTBlock, config, sequence_parallel=sequence_parallel) for _ in range(config.num_hidden_layers)),
+        LayerSpec(FinalLayerNorm, config.hidden_size, config.layer_norm_epsilon, sequence_parallel=sequence_parallel),
         head,
     ]
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned vector for each position, then drops: (B, T, D) -> (B, T, D).
+    """Layer that adds a learned vector for each position and applies dropout: (B, T, D) -> (B, T, D).
 
     Args:
-        config: of the model.
-        grid: its tensor axis shards the sequence, if anything does.
-        sequence_parallel: x is a shard of the sequence, (B, T / t, D), and takes the positions of its place.
+        config: the model's configuration.
+        grid: grid whose tensor axis shards the sequence if ``sequence_parallel``.
+        sequence_parallel: the input is this rank's shard of the sequence, (B, T / t, D), and gets the positions that
+            the shard has in the whole sequence.
 
     Attributes:
-        weight: (sequence_length, D), whole on every tensor rank.
-        cache: the positions of the tokens that come, for generation; else None.
+        weight: (max_position_embeddings, D), replicated on every tensor rank.
+        cache: KV cache with the positions of the new tokens during generation, else None.
 
     Raises:
-        ValueError: in forward, a sequence longer than ``config.sequence_length``.
+        ValueError: in forward, the sequence is longer than ``config.max_position_embeddings``.
     """
 
     cache: Any = None
@@ -81,15 +78,15 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
-        self.sequence_length = config.sequence_length  # the most that generation asks for
+        self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
         partial = sequence_parallel and grid.tensor.size > 1
-        layout = Layout((config.sequence_length, config.width), partial=partial)
-        # Whole on every tensor rank, and drawn as every parallel layer's: alike on each.
-        self.weight = sharded_parameter(layout, Normal(config.init_std), rank=0, size=1)
+        layout = Layout((config.max_position_embeddings, config.hidden_size), partial=partial)
+        # Whole on every tensor rank, and drawn from (seed, name) like every parallel layer's: the same on each.
+        self.weight = sharded_parameter(layout, Normal(config.initializer_range), rank=0, size=1)
         self.dropout = dropout(config.dropout, grid, sequence_parallel)
 
     def forward(self, x: Any) -> Any:
-        """See above; ``(x, documents)`` where rows are packed: positions start anew in each document."""
+        """Add the position vectors and apply dropout. In packed rows ``(x, documents)`` each document starts at 0."""
         x, documents = detach(x)
         here = x.shape[1]
         start = self.axis.rank * here if self.sequence_parallel else 0
@@ -109,53 +106,31 @@ class PositionEmbedding(nn.Module):
         if length > self.weight.shape[0]:
             raise ValueError(
                 f"a sequence of {length} tokens, and the model has {self.weight.shape[0]} positions: cut it, "
-                f"or build the model with sequence_length={length}"
+                f"or build the model with max_position_embeddings={length}"
             )
 
 
-class Block(ResidualBlock):
-    """One transformer layer: x + attention(norm1(x)), then x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
-
-    Args:
-        config: of the model.
-        grid: its tensor axis shards heads and hidden width.
-        sequence_parallel: x is a shard of the sequence, (B, T / t, D).
-
-    Raises:
-        ValueError: the tensor axis is larger than the number of heads.
-    """
-
-    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        config.check_tensor(grid.tensor.size)
-        self.norm1 = LayerNorm(config.width, config.norm_eps, grid=grid, sequence_parallel=sequence_parallel)
-        self.attention = SelfAttention(
-            config.width,
-            config.heads,
-            grid=grid,
-            bias=True,
-            out_bias=True,
-            init=Normal(config.init_std),
-            out_init=Normal(config.residual_std),
-            sequence_parallel=sequence_parallel,
-        )
-        self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
-        self.norm2 = LayerNorm(config.width, config.norm_eps, grid=grid, sequence_parallel=sequence_parallel)
-        self.mlp = MLP(config, grid=grid, sequence_parallel=sequence_parallel)
-        self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
-
-
 class MLP(nn.Module):
-    """down(gelu(up(x))), the hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D)."""
+    """MLP ``down(gelu(up(x)))``, its hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
-        width, hidden = config.width, config.mlp_ratio * config.width
+        width, hidden = config.hidden_size, config.mlp_ratio * config.hidden_size
         common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias_init": _ZERO}
-        self.up = ColumnParallelLinear(width, hidden, init=Normal(config.init_std), **common)
+        self.up = ColumnParallelLinear(width, hidden, init=Normal(config.initializer_range), **common)
         self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See above."""
+        """(B, T, D) -> (B, T, D)."""
         y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return y
+
+
+class GPTBlock(ResidualBlock):
+    """``ResidualBlock`` of GPT-2, with LayerNorm, an MLP with GELU and biases in every linear layer."""
+
+    norm = LayerNorm
+    make_mlp = MLP
+
+    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__(config, grid=grid, sequence_parallel=sequence_parallel, bias=True, out_bias=True)

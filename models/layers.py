@@ -1,10 +1,11 @@
-"""What the models' lists have in common: the first layer, the blocks' residual stream, the last norm, the loss.
+"""Layers that all models share: token embedding and head, residual block, final norm, loss.
 
-Each of them takes what travels: ``x``, or ``(x, documents)`` where rows are packed (see ``packed``).
+Each layer takes ``x``, or ``(x, documents)`` if rows are packed (``packed.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +19,17 @@ from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, RMSNorm
 from .attention import SelfAttention
+from .config import TransformerConfig
 from .packed import attach, check_documents, detach
-
-__all__ = ["FinalLayerNorm", "FinalRMSNorm", "NextTokenLoss", "ResidualBlock", "TokenEmbedding", "dropout"]
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """``VocabParallelEmbedding`` of ids, or of ``(ids, documents)``, which stay with the result.
+    """``VocabParallelEmbedding`` that also accepts ``(ids, documents)`` for packed rows.
+
+    With ``(ids, documents)`` it returns the embeddings together with the documents.
 
     Raises:
-        ValueError: in forward, documents that do not number the tokens.
+        ValueError: in forward, ``documents`` does not have one document number for each token.
     """
 
     def forward(self, ids: Any) -> Any:
@@ -37,33 +39,57 @@ class TokenEmbedding(VocabParallelEmbedding):
         return attach(super().forward(ids), documents)
 
 
-def first_and_last(
-    vocab_size: int, width: int, std: float, tied: bool, sequence_parallel: bool
-) -> tuple[LayerSpec, LayerSpec]:
-    """The token embedding and the head of a model's list: two layers, or ties of the key ``"embed"``."""
-    common: dict[str, Any] = {"init": Normal(std), "sequence_parallel": sequence_parallel}
-    sizes = (TokenEmbedding, vocab_size, width)
-    if not tied:
-        return LayerSpec(*sizes, **common), LayerSpec(VocabParallelHead, width, vocab_size, **common)
-    head = TiedLayerSpec("embed", *sizes, **common, forward_fn=TokenEmbedding.attend)
-    return TiedLayerSpec("embed", *sizes, **common), head
+def first_and_last(config: TransformerConfig, sequence_parallel: bool) -> tuple[LayerSpec, LayerSpec]:
+    """Return the specs of the token embedding and of the head.
+
+    The two are separate layers or, with ``tie_word_embeddings``, one layer that is tied with the key ``"embed"``.
+    """
+    common: dict[str, Any] = {"init": Normal(config.initializer_range), "sequence_parallel": sequence_parallel}
+    vocab_size, width = config.vocab_size, config.hidden_size
+    if not config.tie_word_embeddings:
+        head = LayerSpec(VocabParallelHead, width, vocab_size, **common)
+        return LayerSpec(TokenEmbedding, vocab_size, width, **common), head
+    embedding = TiedLayerSpec("embed", TokenEmbedding, vocab_size, width, **common)
+    attend = TokenEmbedding.attend
+    return embedding, TiedLayerSpec("embed", TokenEmbedding, vocab_size, width, **common, forward_fn=attend)
 
 
 class ResidualBlock(nn.Module):
-    """x + attention(norm1(x)), then x + mlp(norm2(x)), with dropout on what is added: (B, T, D) -> (B, T, D).
+    """One transformer layer: x = x + attention(norm1(x)), then x = x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
 
-    A block of a model is a subclass that makes the parts named here.
+    Dropout acts on the output of attention and of MLP. Each model subclasses this block and sets the classes of its
+    norm and its MLP.
+
+    Args:
+        config: the model's configuration.
+        grid: grid whose tensor axis shards the heads and the MLP's width.
+        sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
+        attention: further arguments of ``SelfAttention``.
+
+    Raises:
+        ValueError: the tensor axis is larger than the number of heads.
     """
 
-    norm1: nn.Module
-    attention: SelfAttention
-    dropout1: Dropout
-    norm2: nn.Module
-    mlp: nn.Module
-    dropout2: Dropout
+    norm: type[LayerNorm] | type[RMSNorm]
+    make_mlp: Callable[..., nn.Module]
+
+    def __init__(
+        self, config: TransformerConfig, *, grid: Grid, sequence_parallel: bool = False, **attention: Any
+    ) -> None:
+        super().__init__()
+        config.check_tensor(grid.tensor.size)
+        width = config.hidden_size
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
+        self.norm1 = self.norm(width, config.norm_epsilon, **common)
+        self.attention = SelfAttention(width, config.num_attention_heads, **common, **inits, **attention)
+        self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
+        self.norm2 = self.norm(width, config.norm_epsilon, **common)
+        self.mlp = self.make_mlp(config, **common)
+        self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
 
     def forward(self, x: Any) -> Any:
-        """See above."""
+        """Run the layer on x, or on ``(x, documents)`` for packed rows."""
         x, documents = detach(x)
         x = x + self.dropout1(self.attention(self.norm1(x), documents))
         x = x + self.dropout2(self.mlp(self.norm2(x)))
@@ -71,7 +97,7 @@ class ResidualBlock(nn.Module):
 
 
 class FinalLayerNorm(LayerNorm):
-    """The LayerNorm in front of the head, where documents end their journey."""
+    """LayerNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
 
     def forward(self, x: Any) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -79,7 +105,7 @@ class FinalLayerNorm(LayerNorm):
 
 
 class FinalRMSNorm(RMSNorm):
-    """The RMSNorm in front of the head, where documents end their journey."""
+    """RMSNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
 
     def forward(self, x: Any) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -87,20 +113,21 @@ class FinalRMSNorm(RMSNorm):
 
 
 def dropout(p: float, grid: Grid, sequence_parallel: bool) -> Dropout:
-    """Dropout of the residual stream, which under sequence parallelism is a shard of the sequence."""
+    """Return the dropout layer for the residual stream, which is sharded along the sequence if sequence_parallel."""
     return Dropout(p, axis=grid.tensor) if sequence_parallel else Dropout(p)
 
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Cross entropy of the next token, as a sum and its weight: the engine divides once, by the whole
-    batch's.
+    """Cross entropy of the next token, returned as the sum of the losses and the number of labels.
+
+    The engine adds up the two over the whole batch and divides once.
 
     Args:
-        grid: its tensor axis shards the vocabulary.
-        vocab_size: V, the whole vocabulary.
-        ignore_index: labels with this value do not count.
-        label_smoothing: over the whole vocabulary.
+        grid: grid whose tensor axis shards the vocabulary.
+        vocab_size: V, the size of the whole vocabulary.
+        ignore_index: label value that is left out of the loss and of the count.
+        label_smoothing: amount of label smoothing, spread over the whole vocabulary.
     """
 
     grid: Grid
@@ -109,14 +136,15 @@ class NextTokenLoss:
     label_smoothing: float = 0.0
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses, and the number of labels that count.
+        """Return the sum of the losses and the number of labels that count.
 
         Args:
-            logits: (B, T, V / t), this tensor rank's.
-            labels: integers (B, T): the tokens that should follow.
+            logits: (B, T, V / t), this tensor rank's shard of the logits.
+            labels: integers (B, T), for each position the token that follows it.
 
         Returns:
-            () of the logits' dtype (float32 at least), and an integer (); the same on every tensor rank.
+            The sum, () of the logits' dtype but at least float32, and the number, an integer (). Both are equal on
+            every tensor rank.
         """
         total = vocab_parallel_cross_entropy(
             logits,

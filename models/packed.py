@@ -1,8 +1,8 @@
-"""Packed sequences: several documents behind one another in a row, none of which sees another.
+"""Packed sequences: several documents one after another in a row of tokens, without attention across documents.
 
-A model's input is then ``(ids, documents)``, and what travels from layer to layer is ``(x, documents)``: documents
-(B, T) are integers that say which document each token is of. They do not decrease along a row. Tokens attend within
-their document only, and positions start anew in each, so a packed row gives what its documents give alone.
+A model's input is then ``(ids, documents)``, and the layers pass ``(x, documents)`` on. ``documents``, integers (B, T),
+holds the document number of each token and does not decrease along a row. A token attends only within its document, and
+positions start at 0 in each document, so a packed row gives the same outputs as its documents give one by one.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "attach", "check_documents", "detach", "pack", "packing", "positions_within"]
-
 # On the tensor of documents itself, so that the blocks of one stage build a microbatch's mask once, and it goes with
 # the microbatch.
 _ATTRIBUTE = "triax_packing"
 
 
 def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Texts as packed rows, and their labels: all that a model and its loss want.
+    """Pack tokenized texts into rows of equal length, and make the labels.
 
-    Texts follow one another without a gap. One that reaches beyond its row goes on in the next, as a document of its
-    own. A token's label is the token that follows it in its text, also where that is in the next row; the last token
-    of a text has none. The last row is filled up with a document of zeros, whose labels do not count.
+    Texts follow one another without a gap. A text that reaches the end of a row continues in the next row, as another
+    document. A token's label is the next token of its text, even if that token is in the next row. The last token of a
+    text has the label ``ignore_index``. The last row is padded with a document of zeros, whose labels are
+    ``ignore_index`` too.
 
     Args:
-        texts: the tokens of each.
-        length: T, of a row.
-        ignore_index: the label where nothing follows.
+        texts: the tokens of each text.
+        length: T, the number of tokens in a row.
+        ignore_index: the label of tokens that no token follows.
 
     Returns:
         ((ids, documents), labels), int64 (rows, T) each.
 
     Raises:
-        ValueError: no tokens, or a length below 1.
+        ValueError: there are no tokens, or the length is below 1.
     """
     ids: list[int] = []
     labels: list[int] = []
@@ -58,14 +57,14 @@ def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) 
 
 
 class Packing(NamedTuple):
-    """What attention needs to know of packed rows."""
+    """Positions and attention mask of packed rows."""
 
     positions: Tensor  # int64 (B, T): the place of each token in its document
     mask: Tensor  # (B, 1, T, T): 0 where a token may look, -inf where not; of the model's dtype
 
 
 def detach(x: Any) -> tuple[Tensor, Tensor | None]:
-    """What travels, apart: ``x`` or ``(x, documents)`` -> x, and documents or None."""
+    """Split ``(x, documents)`` into x and documents; for a tensor x alone, return x and None."""
     if isinstance(x, Tensor):
         return x, None
     x, documents = x
@@ -73,15 +72,16 @@ def detach(x: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def attach(x: Tensor, documents: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """The inverse of ``detach``."""
+    """Join x and documents to ``(x, documents)``, or return x alone if documents is None; inverse of ``detach``."""
     return x if documents is None else (x, documents)
 
 
 def check_documents(ids: Tensor, documents: Tensor | None) -> None:
-    """Refuse documents that do not number the tokens.
+    """Check that ``documents`` has one document number for each token.
 
     Raises:
-        ValueError: another shape than the ids', no integers, or (on the CPU) numbers that decrease along a row.
+        ValueError: the shape differs from that of the ids, the dtype is no integer dtype, or the numbers decrease
+            along a row (checked only on the CPU).
     """
     if documents is None:
         return
@@ -95,11 +95,11 @@ def check_documents(ids: Tensor, documents: Tensor | None) -> None:
 
 
 def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
-    """Positions and mask of packed rows, built once for a tensor of documents and kept with it.
+    """Return positions and mask of packed rows, built once and cached on the tensor ``documents``.
 
     Args:
-        documents: integers (B, T), not decreasing along T.
-        dtype: of the mask: that of the queries.
+        documents: document number of each token, integers (B, T), not decreasing along T.
+        dtype: dtype of the mask, equal to that of the queries.
     """
     key = (documents._version, dtype)
     kept = getattr(documents, _ATTRIBUTE, None)
@@ -112,7 +112,7 @@ def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
 
 
 def positions_within(documents: Tensor) -> Tensor:
-    """int64 (B, T): how many tokens of its own document stand before each token."""
+    """Return each token's position within its document, which starts at 0: int64 (B, T)."""
     places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

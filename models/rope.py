@@ -2,7 +2,7 @@
 
 Su et al. 2021, arXiv:2104.09864. Channel i of the first half is paired with channel i of the second, as in the
 weights that Hugging Face publishes (the paper, and Meta's own files, pair neighbours: the same model with its rows
-permuted). Angles are computed in float32 whatever the model's dtype, as by those who trained the published weights.
+permuted). Angles are computed in float32 for every dtype of the model, as in the training of the published weights.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from torch import Tensor
 
 from .config import RopeScaling
 
-__all__ = ["Rope"]
-
 
 class Rope:
-    """Turns queries and keys by their positions.
+    """Rotary position embedding of queries and keys.
 
     Args:
-        head_dim: of one head, even.
-        theta: base of the wavelengths: pair i of n turns by ``theta ** (-i / n)`` radians a token.
-        scaling: Llama 3.1's stretch of the long wavelengths, or None.
+        head_dim: width of one head, an even number.
+        theta: base of the wavelengths. Pair i of n is rotated by ``theta ** (-i / n)`` radians per token.
+        scaling: Llama 3.1's scaling of the long wavelengths, or None.
     """
 
     def __init__(self, head_dim: int, theta: float = 1e4, scaling: RopeScaling | None = None) -> None:
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
 
     def angles(self, positions: Tensor) -> Tensor:
-        """The angle of each pair at each position.
+        """Return the rotation angle of each channel pair at each position.
 
         Args:
             positions: integers (...).
@@ -41,25 +39,27 @@ class Rope:
         return positions[..., None].float() * self.frequencies(positions.device)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """How far each pair turns from one token to the next: float32 (head_dim / 2), in radians."""
+        """Return the rotation of each channel pair per token, in radians: float32 (head_dim / 2)."""
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         plain = 1.0 / self.theta**exponents
         if self.scaling is None:
             return plain
         s = self.scaling
-        turns = s.original_length / (2 * math.pi / plain)  # how often each pair turned round in pretraining
+        turns = s.original_max_position_embeddings / (
+            2 * math.pi / plain
+        )  # how often each pair turned round in pretraining
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
         return (1.0 - keep) * plain / s.factor + keep * plain
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Queries and keys, turned.
+        """Rotate queries and keys by the angles of their positions.
 
         Args:
-            q, k: (B, heads, T, head_dim), each with its own number of heads.
-            positions: integers (B, T); None: 0 to T - 1.
+            q, k: (B, heads, T, head_dim). The number of heads may differ between q and k.
+            positions: integers (B, T). If None, the positions are 0 to T - 1.
 
         Returns:
-            The same shapes.
+            The rotated q and k, with unchanged shapes.
         """
         if positions is None:
             angles = self.angles(torch.arange(q.shape[2], device=q.device))  # (T, dim / 2)

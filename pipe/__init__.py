@@ -1,55 +1,27 @@
-"""The west wing: stages in time. Schedules as values, and what runs them."""
+"""Pipeline parallelism: a model as a list of layers, cut into stages along the pipe axis, and run by a schedule.
 
-from __future__ import annotations
+Describing the model:
+    spec.py                 LayerSpec, TiedLayerSpec: layers that are built later, on the rank that runs them
+    module.py               PipelineModule: the list of layers; builds and runs this rank's stages
+    partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
+    ties.py                 finds tied layers and weights (an embedding and its head) in the list
+    placeholders.py         device="meta": parameters without values, filled one layer at a time
+    deepspeed_arguments.py  the arguments of DeepSpeed's PipelineModule: num_stages, topology, partition_method, ...
 
-import importlib
-from typing import TYPE_CHECKING, Any
+Scheduling, without torch:
+    schedules/              generators (GPipe, 1F1B, interleaved, zero bubble, V-shaped, Hanayo), and the search
+    program/                a schedule as a value; lowered to a program, verified, simulated, drawn
 
-if TYPE_CHECKING:
-    from .module import PipelineModule
-    from .ops import Op
-    from .passes import Program, lower
-    from .schedule import Schedule
-    from .schedules import make_schedule
-    from .search import find_schedule
-    from .simulate import Costs, Timeline
-    from .spec import LayerSpec, TiedLayerSpec
-    from .verify import ScheduleError
+Running a step:
+    microbatches.py         reads a batch's microbatches on the first and last stage; numbers their shapes
+    executor.py             one loop over a program's ops: F, B, I, W, sends and receives, and the data axis's ops
+    p2p.py                  sends and receives between stages
+    schema.py               nested tuples, lists and dicts of tensors <-> a flat list of tensors to send
+    stage_boundary.py       the start of a stage's autograd graph: collects the gradients of its inputs
+    backward.py             split backward (zero bubble): the input gradient now, the weight gradient later
+    recompute/              activation checkpointing
+"""
 
-__all__ = [
-    "Costs",
-    "LayerSpec",
-    "Op",
-    "PipelineModule",
-    "Program",
-    "Schedule",
-    "ScheduleError",
-    "TiedLayerSpec",
-    "Timeline",
-    "find_schedule",
-    "lower",
-    "make_schedule",
-]
+from ..grid.lazy import attach
 
-# (`verify`, `simulate` and `partition` are modules here; the front door has the first two as functions.)
-_HOME = {
-    "Costs": "simulate",
-    "LayerSpec": "spec",
-    "Op": "ops",
-    "PipelineModule": "module",
-    "Program": "passes",
-    "Schedule": "schedule",
-    "ScheduleError": "verify",
-    "TiedLayerSpec": "spec",
-    "Timeline": "simulate",
-    "find_schedule": "search",
-    "lower": "passes",
-    "make_schedule": "schedules",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that what needs no torch works where it is not installed.
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,19 +1,18 @@
-"""Split backward: the input gradient now, the weight gradient later (zero bubble: Qi et al. 2023, arXiv:2401.10241).
+"""Split backward for zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241): the weight gradient comes later.
 
 While a stage runs forward under ``SplitBackward``, each linear, convolution and embedding whose weight is a leaf
-becomes a node that, in the backward pass, returns the gradient of its input and queues what its weight's gradient
-needs: its input and the gradient of its output. ``Deferred.run`` does the queued work. Everything else a backward
-pass keeps is freed by then.
+becomes a node that, in the backward pass, returns the gradient of its input and queues the tensors that its weight
+gradient needs: its input and the gradient of its output. ``Deferred.run`` computes the queued weight gradients. All
+other tensors that the backward pass keeps are freed by then.
 
-It works at torch's function calls (``F.linear``, ``F.conv2d``, ``F.embedding``, ...), so for any module made of
-torch's layers and not only ours. Another function that a mode sees (``torch.overrides``) can say itself how it is
-split, by an attribute ``deferred``: the function again, told first where to queue (column-parallel products do, for
-their backward holds collectives). A weight used in another way (``x @ weight``, inside a recurrent layer or
-``nn.MultiheadAttention``, computed from other tensors) has its gradient at once, as ever: what is not split is not
-wrong, only not deferred.
+It works at torch's function calls (``F.linear``, ``F.conv2d``, ``F.embedding``, ...), so for any module made of torch's
+layers. Another function that ``torch.overrides`` sees can define its own split by an attribute ``deferred``: the same
+function with the queue as first argument (column-parallel products do, since their backward has collectives). A
+weight that is used in another way (``x @ weight``, in a recurrent layer or ``nn.MultiheadAttention``, or computed from
+other tensors) gets its gradient at once: it is correct, only not deferred.
 
-Under autocast a product's node casts as autocast does, in both halves alike. It keeps the weight as it is, and casts it
-once more in the backward pass: autograd would keep a narrow copy of every weight for every microbatch under way.
+Under autocast a product's node casts as autocast does, in both halves. It keeps the weight uncast and casts it
+again in the backward pass: autograd would keep a low-precision copy of every weight for every microbatch.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..grid.autocast import cast, product_dtype
+from ..grid.autograd import cast, product_dtype
 
 Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 
 
 class Deferred:
-    """The weight gradients that one backward pass has left to do, by parameter.
+    """Queue of the weight gradients of one backward pass, by parameter.
 
     Attributes:
-        collects: whether that pass runs now. At other times a layer differentiates something for itself (a
-            gradient penalty, a force), and its nodes return whole gradients.
+        collects: True while that backward pass runs. At other times a layer calls autograd itself (a gradient
+            penalty, a force), and its nodes return whole gradients.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Deferred:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """The stage's backward pass runs within. What it recomputes (checkpoints) is split as the forward was."""
+        """Return the context of the stage's backward pass. Layers that it recomputes are split as in the forward."""
         self.collects = True
         try:
             with SplitBackward(self):
@@ -55,7 +54,7 @@ class Deferred:
             self.collects = False
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether these parameters' gradients may wait: nothing but their ``.grad`` depends on them."""
+        """Return True if these parameters' gradients may be deferred: only their ``.grad`` depends on them."""
         if not torch.is_grad_enabled():
             return False
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
@@ -66,7 +65,7 @@ class Deferred:
         self._queue.setdefault(parameter, []).append(accumulate)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None, dy: Tensor, x: Callable[[], Tensor]) -> None:
-        """Queue a linear layer's dW = dyᵀ x and db = Σ dy; ``x`` is called when they are computed."""
+        """Queue a linear layer's dW = dyᵀ x and db = Σ dy; ``x()`` returns the input when they are computed."""
         gradients = _rows(dy)
         if weight.requires_grad:
             self.add(weight, lambda into: _add_product(into, gradients.T, _rows(x())))
@@ -75,10 +74,11 @@ class Deferred:
 
     @torch.no_grad()
     def run(self, target: Callable[[Tensor], Tensor | None], done: Callable[[Tensor], None]) -> None:
-        """Do what is queued.
+        """Compute the queued weight gradients.
 
         Args:
-            target: where a parameter's gradient accumulates; None is its ``.grad``.
+            target: function that returns the tensor in which a parameter's gradient accumulates, or None if it
+                accumulates in ``.grad``.
             done: called with each parameter after its last contribution.
         """
         while self._queue:
@@ -94,7 +94,7 @@ class Deferred:
 
 
 class SplitBackward(TorchFunctionMode):
-    """Within it, layers put their weight gradients off into ``deferred``."""
+    """Function mode in which layers queue their weight gradients in ``deferred``."""
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | No
     if not deferred.takes(input, weight, bias):
         return None
     dtype = product_dtype(input)
-    return _Linear.apply(deferred, cast(input, dtype), weight, bias, dtype)
+    return _SplitLinear.apply(deferred, cast(input, dtype), weight, bias, dtype)
 
 
 def _embedding(
@@ -133,7 +133,7 @@ def _embedding(
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return _Embedding.apply(deferred, input, weight, padding_idx)
+    return _SplitEmbedding.apply(deferred, input, weight, padding_idx)
 
 
 def _convolution(dims: int, transposed: bool) -> Callable[..., Tensor | None]:
@@ -156,7 +156,7 @@ def _convolution(dims: int, transposed: bool) -> Callable[..., Tensor | None]:
         extra = _each(options["output_padding"], dims)
         geometry = (*shape, transposed, extra, options["groups"])
         dtype = product_dtype(input)
-        return _Convolution.apply(deferred, cast(input, dtype), weight, bias, geometry, dtype)
+        return _SplitConvolution.apply(deferred, cast(input, dtype), weight, bias, geometry, dtype)
 
     return split
 
@@ -173,12 +173,12 @@ _SPLIT: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
-# Each node keeps its parameter beside the saved tensors: a checkpoint, or any other hook on those, hands back a copy,
-# which wants no gradient.
+# Each node keeps its parameter beside the saved tensors: a checkpoint, or any other hook on saved tensors, returns a
+# copy, which does not require a gradient.
 
 
-class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b, with dx = dy W at once and dW = dyᵀ x, db = Σ dy deferred."""
+class _SplitLinear(torch.autograd.Function):
+    """Linear layer y = x Wᵀ + b that computes dx = dy W at once and defers dW = dyᵀ x and db = Σ dy."""
 
     @staticmethod
     def forward(
@@ -204,8 +204,8 @@ class _Linear(torch.autograd.Function):
         return None, dx, None, None, None
 
 
-class _Embedding(torch.autograd.Function):
-    """Rows of W; their gradients are added to W's deferred."""
+class _SplitEmbedding(torch.autograd.Function):
+    """Embedding lookup of rows of W, whose gradients are added to dW later (deferred)."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
@@ -232,8 +232,11 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-class _Convolution(torch.autograd.Function):
-    """A convolution of 1 to 3 dims, transposed or not: torch's own backward, asked for one half at a time."""
+class _SplitConvolution(torch.autograd.Function):
+    """Convolution of 1 to 3 dims, transposed or not, whose weight gradient is deferred.
+
+    torch's own convolution backward is called twice: once for the input's gradient and once for the weight's.
+    """
 
     @staticmethod
     def forward(
@@ -274,7 +277,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """``into += a @ b``, in one pass where the dtypes are alike."""
+    """Compute ``into += a @ b``, in one kernel if the dtypes are equal."""
     if into.dtype == a.dtype:
         into.addmm_(a, b)
     else:

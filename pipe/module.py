@@ -1,4 +1,4 @@
-"""PipelineModule: a list of layers of which each rank builds only its own, under whole-model names."""
+"""PipelineModule: a model as a list of layers. Each rank builds the layers of its stages only."""
 
 from __future__ import annotations
 
@@ -14,64 +14,100 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.layout import rename
 from ..grid.random import Dropout, DropoutState, seeded
-from .dialect import grid_of, partition_of, seed_of
-from .meta import Placeholders, Put
-from .partition import boundaries, place
-from .recompute import Recompute
+from .deepspeed_arguments import grid_of, partition_of, seed_of
+from .partition import boundaries
+from .placeholders import Placeholders, Put
+from .program.placement import place
+from .recompute.recompute import Recompute
 from .spec import LayerSpec, TiedLayerSpec
 from .ties import Layer, Tie, find_ties, share, sources, typename
 
 
-class Placed(NamedTuple):
-    """A parameter of this rank, and what the data axis must know of it."""
+class LocalParameter(NamedTuple):
+    """A parameter that this rank holds, with what the data axis needs to place it in a bucket.
+
+    Attributes:
+        parameter: the parameter; a shard of it, if a tensor axis shards it.
+        layout: its name and shape in the whole model.
+        stages: the stages of this rank that use it.
+        layers: the layers that use it, each by its first index in the list.
+        tie: index into ``PipelineModule.ties`` if other ranks hold it too; None otherwise.
+        counted: True on the one rank of the pipe axis that counts it (in norms, in checkpoints).
+    """
 
     parameter: nn.Parameter
     layout: Layout
-    stages: tuple[int, ...]  # the stages of this rank that use it
-    layers: tuple[int, ...]  # the layers that use it, by their first place in the list
-    tie: int | None  # index into PipelineModule.ties, where other ranks hold it too
-    counted: bool  # whether this rank's stage is the one that counts it (a tie is counted once)
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    tie: int | None
+    counted: bool
+
+
+class LayerCall(NamedTuple):
+    """One entry of a stage's list, as ``run_stage`` calls it.
+
+    Attributes:
+        layer: the layer's first index in the list.
+        key: the layer's key in ``PipelineModule.layers``; None for a plain function.
+        function: function that is called as ``function(layer, x)``, or as ``function(x)`` without a key. If None, the
+            layer itself is called, ``layer(x)``.
+    """
+
+    layer: int
+    key: str | None
+    function: Any
 
 
 class PipelineModule(nn.Module):
     """A model as a list of layers, cut into stages along the pipe axis.
 
-    Each layer is called with one argument: what the layer before returned. A rank builds its own layers only,
-    each from random numbers that depend on ``seed`` and on the layer's place in the list, so every grid starts
-    from bitwise the same weights. Parameters go by whole-model names: ``layers.3.up.weight`` is in the fourth
-    entry of the list, wherever it runs.
+    Each layer is called with one argument: the output of the layer before. A rank builds the layers of its own stages
+    only, each from random numbers that depend on ``seed`` and on the layer's index in the list, so that every grid
+    starts from bitwise the same weights. Parameters have whole-model names: ``layers.3.up.weight`` belongs to the
+    fourth entry of the list, on whichever rank that runs.
 
-    A module listed twice, and the ``TiedLayerSpec`` s of one key, are one layer: built once, its weights the same
-    wherever it runs. So is a parameter that two listed modules share. (``[LayerSpec(...)] * 4`` is four layers.)
+    Tied layers: a module that is listed twice, and the ``TiedLayerSpec`` s of one key, are one layer. It is built once
+    and has the same weights on every rank that runs it. A parameter that two listed modules share is tied as well.
+    (``[LayerSpec(...)] * 4`` is four layers.)
 
     Args:
         layers: ``LayerSpec`` s, ``nn.Module`` s, and functions of one argument. Modules that are already built
             take rank 0's weights, as in DDP.
-        grid: by default ``Grid()``: every process a replica.
-        loss_fn: ``loss_fn(outputs, labels)`` returns a mean (every microbatch then weighs alike), or a pair
-            ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns that.
-        partition: where to cut: ``"parameters"`` (least largest stage; the default), ``"uniform"``, ``"type:REGEX"``,
-            or boundaries such as ``[0, 8, 16, 23, 30]``.
-        num_stages: in place of a grid: so many ranks on the pipe axis, the others are replicas.
-        topology: in place of a grid: a ``triax.Topology``, or one of DeepSpeed's.
+        grid: the grid of ranks; by default ``Grid()``: every process a replica.
+        loss_fn: ``loss_fn(outputs, labels)`` returns a mean (all microbatches then have the same weight), or a pair
+            ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns the loss.
+        partition: how to cut the list into stages: ``"parameters"`` (the default: the largest stage has as few
+            parameters as possible), ``"uniform"``, ``"type:REGEX"``, or boundaries such as ``[0, 8, 16, 23, 30]``.
+        num_stages: instead of a grid: the number of ranks of the pipe axis; the other ranks are replicas.
+        topology: instead of a grid: a ``triax.Topology``, or one of DeepSpeed's.
         partition_method: DeepSpeed's name of ``partition``.
         chunks: stages per rank of the pipe axis.
-        placement: the rank of each stage: ``"loop"`` deals them round, ``"v"`` goes to and fro, or a list. The
-            engine moves stages to where its schedule wants them, so this only saves building them twice.
-        seed: of the initial weights; by default 0. (The configuration's ``seed`` is that of data order and dropout.)
-        dtype: of parameters; None leaves what the layers make.
-        device: ``"meta"`` builds placeholders (NaN); ``triax.initialize``, or ``fill``, then builds one layer after
-            the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and a layer.
-        activation_checkpoint_interval: recompute groups of so many layers of a stage in the backward pass, instead of
-            keeping what they save for it; 0: none. The configuration's ``activation_checkpointing`` has more.
+        placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
+            stages to the ranks that its schedule asks for; the right placement here only saves building them twice.
+        seed: seed of the initial weights; by default 0. (The configuration's ``seed`` is for data order and dropout.)
+        dtype: dtype of the parameters; None leaves what the layers make.
+        device: ``"meta"`` builds placeholders (NaN). ``triax.initialize``, or ``fill``, then builds one layer after
+            the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and one layer.
+        activation_checkpoint_interval: recompute groups of this many layers of a stage in the backward pass, instead
+            of keeping their activations; 0: none. The configuration's ``activation_checkpointing`` has more options.
         checkpointable_layers: the classes of layers to recompute; by default all.
-        output_fn: applied to the last layer's output where ``eval_batch`` is asked for outputs, e.g. to gather
-            a vocabulary that is sharded.
-        others: DeepSpeed's ``seed_layers`` (layers are, always) and ``base_seed`` (another name of ``seed``).
+        output_fn: applied to the last layer's output when ``eval_batch`` returns outputs, e.g. to gather a sharded
+            vocabulary.
+        others: DeepSpeed's ``seed_layers`` (layers are always seeded) and ``base_seed`` (another name of ``seed``).
+
+    Attributes:
+        boundaries: stage ``s`` has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
+        placement: the rank of each stage.
+        layers: the modules of this rank's stages, by their first index in the list.
+        ties, tie_axes: the weights that several stages hold, and for each the axis of the ranks that hold it.
+        run_hook: if set, layers are called as ``run_hook(stage, layer, call, x)`` instead of ``call(x)``. ZeRO-3
+            gathers weights there.
+        prefetch_hook: if set, called with the layers that a recomputation will run. ZeRO-3 starts to gather them.
+        training_started: set by the engine, whose optimizer changes weights without their version counters.
 
     Raises:
-        ValueError: the layers cannot be cut so; the message says how they can.
-        TypeError: an argument that there is not, or that is DeepSpeed's and cannot act here.
+        ValueError: the list cannot be cut like this; the message says how it can.
+        TypeError: an unknown argument, or one of DeepSpeed's that cannot act here.
     """
 
     def __init__(
@@ -97,37 +133,43 @@ class PipelineModule(nn.Module):
         super().__init__()
         if device is not None and torch.device(device).type != "meta":
             raise ValueError(f"device={str(device)!r}: layers go to the grid's; pass device='meta' to build them later")
-        self.seed = seed = seed_of(seed, others, [*inspect.signature(PipelineModule).parameters][:-1])
-        partition = partition_of(partition, partition_method)
+        # The arguments, in triax's own terms.
+        self.seed = seed_of(seed, others, [*inspect.signature(PipelineModule).parameters][:-1])
+        method = partition_of(partition, partition_method)
         self.grid = grid_of(grid, num_stages, topology)
-        self.loss_fn, self.output_fn, self.dtype = loss_fn, output_fn, dtype
         self.chunks = chunks
         self.placement = place(placement, self.grid.pipe.size, chunks)
-        self._hollow = device is not None  # layers are built without their values until ``fill``
-        self._placeholders = Placeholders(self._new)
-        self.dropout_state = DropoutState(seed)
-        interval = self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.loss_fn = loss_fn
+        self.output_fn = output_fn
+        self.dtype = dtype
+        self.dropout_state = DropoutState(self.seed)
+        self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = checkpointable_layers
-        self.recompute = Recompute(self.grid, self.dropout_state, interval, layers=checkpointable_layers)
-        # Called, where it is set, as around(stage, layer, call, x) in place of call(x): ZeRO 3 gathers weights there.
-        self.around: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
-        # Called, where it is set, with layers that a recomputation will run: ZeRO 3 starts to gather them.
-        self.ahead: Callable[[Sequence[int]], None] | None = None
-        self.trained = False  # set by the engine, whose optimizer changes weights behind their version counters
+        self.recompute = Recompute(
+            self.grid, self.dropout_state, activation_checkpoint_interval, layers=checkpointable_layers
+        )
+        # Set by the engine.
+        self.run_hook: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
+        self.prefetch_hook: Callable[[Sequence[int]], None] | None = None
+        self.training_started = False
+        # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
         self._sources = sources(self._list)
         names = [typename(layer) for layer in self._list]
-        self.boundaries = boundaries(partition, len(self.placement), names, self._count)
-        self._synchronise_built()
-        self._runs = [[self._run(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
-        stages = [self._stage_of(index) for index in range(len(self._list))]
+        self.boundaries = boundaries(method, len(self.placement), names, self._parameter_counts)
+        self._broadcast_built_modules()
+        self._calls = [[self._call(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
+        stages = [stage for stage, (start, stop) in enumerate(pairwise(self.boundaries)) for _ in range(start, stop)]
         self.ties, self._shared = find_ties(self._list, self._sources, stages)
+        # The layers of this rank's stages.
+        self._on_meta = device is not None  # they are built without their values, until ``fill``
+        self._placeholders = Placeholders(self._build_layer)
         self.layers = nn.ModuleDict()
         self._build()
 
     @property
     def specs(self) -> list[Layer]:
-        """The list of layers, as it was given."""
+        """The whole model's list of layers as it was given, with those of other ranks."""
         return list(self._list)
 
     @property
@@ -137,38 +179,43 @@ class PipelineModule(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage, which reads the inputs."""
+        """True if this rank holds the first stage, which reads the inputs."""
         return self.placement[0] == self.grid.pipe.rank
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, which reads the labels."""
+        """True if this rank holds the last stage, which reads the labels."""
         return self.placement[-1] == self.grid.pipe.rank
 
+    @property
+    def has_placeholders(self) -> bool:
+        """True if weights of this rank are placeholders still (``device="meta"``, before ``fill``)."""
+        return bool(self._placeholders)
+
     def fill(self, put: Put | None = None) -> None:
-        """Build the layers of a model of ``device="meta"``, one after the other; nothing to do for any other.
+        """Build the layers of a model of ``device="meta"``, one after the other. Does nothing for other models.
 
         Args:
-            put: called as ``put(parameter, value)`` with each parameter's initial value; returns whether it was
-                kept elsewhere (a shard of it, say). None, or a value not kept: the parameter takes it.
+            put: called as ``put(parameter, value)`` with each parameter's initial value; returns True if it stored the
+                value elsewhere (a shard of it, for instance). None, or False: the parameter takes the value.
 
         Raises:
-            RuntimeError: see ``require_untouched``.
+            RuntimeError: a placeholder was given values before (``require_untouched``).
         """
         if put is None:
             self.require_untouched()
         self._placeholders.fill(self.layers, put or (lambda parameter, value: False))
-        self._hollow = False
+        self._on_meta = False
         if put is None:
-            self._remember()
+            self._record_checksums()
 
     def require_untouched(self) -> None:
-        """Refuse to go on with placeholders that somebody gave values.
+        """Check that no placeholder was given values, which ``fill`` would overwrite.
 
         Raises:
-            RuntimeError: those values would be lost.
+            RuntimeError: a placeholder was given values; the message names it.
         """
-        name = self._placeholders.disturbed(self.parameters())
+        name = self._placeholders.changed(self.parameters())
         if name is not None:
             raise RuntimeError(
                 f"{name} was changed while it was a placeholder, and its values would be lost: call model.fill() "
@@ -178,44 +225,39 @@ class PipelineModule(nn.Module):
     def run_stage(self, stage: int, x: Any) -> Any:
         """Run the layers of one of this rank's stages."""
         if self._placeholders:
-            raise RuntimeError("the weights are placeholders still: triax.initialize, or model.fill(), builds them")
+            raise RuntimeError("the weights are placeholders still: call model.fill(), or pass it to triax.initialize")
         for group in self.recompute.groups(self, stage):
             run = partial(self._run_layers, stage, group.start, group.stop)
-            ahead = partial(self.ahead, group.layers) if self.ahead is not None else None
-            x = self.recompute.run(group, run, x, ahead=ahead) if group.again else run(x)
+            prefetch = partial(self.prefetch_hook, group.layers) if self.prefetch_hook is not None else None
+            x = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
         return x
 
-    @property
-    def listed(self) -> list[Any]:
-        """The whole model's layers as they were given, those of other ranks too."""
-        return self._list
-
     def _run_layers(self, stage: int, start: int, stop: int, x: Any) -> Any:
-        layers, around = self.layers, self.around
-        for index, key, function in self._runs[stage][start:stop]:
+        """Run the layers ``start`` to ``stop`` of a stage."""
+        layers, hook = self.layers, self.run_hook
+        for index, key, function in self._calls[stage][start:stop]:
             if key is None:
                 x = function(x)
                 continue
             layer = layers[key]
             call = layer if function is None else partial(function, layer)
-            x = call(x) if around is None else around(stage, index, call, x)
+            x = call(x) if hook is None else hook(stage, index, call, x)
         return x
 
-    def held(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
-        """Those with parameters of the layers ``start`` to ``stop`` of one of this rank's stages, by their number."""
-        return [(index, self.layers[key]) for index, key, _ in self._runs[stage][start:stop] if key is not None]
+    def modules_of(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
+        """Return (index, module) of the layers ``start`` to ``stop`` of a stage of this rank, without functions."""
+        return [(index, self.layers[key]) for index, key, _ in self._calls[stage][start:stop] if key is not None]
 
     def typenames(self, stage: int) -> list[str]:
-        """The classes (and functions) of a stage's layers."""
+        """Return the names of the classes (and functions) of a stage's layers."""
         return [typename(layer) for layer in self._list[self.boundaries[stage] : self.boundaries[stage + 1]]]
 
     def layers_of(self, stage: int) -> list[int]:
-        """The layers with parameters that one of this rank's stages runs, in order, as ``around`` is told of them."""
-        indices = range(self.boundaries[stage], self.boundaries[stage + 1])
-        return [self._sources[i] for i in indices if isinstance(self._list[i], (LayerSpec, nn.Module))]
+        """Return the indices of a stage's modules, in order, as ``run_hook`` gets them."""
+        return [index for index, key, _ in self._calls[stage] if key is not None]
 
     def forward(self, x: Any) -> Any:
-        """The whole model, where this rank holds all of it; a pipeline is run by the engine."""
+        """Run the whole model, if this rank holds all of it. (A pipeline is run by the engine.)"""
         if self.grid.pipe.size > 1:
             raise RuntimeError(
                 f"the model is cut into {len(self.placement)} stages over {self.grid.pipe.size} ranks: run it with "
@@ -228,10 +270,10 @@ class PipelineModule(nn.Module):
         return self.dropout_state.end(x) if self.training else x
 
     def move(self, placement: Sequence[int]) -> None:
-        """Put the stages on other ranks, as a schedule wants them. Collective.
+        """Move the stages to the ranks of another placement, as a schedule asks for. Collective.
 
-        Layers that come to this rank are built as they would have been at first, so it is for models whose weights
-        are the initial ones still: before training, and before a checkpoint is loaded.
+        Layers that come to this rank are built from their seed, so this is for models that still have their initial
+        weights: before training, and before a checkpoint is loaded.
 
         Raises:
             RuntimeError: weights were changed since they were built.
@@ -239,9 +281,10 @@ class PipelineModule(nn.Module):
         if tuple(placement) == self.placement:
             return
         if self._placeholders:
-            changed = [name] if (name := self._placeholders.disturbed(self.parameters())) else []
+            changed = [name] if (name := self._placeholders.changed(self.parameters())) else []
         else:
-            changed = [name for name, p in self.named_parameters() if self.trained or _bits(p) != self._built.get(p)]
+            known = {} if self.training_started else self._checksums
+            changed = [name for name, p in self.named_parameters() if _checksum(p) != known.get(p)]
         flags = self.grid.pipe.all_gather_object(changed[:1])
         if any(flags):
             name = next(found[0] for found in flags if found)
@@ -256,67 +299,62 @@ class PipelineModule(nn.Module):
         self._placeholders.keep(self.parameters(), used)
         self._build()
 
-    def placed(self) -> list[Placed]:
-        """This rank's parameters, each once, in the order of the list."""
-        stages: dict[nn.Parameter, list[int]] = {}
-        layers: dict[nn.Parameter, list[int]] = {}
+    def local_parameters(self) -> list[LocalParameter]:
+        """Return this rank's parameters, each once, in the order of the list."""
+        stages: dict[nn.Parameter, dict[int, None]] = {}  # the inner dicts are ordered sets
+        layers: dict[nn.Parameter, dict[int, None]] = {}
         for stage in self.stages:
-            for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
-                if isinstance(self._list[index], (LayerSpec, nn.Module)):
-                    for parameter in self.layers[str(self._sources[index])].parameters():
-                        for users, user in ((stages, stage), (layers, self._sources[index])):
-                            used = users.setdefault(parameter, [])
-                            if user not in used:
-                                used.append(user)
+            for index, layer in self.modules_of(stage):
+                for parameter in layer.parameters():
+                    stages.setdefault(parameter, {})[stage] = None
+                    layers.setdefault(parameter, {})[index] = None
         keys = {tie.key: i for i, tie in enumerate(self.ties)}
-        placed = []
-        for parameter, used in stages.items():
+        found = []
+        for parameter in stages:
             layout = layout_of(parameter)
             tie = keys.get(layout.tie) if layout.tie is not None else None
             counted = True
             if tie is not None:
                 counted = self.placement[self.ties[tie].stages[0]] == self.grid.pipe.rank
                 tie = tie if self.tie_axes[tie] is not None else None
-            placed.append(Placed(parameter, layout, tuple(used), tuple(layers[parameter]), tie, counted))
-        return placed
+            found.append(
+                LocalParameter(parameter, layout, tuple(stages[parameter]), tuple(layers[parameter]), tie, counted)
+            )
+        return found
 
     def extra_repr(self) -> str:
-        """Which layers this rank holds."""
+        """Return the layers that this rank holds, for ``repr``."""
         cuts = [f"stage {s}: layers {self.boundaries[s]} to {self.boundaries[s + 1] - 1}" for s in self.stages]
         return "; ".join(cuts)
 
-    def _run(self, index: int) -> tuple[int, str | None, Any]:
-        """How a place of the list is run: its layer, the key of that in ``layers``, and the function to call."""
+    def _call(self, index: int) -> LayerCall:
         entry, source = self._list[index], self._sources[index]
         if not isinstance(entry, (LayerSpec, nn.Module)):
-            return source, None, entry
-        return source, str(source), entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
+            return LayerCall(source, None, entry)
+        return LayerCall(source, str(source), entry.forward_fn if isinstance(entry, TiedLayerSpec) else None)
 
-    def _stage_of(self, index: int) -> int:
-        return next(stage for stage, stop in enumerate(self.boundaries[1:]) if index < stop)
-
-    def _count(self) -> list[float]:
-        """The parameters of each layer (whole, not this rank's shard), counted on the meta device."""
+    def _parameter_counts(self) -> list[float]:
+        """Count the parameters of each layer (of the whole layer, not of this rank's shard), on the meta device."""
         counts: dict[int, float] = {}
         for index, entry in enumerate(self._list):
             if id(entry) in counts:
                 continue
             if isinstance(entry, LayerSpec):
-                layer: nn.Module | None = self._on_meta(index, "pass partition='uniform' or boundaries")
+                layer: nn.Module | None = self._build_on_meta(index, "pass partition='uniform' or boundaries")
             else:
                 layer = entry if isinstance(entry, nn.Module) else None
             parameters = layer.parameters() if layer is not None else ()
             counts[id(entry)] = float(sum(torch.Size(layout_of(p).shape).numel() for p in parameters))
         return [counts[id(entry)] for entry in self._list]
 
-    def _synchronise_built(self) -> None:
-        """Give modules that came built the weights of rank 0: each process made its own."""
+    def _broadcast_built_modules(self) -> None:
+        """Broadcast the weights of modules that the caller built from rank 0, because each process built its own."""
         if self.grid.size == 1:
             return
         for source, entry in enumerate(self._list):
             if isinstance(entry, nn.Module) and self._sources[source] == source:
                 for tensor in [*entry.parameters(), *entry.buffers()]:
-                    # A shard differs from one tensor rank to the next: take it from its own tensor rank.
+                    # Shards differ between tensor ranks: take a shard from a rank of the same tensor coordinate.
                     sharded = layout_of(tensor).sharded
                     axis = self.grid.joint("pipe", "data") if sharded else self.grid.world
                     data = tensor.detach().to(self.grid.device).contiguous()
@@ -324,16 +362,15 @@ class PipelineModule(nn.Module):
                     tensor.data.copy_(data)
 
     def _build(self) -> None:
-        """Build this rank's layers, share what they share, and give every parameter its whole-model name."""
+        """Build this rank's layers that are missing, and name their parameters as in the whole model."""
         self.recompute.forget()
         keys = {tie.key for tie in self.ties}
         for stage in self.stages:
-            for index in range(self.boundaries[stage], self.boundaries[stage + 1]):
-                source = self._sources[index]
+            for source in self._sources[self.boundaries[stage] : self.boundaries[stage + 1]]:
                 if isinstance(self._list[source], (LayerSpec, nn.Module)) and str(source) not in self.layers:
                     layer = self._make(source)
                     self.layers[str(source)] = layer
-                    if self._hollow and isinstance(self._list[source], LayerSpec):
+                    if self._on_meta and isinstance(self._list[source], LayerSpec):
                         self._placeholders.replace(source, layer, self.grid.device)
                     for attribute, parameter in layer.named_parameters():
                         name, key = self._shared.get((source, attribute), (f"layers.{source}.{attribute}", ""))
@@ -343,15 +380,25 @@ class PipelineModule(nn.Module):
                         if isinstance(module, Dropout):
                             module.bind(f"layers.{source}.{name}", self.dropout_state)
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
-        self._remember()
+        self._record_checksums()
 
-    def _remember(self) -> None:
-        """What tells `move` that weights are the initial ones still. (Their version counters do not see `p.data`.)"""
-        known = self.grid.pipe.size > 1 and not self._placeholders
-        self._built = {p: _bits(p) for p in self.parameters()} if known else {}
+    def _make(self, source: int) -> nn.Module:
+        """Build one layer, or its placeholders, with the parameters that it shares with others."""
+        entry = self._list[source]
+        on_meta = self._on_meta and isinstance(entry, LayerSpec)
+        layer = self._build_on_meta(source, "leave out device='meta'") if on_meta else self._build_layer(source)
+        if isinstance(entry, TiedLayerSpec):
+            for attribute in entry.tied_weight_attr:
+                name, _ = self._shared.get((source, attribute), ("", ""))
+                home = int(name.split(".")[1]) if name else source
+                if home != source:
+                    # A layer of another class owns this weight: take it from there, or build it as that layer does.
+                    owner = self.layers[str(home)] if str(home) in self.layers else self._make(home)
+                    share(owner, layer, attribute, self._list[home], entry)
+        return layer
 
-    def _new(self, source: int) -> nn.Module:
-        """Build one layer, the same on every rank that does."""
+    def _build_layer(self, source: int) -> nn.Module:
+        """Build one layer with its initial values, which depend on the seed and its index alone."""
         entry = self._list[source]
         if isinstance(entry, LayerSpec):
             with seeded(self.seed, f"layers.{source}"), torch.device("cpu"):
@@ -359,8 +406,11 @@ class PipelineModule(nn.Module):
         assert isinstance(entry, nn.Module)
         return entry.to(device=self.grid.device, dtype=self.dtype)
 
-    def _on_meta(self, index: int, otherwise: str) -> nn.Module:
-        """Build a layer without its values."""
+    def _build_on_meta(self, index: int, otherwise: str) -> nn.Module:
+        """Build a layer on the meta device, without values.
+
+        ``otherwise`` is the advice in the error message if the layer cannot be built on the meta device.
+        """
         spec = self._list[index]
         assert isinstance(spec, LayerSpec)
         try:
@@ -372,28 +422,18 @@ class PipelineModule(nn.Module):
             what = f"layer {index}, {spec}, cannot be built on the meta device"
             raise ValueError(f"{what} ({error}): {otherwise}") from error
 
-    def _make(self, source: int) -> nn.Module:
-        """Build one layer, or its placeholders, with the parameters that it shares."""
-        entry = self._list[source]
-        hollow = self._hollow and isinstance(entry, LayerSpec)
-        layer = self._on_meta(source, "leave out device='meta'") if hollow else self._new(source)
-        if isinstance(entry, TiedLayerSpec):
-            for attribute in entry.tied_weight_attr:
-                name, _ = self._shared.get((source, attribute), ("", ""))
-                home = int(name.split(".")[1]) if name else source
-                if home != source:
-                    # Another class's layer owns this weight: take it from there, or build it as it is built there.
-                    owner = self.layers[str(home)] if str(home) in self.layers else self._make(home)
-                    share(owner, layer, attribute, self._list[home], entry)
-        return layer
+    def _record_checksums(self) -> None:
+        """Record the initial weights for ``move``. (Their version counters do not see writes through ``p.data``.)"""
+        known = self.grid.pipe.size > 1 and not self._placeholders
+        self._checksums = {p: _checksum(p) for p in self.parameters()} if known else {}
 
     def _tie_axis(self, tie: Tie) -> Axis | None:
-        """The ranks that hold a tie; None where this rank does not, or holds all of it. Collective."""
+        """Return the axis of the ranks that hold a tie; None if this rank does not, or is the only one. Collective."""
         ranks = sorted({self.placement[stage] for stage in tie.stages})
         return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
 
 
-def _bits(parameter: Tensor) -> int:
-    """A number that changes when the parameter does: the sum of its elements' bits, read as integers."""
+def _checksum(parameter: Tensor) -> int:
+    """Sum the elements' bits, read as integers: a number that changes when the parameter does."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
     return int(parameter.detach().reshape(-1).view(words).sum(dtype=torch.int64))

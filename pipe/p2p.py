@@ -1,8 +1,8 @@
-"""The exchanges between stages: nests of tensors over one channel a boundary and direction.
+"""Point-to-point messages between stages: nests of tensors, over one channel for each boundary and direction.
 
-The first message of a kind brings its schema; from then on both ends know it, and only tensors travel. Messages
-of a kind are those of microbatches whose inputs look alike (shapes, dtypes, nest): the engine numbers the kinds
-at the start of each batch, so a receive can be posted before its message is sent.
+The first message of a kind carries its schema; later ones only tensors. A kind is a set of microbatches whose inputs
+have the same structure, shapes and dtypes. The engine numbers the kinds at the start of each batch, so that a
+receive can be posted before its message is sent.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ import torch
 from torch import Tensor
 
 from ..grid import Axis, Pending
-from .nest import Flat, Schema, TensorSpec
+from .module import PipelineModule
+from .schema import Flat, Schema, TensorSpec
 
 
 class Channel:
-    """One end of a boundary in one direction; both ends see its messages in the same order.
+    """One end of the connection between two stages in one direction. Messages arrive in the order of their sends.
 
     Args:
-        axis: the pipe axis, or a group of its own.
+        axis: the pipe axis, or a group of the two ranks.
         peer: the other end's rank on it.
-        tag: tells this channel from others between the same two ranks.
-        device: where tensors are received.
+        tag: number that distinguishes the channels between the same two ranks.
+        device: device of received tensors.
     """
 
     def __init__(self, axis: Axis, peer: int, tag: int, device: torch.device) -> None:
         self.axis, self.peer, self.tag, self.device = axis, peer, tag, device
         self.schemas: dict[Hashable, Schema] = {}
-        self.unposted: deque[Receive] = deque()  # receives whose buffers wait for a schema, in order
+        self.unposted: deque[Receive] = deque()  # receives that wait for a schema to allocate buffers, in order
         self._sending: deque[tuple[int, Pending, Tensor]] = deque()
 
     def send(self, value: Flat, kind: Hashable, microbatch: int) -> None:
         """Start sending a nest of tensors, as ``flatten`` gives it.
 
         Raises:
-            RuntimeError: the message does not look like the last one of its kind.
+            RuntimeError: the message differs from the last one of its kind in structure, shapes or dtypes.
         """
         tensors, schema = value
         known = self.schemas.get(kind)
@@ -49,75 +50,74 @@ class Channel:
         elif known != schema:
             change = f"changed from ({known}) to ({schema})"
             if str(known) == str(schema):
-                change = f"({schema}) changed in which tensors want a gradient"
+                change = f"({schema}) changed in which tensors require a gradient"
             raise RuntimeError(
-                f"what this stage sends on {change} while the inputs kept their shape. "
-                "The next stage has its buffers ready by then: return shapes that follow from the inputs' shapes, "
-                "or pad"
+                f"the output of this stage {change} while the inputs kept their shape. The next stage has "
+                "allocated its buffers already: return shapes that follow from the inputs' shapes, or pad"
             )
         self.send_tensors(tensors, microbatch)
 
     def send_tensors(self, tensors: list[Tensor], microbatch: int) -> None:
-        """Start sending tensors whose shapes the other end knows."""
+        """Start sending tensors; the other end has their shapes."""
         for tensor in tensors:
             if tensor.numel():
                 self._start(tensor.detach().resolve_conj().resolve_neg().contiguous(), microbatch)
 
-    def settle(self, microbatch: int) -> None:
-        """Let go of all that was sent up to a microbatch, once it has left.
+    def wait_sent(self, microbatch: int) -> None:
+        """Wait for the sends up to a microbatch, whose answer has arrived, and free their tensors.
 
-        A work of gloo's does not tell that it is done before it is waited for. So wait where the other end is
-        known to have received: its answer is here.
+        gloo does not report a send as done before it is waited for. This waits when the other end is known to have
+        received, so the wait is short.
         """
         while any(sent == microbatch for sent, _, _ in self._sending):
             self._sending.popleft()[1].wait()
 
     def limit(self, messages: int) -> None:
-        """Wait until at most so many of the sends are under way."""
+        """Wait until at most ``messages`` sends are pending."""
         while len(self._sending) > messages:
             self._sending.popleft()[1].wait()
 
     def abandon(self) -> None:
-        """Let go of everything under way: the other end is gone, or this rank failed."""
+        """Drop all pending messages: the other end is gone, or this rank failed."""
         self._sending.clear()
         self.unposted.clear()
 
     def _start(self, tensor: Tensor, microbatch: int) -> None:
-        # The tensor is kept with its work: it must live, unchanged, until it has left.
+        # The tensor is kept with its work: it must exist, unchanged, until it is sent.
         self._sending.append((microbatch, self.axis.send(tensor, self.peer, self.tag), tensor))
 
 
 class Receive:
-    """A message on its way: posted early where its shapes are known, waited for by the op that reads it.
+    """Receive of one message. It is posted early if the shapes are known; the op that reads the message waits for it.
 
     Args:
-        channel: where it comes from.
-        lookup: what its tensors look like; None while this end cannot know.
-        learn: reads that from the channel, where the message brings it along.
+        channel: the channel of the message.
+        known_specs: function that returns the specs of the message's tensors, or None while they are not known.
+        receive_schema: function that receives these specs if the message carries its schema.
     """
 
     def __init__(
         self,
         channel: Channel,
-        lookup: Callable[[], tuple[TensorSpec, ...] | None],
-        learn: Callable[[], object] | None = None,
+        known_specs: Callable[[], tuple[TensorSpec, ...] | None],
+        receive_schema: Callable[[], object] | None = None,
     ) -> None:
-        self._channel, self._lookup, self._learn = channel, lookup, learn
+        self._channel, self._known_specs, self._receive_schema = channel, known_specs, receive_schema
         self._posted: list[tuple[Pending | None, Tensor]] | None = None
         channel.unposted.append(self)
-        while channel.unposted and (specs := channel.unposted[0]._lookup()) is not None:
+        while channel.unposted and (specs := channel.unposted[0]._known_specs()) is not None:
             channel.unposted.popleft()._post(specs)
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
+        """Wait for the tensors and return them."""
         while self._posted is None:
-            # The messages of a channel come in order: those before this one must find their buffers first.
+            # The messages of a channel arrive in order: post the receives before this one first.
             first = self._channel.unposted.popleft()
-            specs = first._lookup()
+            specs = first._known_specs()
             if specs is None:
-                assert first._learn is not None  # shapes of gradients are known once the outputs were sent
-                first._learn()
-                specs = first._lookup()
+                assert first._receive_schema is not None  # (shapes of gradients are known when the outputs were sent)
+                first._receive_schema()
+                specs = first._known_specs()
                 assert specs is not None
             first._post(specs)
         try:
@@ -127,7 +127,7 @@ class Receive:
             return [tensor for _, tensor in self._posted]
         finally:
             # A work keeps its connection open. If this wait failed, no frame of the traceback may keep the work:
-            # the ranks that wait for this one learn from the closed connection.
+            # the closed connection tells the ranks that wait for this one.
             self._posted = work = None
 
     def _post(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -139,27 +139,48 @@ class Receive:
 
 
 def receive_value(channel: Channel, kind: Hashable) -> Receive:
-    """Receive what ``Channel.send`` sends."""
+    """Post the receive of a message of ``Channel.send``."""
 
-    def lookup() -> tuple[TensorSpec, ...] | None:
+    def known_specs() -> tuple[TensorSpec, ...] | None:
         schema = channel.schemas.get(kind)
         return None if schema is None else schema.tensors
 
-    def learn() -> None:
+    def receive_schema() -> None:
         length = torch.empty(1, dtype=torch.int64)
         channel.axis.receive(length, channel.peer, channel.tag).wait()
         data = torch.empty(int(length), dtype=torch.uint8)
         channel.axis.receive(data, channel.peer, channel.tag).wait()
         channel.schemas[kind] = Schema.decode(bytes(data.tolist()))
 
-    return Receive(channel, lookup, learn)
+    return Receive(channel, known_specs, receive_schema)
 
 
 def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Receive:
-    """Receive the gradients of what was sent on ``outputs``: one for each tensor that wants one."""
+    """Post the receive of the gradients of the tensors that were sent on ``outputs`` and require one."""
 
-    def lookup() -> tuple[TensorSpec, ...] | None:
+    def known_specs() -> tuple[TensorSpec, ...] | None:
         schema = outputs.schemas.get(kind)
         return None if schema is None else tuple(spec for spec in schema.tensors if spec.grad)
 
-    return Receive(channel, lookup)
+    return Receive(channel, known_specs)
+
+
+def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
+    """Return this rank's channels in one direction ('F' or 'B'), keyed by the stage after the boundary.
+
+    On gloo a tag distinguishes the channels between two ranks. NCCL has no tags, and runs the operations of a
+    communicator in order: there each channel has its own communicator, so that no channel waits for another.
+    """
+    grid, found = module.grid, {}
+    for stage in range(1, len(module.placement)):
+        ranks = module.placement[stage - 1], module.placement[stage]
+        if ranks[0] == ranks[1]:
+            continue
+        axis: Axis | None = grid.pipe
+        if grid.device.type == "cuda":
+            axis = grid.subgroup("pipe", sorted(ranks), purpose=f"{direction}{stage}")
+        if axis is not None and grid.pipe.rank in ranks:
+            other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]
+            peer = axis.ranks.index(grid.pipe.ranks[other])
+            found[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
+    return found

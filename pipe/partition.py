@@ -1,6 +1,6 @@
-"""Layers -> stages -> ranks: where to cut the list, and where each stage runs.
+"""Cut of the list of layers into stages. (program/placement.py gives each stage its rank.)
 
-Boundaries ``[0, 8, 16, 23, 30]`` mean that stage 0 has layers 0 to 7.
+Boundaries ``[0, 8, 16, 23, 30]``: stage 0 has layers 0 to 7, stage 1 has layers 8 to 15.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from .schedules import loop, zigzag
-
 
 def uniform(layers: int, parts: int) -> list[int]:
-    """Boundaries that give each part as many layers as any other, or one more (the first parts do).
+    """Return boundaries of parts with equal numbers of layers; the first parts have one more if they do not divide.
 
     >>> uniform(30, 4)
     [0, 8, 16, 23, 30]
@@ -25,9 +23,9 @@ def uniform(layers: int, parts: int) -> list[int]:
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Boundaries whose heaviest part is as light as any contiguous cut can make it, and no part empty.
+    """Return boundaries whose heaviest part is as light as possible, with no part empty.
 
-    Among those, the parts are as even as can be (the least sum of squares).
+    Among those, the parts are as even as possible (the least sum of squares).
 
     >>> balanced([5, 1, 1, 1, 1, 5], 3)
     [0, 1, 5, 6]
@@ -62,18 +60,18 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 def boundaries(
     method: str | Sequence[int], stages: int, typenames: Sequence[str], weights: Callable[[], Sequence[float]]
 ) -> list[int]:
-    """The boundaries that a ``PipelineModule``'s ``partition`` asks for.
+    """Return the boundaries for ``PipelineModule(partition=...)``.
 
     Args:
         method: ``"uniform"``, ``"parameters"``, ``"type:REGEX"`` (balances the layers whose class name matches,
             in any case), or the boundaries themselves.
-        stages: how many.
-        typenames: of each layer.
-        weights: counts the parameters of each layer; asked only for ``"parameters"``.
+        stages: number of stages.
+        typenames: the name of each layer's class.
+        weights: counts the parameters of each layer; called only for ``"parameters"``.
 
     Raises:
-        ValueError: fewer layers than stages, a method that does not exist, or boundaries that do not place every
-            layer exactly once.
+        ValueError: fewer layers than stages, an unknown method, or boundaries that do not place every layer exactly
+            once.
     """
     layers = len(typenames)
     if not isinstance(method, str):
@@ -92,30 +90,9 @@ def boundaries(
             )
         return balanced(matches, stages)
     raise ValueError(
-        f"partition={method!r} is not a way to cut: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
+        f"partition={method!r} is unknown: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
         f"as {uniform(layers, stages) if layers >= stages else [0, layers]}"
     )
-
-
-def place(placement: str | Sequence[int], pipe: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage.
-
-    >>> place("loop", 3, 2), place("v", 3, 2)
-    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
-    """
-    if chunks < 1:
-        raise ValueError(f"chunks={chunks}: a rank holds at least one stage")
-    if placement == "loop":
-        return loop(pipe, chunks)
-    if placement == "v":
-        return zigzag(pipe, chunks)
-    ranks = () if isinstance(placement, str) else tuple(placement)
-    if sorted(ranks) != sorted(loop(pipe, chunks)):
-        raise ValueError(
-            f"placement={placement!r} does not give each of {pipe} ranks {chunks} stages: use 'loop', 'v' or a list "
-            f"such as {list(loop(pipe, chunks))}"
-        )
-    return ranks
 
 
 def _explicit(cuts: list[int], stages: int, layers: int) -> list[int]:
@@ -130,10 +107,13 @@ def _explicit(cuts: list[int], stages: int, layers: int) -> list[int]:
 
 
 def _least_maximum(prefix: Sequence[float], parts: int) -> float:
-    """The least cap under which ``parts`` contiguous parts suffice: bisection, then steps down to the exact sum."""
+    """Return the smallest possible load of the heaviest part if the list is cut into ``parts`` parts.
+
+    The load is found by bisection, and then lowered to the exact sum of a part.
+    """
     low, high = prefix[-1] / parts, prefix[-1]
     best = _heaviest(prefix, parts, high)
-    assert best is not None  # everything fits under the whole
+    assert best is not None  # everything fits under the total
     for _ in range(64):
         middle = (low + high) / 2
         if not low < middle < high:
@@ -149,7 +129,7 @@ def _least_maximum(prefix: Sequence[float], parts: int) -> float:
 
 
 def _heaviest(prefix: Sequence[float], parts: int, cap: float) -> float | None:
-    """Fill each part up to the cap: the heaviest part's load, or None if ``parts`` parts do not suffice."""
+    """Fill each part up to the cap. Return the heaviest part's load; None if ``parts`` parts do not suffice."""
     start = 0
     heaviest = 0.0
     for _ in range(parts):

@@ -1,4 +1,4 @@
-"""LayerSpec: a layer not built yet, so that each rank builds only its own."""
+"""LayerSpec, TiedLayerSpec: descriptions of layers, so that each rank builds only the layers that it runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..grid import Grid
 
 
 class LayerSpec:
-    """A layer to be built where it runs: ``LayerSpec(nn.Linear, 64, 256)``.
+    """Description of a layer, which is built on the rank that runs it: ``LayerSpec(nn.Linear, 64, 256)``.
 
     Args:
         cls: the class of the layer, or any callable that returns an ``nn.Module``. If it takes a keyword
             ``grid`` that is not among ``kwargs``, it gets the grid of the ``PipelineModule`` that builds it.
-        args, kwargs: handed to ``cls``.
+        args, kwargs: arguments of ``cls``.
     """
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class LayerSpec:
 
     @property
     def typename(self) -> str:
-        """The class's name, which ``partition="type:REGEX"`` matches."""
+        """Name of the class, which ``partition="type:REGEX"`` matches."""
         return getattr(self.cls, "__name__", type(self.cls).__name__)
 
     def __repr__(self) -> str:
@@ -49,16 +49,16 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose weights are shared by all the specs of the same key, wherever they run.
+    """Description of a layer that shares weights with all specs of the same key, on any rank.
 
-    Specs of one key and one class are one layer, with all its parameters: built from the first spec, run by
+    Specs of one key and one class are one layer with all its parameters: built from the first spec, and run by
     each spec's own ``forward_fn``. Specs of one key and different classes (an embedding and a linear head) are
-    layers of their own that share the parameters named by ``tied_weight_attr``.
+    different layers that share the parameters named by ``tied_weight_attr``.
 
     Args:
-        key: names the tie.
+        key: name of the tie.
         cls, args, kwargs: as in ``LayerSpec``.
-        forward_fn: called as ``forward_fn(layer, x)`` instead of ``layer(x)`` at this place of the list.
+        forward_fn: called as ``forward_fn(layer, x)`` instead of ``layer(x)`` at this index of the list.
         tied_weight_attr: the parameter (or several) that layers of different classes share.
     """
 
@@ -81,5 +81,5 @@ def _takes_grid(cls: Callable[..., Any]) -> bool:
     try:
         return "grid" in inspect.signature(cls).parameters
     except ValueError:
-        # Some classes written in C have no signature; none of them knows our grid.
+        # Some classes written in C have no signature; none of them takes a grid.
         return False

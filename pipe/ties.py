@@ -1,4 +1,4 @@
-"""Which places of the list are one layer, and which weights several stages hold: found from the list alone."""
+"""Tied layers and weights of a list of layers: entries that are one layer, and weights that several stages hold."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ Layer = LayerSpec | nn.Module | Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Tie:
-    """Weights that several stages hold."""
+    """Weights that several stages hold.
+
+    Attributes:
+        key: name of the tie.
+        stages: the stages that hold them, ascending.
+    """
 
     key: str
     stages: tuple[int, ...]
 
 
 def sources(layers: Sequence[Layer]) -> list[int]:
-    """For each place in the list, the first place of the same layer: its own, unless it is tied or listed twice.
+    """Return for each entry the index of the first entry that is the same layer: its own, unless tied or listed twice.
 
     Raises:
-        TypeError: an entry is no layer.
+        TypeError: an entry is not a layer.
         ValueError: the list is empty, specs of one key differ, or a module has no values.
     """
     found = []
@@ -42,7 +47,7 @@ def sources(layers: Sequence[Layer]) -> list[int]:
             if (home.args, home.kwargs) != (entry.args, entry.kwargs):
                 raise ValueError(
                     f"layers {seen[identity]} and {index} have the key {entry.key!r} and are one layer, but their "
-                    f"arguments differ: {home} and {entry}. Make them alike, or give another key"
+                    f"arguments differ: {home} and {entry}. Give them equal arguments, or different keys"
                 )
         elif isinstance(entry, nn.Module):
             identity = ("module", id(entry))
@@ -60,23 +65,24 @@ def sources(layers: Sequence[Layer]) -> list[int]:
 def find_ties(
     layers: Sequence[Layer], sources: Sequence[int], stages: Sequence[int]
 ) -> tuple[list[Tie], dict[tuple[int, str], tuple[str, str]]]:
-    """The ties between stages, and for each shared parameter (source, attribute) its whole name and its key.
+    """Return the ties between stages, and for each shared parameter (source, attribute) its name and its tie's key.
 
     Args:
-        layers: the list.
-        sources: of each place, as ``sources`` finds them.
-        stages: of each place.
+        layers: the list of layers.
+        sources: for each entry, the first index of its layer (see the function ``sources``).
+        stages: for each entry, its stage.
     """
     holders: dict[str, set[int]] = {}  # key -> stages
     shared: dict[tuple[int, str], tuple[str, str]] = {}
     first: dict[str, int] = {}  # TiedLayerSpec's key -> the first source
-    owner: dict[int, tuple[int, str]] = {}  # a built module's parameter -> where it stood first
+    owner: dict[int, tuple[int, str]] = {}  # id of a built module's parameter -> its first (source, attribute)
     for entry, source, stage in zip(layers, sources, stages, strict=True):
         if isinstance(entry, (LayerSpec, nn.Module)):
             holders.setdefault(f"layers.{source}", set()).add(stage)
         if isinstance(entry, TiedLayerSpec):
             home = first.setdefault(entry.key, source)
-            if any(sources[i] != home for i, e in enumerate(layers) if _has_key(e, entry.key)):
+            holding = (i for i, e in enumerate(layers) if isinstance(e, TiedLayerSpec) and e.key == entry.key)
+            if any(sources[i] != home for i in holding):
                 for attribute in entry.tied_weight_attr:
                     name = f"layers.{home}.{attribute}"
                     shared[source, attribute] = (name, name)
@@ -86,7 +92,7 @@ def find_ties(
                 if home != source:
                     name = f"layers.{home}.{original}"
                     shared[source, attribute] = shared[home, original] = (name, name)
-    # A shared parameter is wherever any of its layers is, and each of those may be listed several times.
+    # A shared parameter is held by all stages of all its layers, and each layer may be listed several times.
     for (source, _), (name, _) in shared.items():
         holders.setdefault(name, set()).update(holders[f"layers.{source}"])
     return [Tie(key, tuple(sorted(held))) for key, held in holders.items() if len(held) > 1], shared
@@ -105,17 +111,13 @@ def share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entry
     if layout_of(theirs).shape != layout_of(ours).shape or theirs.shape != ours.shape:
         raise ValueError(
             f"{home} and {entry} tie {attribute!r} of shapes {tuple(theirs.shape)} and {tuple(ours.shape)}: "
-            "they must be alike"
+            "the shapes must be equal"
         )
     setattr(layer, attribute, theirs)
 
 
 def typename(layer: Layer) -> str:
-    """The class's or the function's name, which ``partition="type:REGEX"`` matches."""
+    """Return the name of the class or function, which ``partition="type:REGEX"`` matches."""
     if isinstance(layer, LayerSpec):
         return layer.typename
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
-
-
-def _has_key(entry: Layer, key: str) -> bool:
-    return isinstance(entry, TiedLayerSpec) and entry.key == key

@@ -1,33 +1,16 @@
-"""The south wing: one layer's math shared out over the tensor axis."""
+"""Tensor parallelism: layers whose weights are sharded over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053).
 
-from __future__ import annotations
+regions.py: pairs of forward and backward collectives (copy / all-reduce, gather / split, ...).
+linear.py: ``ColumnParallelLinear``, ``RowParallelLinear``.
+column.py: matrix product of column-parallel layers, with collectives that overlap the weight gradients.
+embedding.py: ``VocabParallelEmbedding``, ``VocabParallelHead``, ``gather_logits``.
+cross_entropy.py: cross entropy of logits whose vocabulary is sharded.
+norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
+parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.
+plans.py: sharding styles that a plan for ``parallelize`` can name, and plans for GPT-2, Llama, Qwen and BERT.
+sharded.py: sharded layers with which ``parallelize`` replaces plain layers.
+"""
 
-from .cross_entropy import vocab_parallel_cross_entropy
-from .embedding import VocabParallelEmbedding, VocabParallelHead, gather_logits
-from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import LayerNorm, RMSNorm
-from .regions import (
-    all_reduce_copy,
-    copy_all_reduce,
-    gather_reduce_scatter,
-    gather_split,
-    reduce_scatter_gather,
-    split_gather,
-)
+from ..grid.lazy import attach
 
-__all__ = [
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "RMSNorm",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "all_reduce_copy",
-    "copy_all_reduce",
-    "gather_logits",
-    "gather_reduce_scatter",
-    "gather_split",
-    "reduce_scatter_gather",
-    "split_gather",
-    "vocab_parallel_cross_entropy",
-]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

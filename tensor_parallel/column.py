@@ -1,4 +1,4 @@
-"""The product of column-parallel layers, its collectives overlapped with its weight gradients.
+"""Matrix product of column-parallel layers, with collectives that overlap the computation of the weight gradients.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3; from sequence shards, Korthikanti et al. 2022, arXiv:2205.05198,
 section 4.2.2. Backward, in this order on every rank:
@@ -11,8 +11,8 @@ section 4.2.2. Backward, in this order on every rank:
     dW = dy^T x, db = sum dy          dW = dy^T x, db = sum dy
     wait for dx                       wait for dx
 
-What is kept from the forward is the input as it came: under sequence parallelism the shard. Several layers may share
-an input (queries, and keys with values): it is gathered once, and its gradient reduced once.
+The forward pass saves the input as it was given, which under sequence parallelism is the shard. Several layers may have
+a common input (for example queries and key/values). It is then gathered once, and its gradient is reduced once.
 """
 
 from __future__ import annotations
@@ -27,50 +27,48 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..grid.autocast import cast, product_dtype
-from ..grid.axis import Axis
+from ..grid.autograd import cast, product_dtype
+from ..grid.comm.axis import Axis
 from .regions import begin, border
-
-__all__ = ["column_linear", "column_linears"]
 
 Weights = Sequence[tuple[Tensor, Tensor | None]]  # (n, K) and (n,) of each layer, this rank's
 
 
 class Later(Protocol):
-    """Where a split backward (of whoever runs the model) puts weight gradients off to.
+    """Queue of deferred weight gradients, for zero bubble schedules, which split the backward pass.
 
     Attributes:
-        collects: whether the pass that does so runs now.
+        collects: True while a backward pass runs that defers weight gradients.
     """
 
     collects: bool
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether this product's weight gradient may wait."""
+        """True if the weight gradient of this product may be deferred."""
 
     def add_linear(self, weight: Tensor, bias: Tensor | None, dy: Tensor, x: Callable[[], Tensor]) -> None:
-        """Queue dW = dy^T x and db = sum dy; ``x`` is called when they are computed."""
+        """Queue dW = dy^T x and db = sum dy. ``x()`` is called for the input when these gradients are computed."""
 
 
 class _ColumnLinears:
     __name__ = "column_linears"
 
     def __call__(self, x: Tensor, weights: Weights, axis: Axis, sequence_parallel: bool = False) -> list[Tensor]:
-        """``F.linear`` of an input that every rank multiplies by weights of its own, for each of some layers.
+        """Compute ``F.linear(x, weight, bias)`` for several column-parallel layers that share the input x.
 
-        A ``TorchFunctionMode`` sees this call, as it sees ``F.linear``, and may make ``deferred`` of it.
+        A ``TorchFunctionMode`` intercepts this call, as it intercepts ``F.linear``, and may call ``deferred`` instead.
 
         Args:
-            x: (..., K), the same on every rank; with ``sequence_parallel`` (B, T / t, K), a shard of dim 1.
-            weights: of each layer (n, K), and (n,) or None: this rank's.
-            axis: the ranks that share the outputs.
-            sequence_parallel: gather x along dim 1 first.
+            x: (..., K), equal on every rank; with ``sequence_parallel``, this rank's shard of dim 1, (B, T / t, K).
+            weights: for each layer, this rank's shard of the weight, (n, K), and of the bias, (n,) or None.
+            axis: the ranks that shard the outputs.
+            sequence_parallel: gather x along dim 1 before the product.
 
         Returns:
-            For each layer (..., n), or (B, T, n).
+            The outputs of each layer, (..., n); with ``sequence_parallel``, (B, T, n).
 
         Raises:
-            ValueError: with ``sequence_parallel``, x has no dim 1 beside its last.
+            ValueError: with ``sequence_parallel``, x has fewer than three dims.
         """
         if axis.size == 1:
             return [F.linear(x, weight, bias) for weight, bias in weights]
@@ -85,7 +83,10 @@ class _ColumnLinears:
     def deferred(
         self, later: Later, x: Tensor, weights: Weights, axis: Axis, sequence_parallel: bool
     ) -> list[Tensor] | None:
-        """The same, weight gradients put off into ``later``; None where none of them may be."""
+        """Compute the outputs as ``__call__`` does, but queue the weight gradients in ``later``.
+
+        Returns None, without a computation, if no weight gradient may be deferred.
+        """
         laters = [later if later.takes(x, *pair) else None for pair in weights]
         if not any(laters):
             return None
@@ -98,7 +99,7 @@ column_linears = _ColumnLinears()
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
 ) -> Tensor:
-    """``column_linears`` of one layer."""
+    """Compute ``F.linear`` of one column-parallel layer; arguments as for ``column_linears``."""
     return column_linears(x, [(weight, bias)], axis, sequence_parallel)[0]
 
 
@@ -111,9 +112,10 @@ def _products(
 
 
 class _Products(torch.autograd.Function):
-    """y = enter(x) W^T + b for each W and b, where ``enter`` is f (a copy) or g (a gather).
+    """Autograd function y = enter(x) W^T + b for each W and b, where ``enter`` is f (a copy) or g (a gather).
 
-    Weights are cast to ``dtype``, if there is one, here and in the backward pass: what is kept is the weights.
+    If ``dtype`` is given, the weights are cast to it in the forward and again in the backward pass, so that only the
+    weights themselves are saved and not the casts.
     """
 
     @staticmethod
@@ -142,13 +144,13 @@ class _Products(torch.autograd.Function):
         weights = [cast(weight, ctx.dtype) for weight in saved]
         needs_x, _, _, _, _, *needs = ctx.needs_input_grad
         enter, leave = ("gather", "reduce_scatter") if ctx.sequence_parallel else ("copy", "all_reduce")
-        if torch.is_grad_enabled():  # to be differentiated again: the same in differentiable steps, none overlapped
+        if torch.is_grad_enabled():  # to be differentiated again: differentiable steps, without overlap
             dx = border(leave, enter, _dx(dys, weights), axis, 1) if needs_x else None
             whole = border(enter, leave, x, axis, 1) if any(needs[::2]) else None
             return dx, None, None, None, None, *_dweights(dys, whole, needs)
 
         x = x.detach()
-        again = cache(lambda: begin(enter, x, axis, 1)())  # once for all layers that put it off
+        again = cache(lambda: begin(enter, x, axis, 1)())  # once for all layers that defer their gradient
         for i, later in enumerate(ctx.laters):
             if later is not None and later.collects:
                 later.add_linear(*ctx.pairs[i], dys[i], again)
@@ -160,14 +162,18 @@ class _Products(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``, but never a view, as it may return with a bias: a function's views refuse in-place changes."""
+    """Compute ``F.linear`` into a tensor that is no view.
+
+    ``F.linear`` with a bias may return a view, and torch forbids in-place changes of views that an autograd function
+    returns.
+    """
     y = F.linear(x, weight, bias)
     whole: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y._base, y.shape)
     return whole
 
 
 def _dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The sum of dy W over the layers: (..., K)."""
+    """Return the gradient of the shared input, which is the sum of dy W over the layers: (..., K)."""
     total = _rows(dys[0]) @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
         total = torch.addmm(total, _rows(dy), weight)
@@ -175,7 +181,7 @@ def _dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 def _dweights(dys: Sequence[Tensor], x: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """dy^T x and sum dy of each layer, where they are needed."""
+    """Return dW = dy^T x and db = sum dy of each layer, with None for gradients that are not needed."""
     found: list[Tensor | None] = []
     for dy, needs_weight, needs_bias in zip(dys, needs[::2], needs[1::2]):
         found.append(_rows(dy).T @ _rows(x) if needs_weight and x is not None else None)

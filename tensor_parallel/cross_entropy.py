@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is sharded over the tensor axis: no rank ever sees all of them.
+"""Cross entropy of logits whose vocabulary is sharded over the tensor axis, without gathering the logits.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3; label smoothing as Szegedy et al. 2015, arXiv:1512.00567,
 section 7, over the whole vocabulary. With z the logits, y the label, K the vocabulary's size and s the
@@ -7,9 +7,9 @@ smoothing,
     loss     = log sum_k exp z_k  -  (1 - s) z_y  -  s / K sum_k z_k
     gradient = softmax(z)_k  -  (1 - s) [k = y]  -  s / K
 
-The sums over k are each rank's own, then all-reduced: one all-reduce for the maximum (for stability), one for
-all the sums at once. The gradient needs none. Kept for the backward: the logits as they came (no copy) and
-one number a row; the softmax is computed again in place of storing it.
+Each rank computes the sums over its own k, and the sums are then all-reduced. There are two all-reduces: one for the
+maximum (for numerical stability) and one for all the sums at once. The gradient needs no communication. The logits
+(without a copy) and one number per row are saved for the backward pass, which recomputes the softmax from them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grid import Grid
-from ..grid.axis import Axis
+from ..grid.comm.axis import Axis
 from .embedding import check_ids, vocabulary_range
-
-__all__ = ["vocab_parallel_cross_entropy"]
 
 # Rows are worked through in blocks of about this many logits: temporaries in float32 stay small beside logits
 # in bfloat16, and on a CPU in cache (0.5 to 0.65 of F.cross_entropy's time at V = 50,257; 1.2 at V = 256).
@@ -43,25 +41,26 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """``F.cross_entropy`` over sharded logits; the same value on every tensor rank.
+    """Compute ``F.cross_entropy`` of sharded logits, with an equal result on every tensor rank.
 
     Args:
-        logits: (..., V_local), this rank's, of rows ``split(vocab_size, t, tensor rank)``. Never written to.
-        labels: integers (...), the same on every tensor rank.
-        grid: its tensor axis shards the vocabulary.
-        vocab_size: V, the whole vocabulary.
-        ignore_index: labels with this value count neither in the loss nor in the mean.
+        logits: (..., V_local), the logits of this rank's ids ``split(vocab_size, t, tensor rank)``. They are not
+            modified.
+        labels: integers (...), equal on every tensor rank.
+        grid: grid whose tensor axis shards the vocabulary.
+        vocab_size: V, the size of the whole vocabulary.
+        ignore_index: label value that counts neither in the loss nor in the mean.
         label_smoothing: s in [0, 1], spread over the whole vocabulary.
         reduction: ``mean`` over the labels that count (nan if there are none, as in torch), ``sum``,
             ``none``.
 
     Returns:
-        () or, with ``none``, (...): in the logits' dtype, but float32 for float16 and bfloat16, whose sums
-        would be too coarse. It differentiates once.
+        The loss, of shape () or, with ``none``, (...). The dtype is the logits', but float32 for float16 and bfloat16
+        logits, because sums in these dtypes are too inaccurate. Second derivatives are not supported.
 
     Raises:
-        ValueError: shapes that do not fit each other or the vocabulary, or a smoothing outside [0, 1].
-        IndexError: a label outside [0, V) that is not ``ignore_index``; on CUDA a device-side assertion.
+        ValueError: the shapes do not fit each other or the vocabulary, or the smoothing is outside [0, 1].
+        IndexError: a label other than ``ignore_index`` is outside [0, V). On CUDA this is a device-side assertion.
     """
     axis = grid.tensor
     start, stop = vocabulary_range(vocab_size, axis.rank, axis.size)
@@ -87,7 +86,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(N, V_local) logits -> (N,) losses; 0 where the label does not count."""
+    """Autograd function from logits (N, V_local) to losses (N,); the loss is 0 for labels that are ignored."""
 
     @staticmethod
     def forward(
@@ -144,12 +143,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _owned(labels: Tensor, counts: Tensor, start: int, length: int) -> Tensor:
-    """(N,): which labels count and lie in this rank's part of the vocabulary."""
+    """Return the mask (N,) of the labels that count and lie in this rank's shard of the vocabulary."""
     return counts & (labels >= start) & (labels < start + length)
 
 
 def _at_label(z: Tensor, labels: Tensor, mine: Tensor) -> Tensor:
-    """(n,): each row's value at its label; 0 where that is another rank's."""
+    """Return each row's logit at its label, (n,), with 0 for labels in another rank's shard of the vocabulary."""
     at = labels.masked_fill(~mine, 0)[:, None]
     return z.gather(1, at)[:, 0].masked_fill(~mine, 0.0)
 

@@ -1,41 +1,43 @@
-"""The vocabulary sharded over the tensor axis: embedding, and the head that it is tied to or not.
+"""Layers with a vocabulary sharded over the tensor axis: the embedding and the output layer (head), tied or not.
 
-Shoeybi et al. 2019, arXiv:1909.08053, section 3. A vocabulary of any size is shared out by
-``grid.layout.split``, to within one row: no parameter has rows that only pad.
+Shoeybi et al. 2019, arXiv:1909.08053, section 3. ``grid.ranges.split`` shards a vocabulary of any size so that the
+numbers of rows per rank differ by at most one. The weights therefore have no padding rows.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.layout import Layout, split
+from ..grid.layout import Layout
 from ..grid.random import Normal, Uniform
+from ..grid.ranges import split
 from .column import column_linear
-from .linear import _default, reduced, sharded_parameter
+from .linear import ColumnParallelLinear, reduced, sharded_parameter
 from .regions import gather_split
-
-__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "gather_logits"]
 
 
 class VocabParallelEmbedding(nn.Module):
     """``nn.Embedding`` with the vocabulary sharded over the tensor axis.
 
-    Each rank looks up the ids that it owns and puts zeros for the others; the sum over the ranks is the
-    embedding. On a grid with tensor=1 it is ``nn.Embedding``.
+    Each rank looks up the ids of its own rows and returns zeros for other ids. The sum over the ranks is the embedding.
+    On a grid with tensor=1 the layer computes what ``nn.Embedding`` does.
 
     Args:
-        num_embeddings: V, the whole vocabulary: any size of at least the tensor axis's.
-        embedding_dim: D.
-        grid: its tensor axis shards the vocabulary.
-        sequence_parallel: leave on each rank its shard of the sequence (dim 1); ``attend`` takes such shards.
-        init: distribution of the weight; by default ``nn.Embedding``'s, N(0, 1).
-        device, dtype: of the weight, as for ``nn.Embedding``.
+        num_embeddings: V, the size of the whole vocabulary, at least the size of the tensor axis.
+        embedding_dim: D, the width of an embedding vector.
+        grid: grid whose tensor axis shards the vocabulary.
+        sequence_parallel: return on each rank only its shard of the sequence (dim 1); ``attend`` then takes such
+            shards as input.
+        init: distribution of the initial weight; by default that of ``nn.Embedding``, N(0, 1).
+        device, dtype: device and dtype of the weight, as for ``nn.Embedding``.
 
     Attributes:
-        weight: (V_local, D): rows ``split(V, t, tensor rank)`` of the whole.
+        weight: (V_local, D), rows ``split(V, t, tensor rank)`` of the whole weight.
 
     Shape:
         integers (...), the same on every tensor rank -> (..., D), the same on every tensor rank.
@@ -69,7 +71,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sharded_parameter(layout, init, self.axis.rank, self.axis.size, device, dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of these ids: see Shape."""
+        """Look up the embedding vectors of the ids; the shapes are in the class's docstring."""
         check_ids(ids, self.num_embeddings, "token id")
         if self.axis.size == 1:
             return F.embedding(ids, self.weight)
@@ -78,34 +80,35 @@ class VocabParallelEmbedding(nn.Module):
         return reduced(rows.masked_fill(foreign[..., None], 0.0), self.axis, self.sequence_parallel)
 
     def attend(self, x: Tensor) -> Tensor:
-        """The weight as an output layer (Press and Wolf 2017, arXiv:1608.05859): the tied head.
+        """Compute logits with the embedding's weight as a tied output layer (Press and Wolf 2017, arXiv:1608.05859).
 
         Args:
             x: (..., D), the same on every tensor rank; with ``sequence_parallel``, (B, T / t, D).
 
         Returns:
-            (..., V_local): this rank's logits; ``gather_logits`` gives all of them.
+            This rank's shard of the logits, (..., V_local). ``gather_logits`` gathers the shards of all ranks.
         """
         return column_linear(x, self.weight, None, self.axis, self.sequence_parallel)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows: whole sizes, and the number of shards."""
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tensor={self.axis.size}"
 
 
-class VocabParallelHead(nn.Module):
-    """An output layer of its own weight, column-parallel over a vocabulary of any size.
+class VocabParallelHead(ColumnParallelLinear):
+    """Output layer with its own weight: a ``ColumnParallelLinear`` over a vocabulary of any size.
 
-    ``ColumnParallelLinear`` but for the sizes: rows are shared out unevenly where they must be.
+    If the tensor axis does not divide the vocabulary, some ranks have one row more than others.
 
     Args:
-        in_features: D.
-        vocab_size: V, of at least the tensor axis's size.
-        bias: whether to add one, sharded as the vocabulary is.
-        grid: its tensor axis shards the vocabulary.
-        sequence_parallel: the input is this rank's shard of the sequence (dim 1), and is gathered here.
-        init: distribution of the weight; by default ``nn.Linear``'s. The bias takes ``nn.Linear``'s.
-        device, dtype: of the parameters.
+        in_features: D, the width of the input.
+        vocab_size: V, the size of the vocabulary, at least the size of the tensor axis.
+        bias: add a bias, sharded like the vocabulary.
+        grid: grid whose tensor axis shards the vocabulary.
+        sequence_parallel: the input is this rank's shard of the sequence (dim 1), and the layer gathers it.
+        init: distribution of the initial weight; by default that of ``nn.Linear``. The initial bias always has
+            ``nn.Linear``'s distribution.
+        device, dtype: device and dtype of the parameters.
 
     Attributes:
         weight: (V_local, D).
@@ -131,47 +134,35 @@ class VocabParallelHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.axis = grid.tensor
-        self.in_features, self.vocab_size = in_features, vocab_size
-        self.sequence_parallel = sequence_parallel
-        rank, size = self.axis.rank, self.axis.size
-        vocabulary_range(vocab_size, rank, size)
-        layout = Layout((vocab_size, in_features), shard_dim=0)
-        self.weight = sharded_parameter(layout, init or _default(in_features), rank, size, device, dtype)
-        self.bias = None
-        if bias:
-            layout = Layout((vocab_size,), shard_dim=0)
-            self.bias = sharded_parameter(layout, _default(in_features), rank, size, device, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """This rank's logits: see Shape."""
-        return column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
-
-    def extra_repr(self) -> str:
-        """What ``print`` shows: whole sizes, and the number of shards."""
-        return f"{self.in_features}, {self.vocab_size}, bias={self.bias is not None}, tensor={self.axis.size}"
+        vocabulary_range(vocab_size, grid.tensor.rank, grid.tensor.size)
+        given: dict[str, Any] = {"sequence_parallel": sequence_parallel, "init": init, "device": device, "dtype": dtype}
+        super().__init__(in_features, vocab_size, bias, grid=grid, unit=1, **given)
 
 
 def gather_logits(logits: Tensor, *, grid: Grid, vocab_size: int) -> Tensor:
-    """All logits on every tensor rank, for sampling or for a loss of one's own.
+    """Gather the logits of the whole vocabulary on every tensor rank, for sampling or for a custom loss.
 
     Args:
-        logits: (..., V_local), this rank's.
-        grid: its tensor axis holds the shards.
-        vocab_size: V.
+        logits: (..., V_local), this rank's shard of the logits.
+        grid: grid whose tensor axis shards the vocabulary.
+        vocab_size: V, the size of the whole vocabulary.
 
     Returns:
-        (..., V). Its gradient is taken as the same on every rank: use it alike on each.
+        The logits, (..., V). Their gradient must be equal on every tensor rank, so every tensor rank must compute the
+        same loss from them.
 
     Raises:
-        ValueError: V_local is not this rank's share of V.
+        ValueError: V_local is not the size of this rank's shard of V.
     """
     return gather_split(logits, grid.tensor, length=vocab_size)
 
 
 def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """The ids [start, stop) that tensor rank ``rank`` of ``size`` owns; ValueError if one would own none."""
+    """Return the range [start, stop) of ids that tensor rank ``rank`` of ``size`` holds.
+
+    Raises:
+        ValueError: the vocabulary is smaller than ``size``, so that a rank would hold no id.
+    """
     if vocab_size < size:
         raise ValueError(
             f"a vocabulary of {vocab_size} over tensor={size} leaves {size - vocab_size} of its ranks "
@@ -181,11 +172,11 @@ def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
-    """Refuse ids outside [0, vocab_size): a mask would turn them into zeros without a word.
+    """Check that the ids are in [0, vocab_size), because the lookup would silently return zeros for other ids.
 
     Raises:
-        IndexError: with the range found, on the CPU.
-        RuntimeError: on an accelerator, later and without the number: see ``VocabParallelEmbedding``.
+        IndexError: on the CPU, with the range of the ids in the message.
+        RuntimeError: on an accelerator, at a later call and without the range (see ``VocabParallelEmbedding``).
     """
     if ids.is_meta or ids.numel() == 0:
         return

@@ -1,8 +1,8 @@
 """Linear layers sharded over the tensor axis: by columns (outputs) or by rows (inputs) of the paper's Y = XA.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3: a column-parallel layer followed by a row-parallel one needs
-one all-reduce forward (f-bar) and one backward (f). The products are ``F.linear`` and ``column_linear``: whoever swaps
-these functions (the split backward) reaches them all.
+one all-reduce forward (f-bar) and one backward (f). All products are ``F.linear`` and ``column_linear``; the split
+backward intercepts these two functions.
 """
 
 from __future__ import annotations
@@ -15,37 +15,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.axis import Axis
+from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
-from ..grid.random import Normal, Uniform, initialise
+from ..grid.random import Normal, Uniform, initialize
 from .column import column_linear
 from .regions import border, gather_split, reduce_scatter_gather, split_gather
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
-
 
 class ColumnParallelLinear(nn.Module):
-    """``y = x A^T + b`` with A's rows (the outputs) sharded over the tensor axis.
+    """Linear layer ``y = x A^T + b`` with the rows of A (the outputs) sharded over the tensor axis.
 
     On a grid with tensor=1 it is ``nn.Linear``. Initial values are drawn for the whole weight, with the whole
     fan-in, so that they do not depend on the tensor axis's size.
 
     Args:
-        in_features: K, of the whole layer.
-        out_features: N, of the whole layer; the tensor axis's size t divides it (and each of ``parts``), unless
-            ``unit`` is given.
-        bias: whether to add one, sharded as the outputs are.
-        grid: its tensor axis shards the layer.
+        in_features: K, the number of inputs.
+        out_features: N, the number of outputs of the whole layer. The tensor axis's size t must divide N and each of
+            ``parts``, unless ``unit`` is given.
+        bias: add a bias, sharded like the outputs.
+        grid: grid whose tensor axis shards the layer.
         gather_output: return all N outputs on every rank, rather than this rank's N / t.
-        parts: lengths of layers fused along the outputs (q, k and v, say), each sharded on its own: a rank
-            then holds a slice of q, one of k and one of v, in this order. They add up to N.
-        unit: outputs that stay together (those of a head), in every part: whole units are shared out by
-            ``grid.layout.split``, unevenly where t does not divide their number.
-        sequence_parallel: the input is this rank's shard of the sequence (dim 1), and is gathered here; what is
-            kept for the backward is the shard (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
-        init: distribution of the weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K).
-        bias_init: distribution of the bias; by default the same as ``nn.Linear``'s.
-        device, dtype: of the parameters, as for ``nn.Linear``.
+        parts: numbers of outputs of layers that are fused along the outputs (for example q, k and v), with sum N.
+            Each part is sharded separately: a rank then holds a slice of q, a slice of k and a slice of v, in this
+            order.
+        unit: number of consecutive outputs that stay on one rank (for example those of a head), in every part.
+            ``grid.ranges.split`` distributes whole units, unevenly if t does not divide the number of units.
+        sequence_parallel: the input is this rank's shard of the sequence (dim 1), and the layer gathers it. Only the
+            shard is saved for the backward pass (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+        init: distribution of the initial weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K).
+        bias_init: distribution of the initial bias; by default ``nn.Linear``'s, which is the same.
+        device, dtype: device and dtype of the parameters, as for ``nn.Linear``.
 
     Attributes:
         weight: (N / t, K).
@@ -56,8 +55,8 @@ class ColumnParallelLinear(nn.Module):
         With ``sequence_parallel``: (B, T / t, K) -> (B, T, N / t), or (B, T, N).
 
     Raises:
-        ValueError: t does not divide N or one of the parts, the parts do not add up to N, or ``unit`` does not
-            divide them or leaves a rank without one.
+        ValueError: t does not divide N or one of the parts, the parts do not add up to N, ``unit`` does not divide N
+            and each part, or there are fewer units than ranks.
     """
 
     def __init__(
@@ -81,19 +80,21 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         self.parts = None if parts is None else tuple(parts)
+        rank, size = self.axis.rank, self.axis.size
         what = "out_features" if parts is None else "a part"
         for length in self.parts or (out_features,):
-            _shareable(type(self).__name__, what, length, self.axis.size, unit)
+            _shareable(type(self).__name__, what, length, size, unit)
         self.unit = unit or 1
-        weight = Layout((out_features, in_features), shard_dim=0, parts=self.parts, unit=self.unit)
-        self.weight = self._parameter(weight, init or _default(in_features), device, dtype)
+        default = _default(in_features)
+        layout = Layout((out_features, in_features), shard_dim=0, parts=self.parts, unit=self.unit)
+        self.weight = sharded_parameter(layout, init or default, rank, size, device, dtype)
         self.bias = None
         if bias:
             layout = Layout((out_features,), shard_dim=0, parts=self.parts, unit=self.unit)
-            self.bias = self._parameter(layout, bias_init or _default(in_features), device, dtype)
+            self.bias = sharded_parameter(layout, bias_init or default, rank, size, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs, or all of them: see Shape."""
+        """Compute this rank's outputs or, with ``gather_output``, all outputs; shapes as in the class's docstring."""
         y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)  # (..., N / t)
         return self._gather(y) if self.gather_output and self.axis.size > 1 else y
 
@@ -103,17 +104,8 @@ class ColumnParallelLinear(nn.Module):
         parts = [gather_split(p, self.axis, length=n, unit=self.unit) for p, n in zip(mine, whole, strict=True)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]  # (..., N)
 
-    def _parameter(
-        self,
-        layout: Layout,
-        init: Normal | Uniform,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> nn.Parameter:
-        return sharded_parameter(layout, init, self.axis.rank, self.axis.size, device, dtype)
-
     def extra_repr(self) -> str:
-        """What ``print`` shows: whole sizes, and the number of shards."""
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
         parts = "" if self.parts is None else f", parts={self.parts}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -122,25 +114,27 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``y = x A^T + b`` with A's columns (the inputs) sharded over the tensor axis.
+    """Linear layer ``y = x A^T + b`` with the columns of A (the inputs) sharded over the tensor axis.
 
-    On a grid with tensor=1 it is ``nn.Linear``. The bias is whole on every rank and is added behind the
-    all-reduce: in front of it, it would count t times.
+    On a grid with tensor=1 it is ``nn.Linear``. The bias is replicated on every rank and is added after the all-reduce,
+    because the all-reduce would add it t times.
 
     Args:
-        in_features: K, of the whole layer; the tensor axis's size t divides it, unless ``unit`` is given.
-        out_features: N.
-        bias: whether to add one.
-        grid: its tensor axis shards the layer.
-        input_is_parallel: the input is this rank's K / t already, as a column-parallel layer leaves it; else
-            it is whole, and this rank's slice is taken.
-        unit: inputs that stay together (those of a head): whole units are shared out by ``grid.layout.split``,
-            unevenly where t does not divide their number.
-        sequence_parallel: leave on each rank its shard of the sequence (dim 1) of the sum. The bias is then added
-            to each shard, and its gradient is partial: summed over the tensor axis by whoever reduces gradients.
-        init: distribution of the weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K), the whole K.
-        bias_init: distribution of the bias; by default the same as ``nn.Linear``'s.
-        device, dtype: of the parameters, as for ``nn.Linear``.
+        in_features: K, the number of inputs of the whole layer. The tensor axis's size t must divide K, unless
+            ``unit`` is given.
+        out_features: N, the number of outputs.
+        bias: add a bias.
+        grid: grid whose tensor axis shards the layer.
+        input_is_parallel: True if the input is already this rank's shard of K / t values, as a column-parallel layer
+            returns it. If False, the input has all K values, and the layer takes this rank's slice.
+        unit: number of consecutive inputs that stay on one rank (for example those of a head). ``grid.ranges.split``
+            distributes whole units, unevenly if t does not divide the number of units.
+        sequence_parallel: return on each rank only its shard of the sequence (dim 1). The bias is then added to each
+            shard, and the bias's gradient is partial: it is summed over the tensor axis when gradients are reduced.
+        init: distribution of the initial weight; by default ``nn.Linear``'s, uniform within 1 / sqrt(K) for the
+            whole K.
+        bias_init: distribution of the initial bias; by default ``nn.Linear``'s, which is the same.
+        device, dtype: device and dtype of the parameters, as for ``nn.Linear``.
 
     Attributes:
         weight: (N, K / t).
@@ -151,8 +145,8 @@ class RowParallelLinear(nn.Module):
         With ``sequence_parallel``: (B, T, K / t) -> (B, T / t, N).
 
     Raises:
-        ValueError: t does not divide K, ``unit`` does not divide it or leaves a rank without one; in forward, with
-            ``sequence_parallel``, t does not divide T.
+        ValueError: t does not divide K, ``unit`` does not divide K, or there are fewer units than ranks; in forward,
+            with ``sequence_parallel``, t does not divide T.
     """
 
     def __init__(
@@ -191,7 +185,7 @@ class RowParallelLinear(nn.Module):
             self.bias = sharded_parameter(layout, bias_init or default, rank, size, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole output, on every rank: see Shape."""
+        """Compute the product and sum it over the tensor ranks; shapes as in the class's docstring."""
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
@@ -200,7 +194,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows: whole sizes, and the number of shards."""
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tensor={self.axis.size}"
@@ -215,25 +209,25 @@ def sharded_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Tensor rank ``rank`` of ``size``'s part of a new parameter, holding its part of the initial values."""
+    """Make the shard of a new parameter for tensor rank ``rank`` of ``size``, with its slice of the initial values."""
     parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size), device=device, dtype=dtype))
     set_layout(parameter, layout)
-    initialise(parameter, layout, rank, size, init)
+    initialize(parameter, layout, rank, size, init)
     return parameter
 
 
 def _default(fan_in: int) -> Uniform:
-    """``nn.Linear``'s distribution, for weight and bias alike."""
+    """Return the distribution of ``nn.Linear``'s initial weight and bias, uniform within 1 / sqrt(fan_in)."""
     return Uniform(1 / math.sqrt(fan_in) if fan_in else 0.0)
 
 
 def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
-    """The sum over the ranks: whole on each (f-bar), or its shard of the sequence, dim 1 (g-bar).
+    """Sum y over the ranks of the axis, by all-reduce (f-bar) or by reduce-scatter along the sequence, dim 1 (g-bar).
 
-    ``y`` is overwritten, so it is to be a tensor that no backward needs, as a product is.
+    ``y`` may be overwritten, so it must be a tensor that no backward pass needs, such as a matrix product.
 
     Raises:
-        ValueError: the axis's size does not divide the sequence.
+        ValueError: the axis's size does not divide the sequence's length.
     """
     if not sequence_parallel:
         return border("all_reduce", "copy", y, axis, ours=True)
@@ -246,7 +240,7 @@ def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
 
 
 def _shareable(layer: str, what: str, length: int, size: int, unit: int | None) -> None:
-    """Refuse a length that the axis does not divide or, of units, one that leaves a rank without any."""
+    """Raise ValueError if the axis's size does not divide a length or, with ``unit``, if a rank would get no unit."""
     if unit is None and length % size:
         below, above = length // size * size, (length // size + 1) * size
         near = f"{below} or {above}" if below else f"{above}"

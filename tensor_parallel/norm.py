@@ -1,4 +1,4 @@
-"""Norms between tensor-parallel layers: torch's own, with layouts that say whose gradient is partial.
+"""torch's norms for use between tensor-parallel layers, with layouts that mark gradients that are partial.
 
 Under sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) a norm acts on its rank's shard
 of the sequence: the parameters are whole on every tensor rank, and each rank's gradient is one term of a sum over the
@@ -14,20 +14,18 @@ from torch import nn
 from ..grid import Grid
 from ..grid.layout import layout_of, set_layout
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` over the last dim, of whole sequences or of shards of them.
+    """``nn.LayerNorm`` over the last dim, for whole sequences or for this rank's shard of the sequence.
 
     Args:
-        width: D, of the last dim.
-        eps: added to the variance.
-        grid: its tensor axis shards the sequence.
-        sequence_parallel: the input is a shard of the sequence, so the gradients are partial.
+        width: D, the length of the last dim.
+        eps: constant that is added to the variance.
+        grid: grid whose tensor axis shards the sequence.
+        sequence_parallel: the input is this rank's shard of the sequence, so the gradients are partial.
 
     Attributes:
-        weight, bias: (D,), from 1 and 0.
+        weight, bias: (D,), with initial values 1 and 0.
 
     Shape:
         (..., D) -> (..., D).
@@ -39,9 +37,9 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467), of sequences or of their shards.
+    """``nn.RMSNorm`` over the last dim, for whole sequences or for this rank's shard of the sequence.
 
-    Args, shape: as ``LayerNorm``; there is no bias.
+    Zhang and Sennrich 2019, arXiv:1910.07467. Arguments and shapes are those of ``LayerNorm``. There is no bias.
     """
 
     def __init__(self, width: int, eps: float = 1e-6, *, grid: Grid, sequence_parallel: bool = False) -> None:

@@ -12,12 +12,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..grid import Grid, layout_of
-from ..grid.axis import Axis
-from ..grid.layout import Layout, set_layout, split
+from ..grid.comm.axis import Axis
+from ..grid.layout import Layout, set_layout
+from ..grid.ranges import split
 from .plans import Column, KeyValue, Local, OnHeads, Row, Style, Vocab, find_plan
 from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Together, VocabSharded
-
-__all__ = ["parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,31 +27,34 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     """Shard a plain module's linears and embeddings over ``grid.tensor`` (Shoeybi et al. 2019, arXiv:1909.08053).
 
     Every ``nn.Linear``, ``nn.Embedding`` and Hugging Face ``Conv1D`` that the plan names is replaced, in place, by a
-    sharded layer that holds this rank's part of the same ``Parameter``: names, ties and values stay. What the plan
-    does not name stays whole. All gradients are those of one process: a sharded weight's gradient is its part, a whole
-    one's is whole on every rank, so that any optimizer may step them, and ``triax.zero.ShardedOptimizer``,
-    ``PipelineModule([module])`` and ``load_hf`` find their ``Layout``. Collective over the tensor axis: all its ranks
-    take the values of its first.
+    sharded layer that holds this rank's shard of the same ``Parameter``; names, ties and values do not change. Modules
+    that the plan does not name stay replicated. Gradients equal those of a single process: a sharded weight's gradient
+    is this rank's slice of the whole gradient, and a replicated weight's gradient is whole on every rank. Any optimizer
+    may therefore step the parameters. ``triax.zero.ShardedOptimizer``, ``PipelineModule([module])`` and ``load_hf``
+    read the ``Layout`` that each parameter gets. Collective over the tensor axis: the values of its first rank are
+    broadcast to the other ranks.
 
     Args:
-        module: on the grid's device, or on the meta device.
-        grid: its tensor axis shards; with tensor=1 nothing is done, but refused what cannot be sharded as it is.
-        plan: shell patterns of module names (``*`` matches dots too) and what to do with the modules they match; the
-            first that matches counts. ``"column"`` (outputs sharded), ``"row"`` (inputs sharded), ``"vocab"`` (an
-            embedding's rows), ``"column_gather"`` (outputs sharded, and gathered behind: an output layer),
-            ``("column", parts)`` (layers fused along the outputs, each sharded on its own: their lengths, or how many
-            equal ones), or one of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``OnHeads``, ``Local``.
-            None: found for Hugging Face's GPT-2, Llama, Qwen2, Qwen3 and BERT.
+        module: the module, on the grid's device or on the meta device.
+        grid: grid whose tensor axis shards the module. With tensor=1 the module is not changed, but the checks of the
+            plan are made.
+        plan: shell pattern of module names (``*`` matches dots too) -> style in which the matching modules are
+            sharded. The first pattern that matches a module counts. The styles are ``"column"`` (outputs sharded),
+            ``"row"`` (inputs sharded), ``"vocab"`` (an embedding's rows sharded), ``"column_gather"`` (outputs sharded
+            and then gathered, for an output layer), ``("column", parts)`` (layers fused along the outputs, each of
+            them sharded separately; ``parts`` is the list of their lengths, or the number of equal parts), or an
+            instance of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``OnHeads`` or ``Local``. If None, a built-in
+            plan is used for Hugging Face's GPT-2, Llama, Qwen2, Qwen3 and BERT.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: no plan is known, a pattern matches nothing, sizes that cannot be shared out, or tied weights that
-            the plan shards in different ways; the message names the module and what fits.
-        TypeError: a pattern matches a module that cannot be sharded so; or a linear or an embedding of a class with a
-            ``forward`` of its own, parametrized, with hooks, or with parameters or buffers beside weight and bias:
-            its replacement would do without.
+        ValueError: no plan is known, a pattern matches nothing, a size cannot be sharded, or the plan shards tied
+            weights in different ways. The message names the module and a plan or size that fits.
+        TypeError: a pattern matches a module that its style cannot shard, or a linear or embedding layer with
+            features that the sharded replacement would lose: its own ``forward``, a parametrization, hooks, or
+            parameters or buffers other than weight and bias.
     """
     found = find_plan(module) if plan is None else {key: _style(key, value) for key, value in plan.items()}
     work = _assign(module, found)  # so that a wrong plan is one on any grid
@@ -76,7 +78,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
 
 
 def _style(pattern: str, value: Any) -> Style:
-    """What a plan's entry means."""
+    """Translate a plan's entry, such as ``"column"``, to the style object, such as ``Column()``."""
     plain: dict[Any, Style] = {
         "column": Column(),
         "column_gather": Column(gather_output=True),
@@ -96,7 +98,7 @@ def _style(pattern: str, value: Any) -> Style:
 
 
 def _assign(module: nn.Module, plan: Mapping[str, Style]) -> list[tuple[str, Style]]:
-    """Each module that the plan names, once, and what becomes of it."""
+    """List the modules that the plan's patterns match, each module once, with the style that the plan gives it."""
     unused = set(plan)
     work = []
     for name, _ in module.named_modules(remove_duplicate=False):
@@ -115,7 +117,7 @@ def _assign(module: nn.Module, plan: Mapping[str, Style]) -> list[tuple[str, Sty
 
 @torch.no_grad()
 def _broadcast(module: nn.Module, grid: Grid) -> None:
-    """Every tensor rank takes the first one's values: each process may have drawn its own."""
+    """Broadcast the module's values from the first tensor rank, because each process may have drawn other values."""
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         if not tensor.is_meta:
             data = tensor.detach().to(grid.device).contiguous()
@@ -125,7 +127,7 @@ def _broadcast(module: nn.Module, grid: Grid) -> None:
 
 
 class _Sharder:
-    """Puts sharded layers into a module. A parameter that hangs in several places is cut once."""
+    """Replacement of a module's layers by sharded layers. A tied parameter is sharded only once."""
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
         self.module, self.axis = module, axis
@@ -134,7 +136,7 @@ class _Sharder:
         self.groups: dict[tuple[str, str], Together] = {}
 
     def apply(self, name: str, style: Style) -> None:
-        """Do with the module of this name what the style says."""
+        """Replace the module of this name by a sharded layer of the given style."""
         parent, _, key = name.rpartition(".")
         layer = self.module.get_submodule(name)
         if isinstance(style, Local):
@@ -183,7 +185,7 @@ class _Sharder:
     def _cut(
         self, parameter: nn.Parameter, name: str, shard_dim: int, parts: tuple[int, ...] | None = None, unit: int = 1
     ) -> None:
-        """Leave this rank's part in a parameter."""
+        """Shard a parameter in place: only this rank's slice of it remains."""
         layout = Layout(layout_of(parameter).shape, shard_dim=shard_dim, parts=parts, unit=unit)
         before, other = self.cut.setdefault(parameter, (layout, name))
         if other == name:
@@ -195,7 +197,10 @@ class _Sharder:
 
 
 def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | None:
-    """Why a layer cannot be replaced: what it does beyond torch's would be lost. None where there is no such layer."""
+    """Describe a layer that cannot be replaced because it has features that torch's plain layer does not have.
+
+    Returns None if all layers can be replaced.
+    """
     for name, style in work:
         layer = module.get_submodule(name)
         if not name or isinstance(style, (Local, OnHeads)):
@@ -225,7 +230,7 @@ def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | Non
 
 
 def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
-    """Refuse before anything is touched."""
+    """Raise an error if a module cannot be sharded in the given style, before any module is changed."""
     layer: Any = module.get_submodule(name)
     what = type(style).__name__
     if isinstance(style, Local):
@@ -280,7 +285,7 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
 
 
 def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
-    """Refuse a weight that one layer would see sharded and another whole."""
+    """Raise ValueError for a tied weight that one layer would use sharded and another layer whole."""
     sharded: dict[nn.Parameter, str] = {}
     named = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if _known(layer)]
     for name, layer in named:
@@ -295,7 +300,7 @@ def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
 
 
 def _enough(what: str, length: int, unit: int, axis: Axis) -> None:
-    """Refuse lengths of which a rank would get nothing."""
+    """Raise ValueError for a length with fewer units than ranks, of which some rank would get an empty shard."""
     if length % unit:
         raise ValueError(f"{what} ({length}) are no multiple of {unit}, what stays together: change the plan's unit")
     if (units := length // unit) < axis.size:
@@ -306,14 +311,14 @@ def _enough(what: str, length: int, unit: int, axis: Axis) -> None:
 
 
 def _parts(style: Column, length: int) -> tuple[int, ...] | None:
-    """The lengths of the fused parts."""
+    """Return the lengths of the parts that are fused along the outputs of a layer of ``length`` outputs."""
     if isinstance(style.parts, int):
         return (length // style.parts,) * style.parts
     return style.parts
 
 
 def _queries(style: KeyValue, axis: Axis) -> tuple[tuple[int, int], list[int] | None, int]:
-    """Which key/value heads this rank's queries use, each query's among those, and how many queries share one."""
+    """Return this rank's range of key/value heads, its query heads' indices into it, and the queries per head."""
     group = style.heads // style.kv_heads
 
     def used(rank: int) -> list[int]:
@@ -335,7 +340,7 @@ def _known(layer: nn.Module) -> bool:
 
 
 def _conv1d(layer: nn.Module) -> bool:
-    """Whether it is Hugging Face's ``Conv1D``: a linear layer of nf outputs that keeps its weight as (nx, nf)."""
+    """True for Hugging Face's ``Conv1D``: a linear layer of nf outputs that keeps its weight as (nx, nf)."""
     sizes = getattr(layer, "nx", None), getattr(layer, "nf", None)
     weight = getattr(layer, "weight", None)
     return type(layer).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and tuple(weight.shape) == sizes

@@ -1,6 +1,6 @@
-"""What ``parallelize`` can do with a module, and the plans it knows: Hugging Face's GPT-2, Llama, Qwen and BERT.
+"""Styles in which ``parallelize`` shards a module, and plans for Hugging Face's GPT-2, Llama, Qwen and BERT.
 
-A plan is found from ``module.config.model_type`` and from what the module is made of; nothing is imported for it.
+A plan is chosen by ``module.config.model_type`` and by the names of the sub-modules, without importing transformers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Column", "KeyValue", "Local", "OnHeads", "Row", "Style", "Vocab", "find_plan"]
-
 
 @dataclass(frozen=True)
 class Column:
-    """A linear layer's outputs are sharded.
+    """Style of a linear layer whose outputs are sharded (column-parallel).
 
     Attributes:
-        parts: layers fused along the outputs, each sharded on its own: their lengths, or the number of equal ones.
-        unit: outputs that stay together: the head's dim, where they are heads.
+        parts: lengths of the layers that are fused along the outputs, or the number of equal ones. Each of these
+            layers is sharded separately.
+        unit: number of consecutive outputs that stay on one rank; for attention heads, the head's width.
         gather_output: return all outputs on every rank.
-        group: of siblings that are always given the same input: computed together, by the first that is called, so
-            that the input's gradient is reduced once.
+        group: name of a group of sibling layers that always get the same input. The outputs of the whole group are
+            computed when its first layer is called, so that the input's gradient is reduced once.
     """
 
     parts: tuple[int, ...] | int | None = None
@@ -35,28 +34,29 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer's inputs are sharded, as a column layer of the same ``unit`` leaves them."""
+    """Style of a linear layer whose inputs are sharded (row-parallel), after a ``Column`` layer of equal ``unit``."""
 
     unit: int = 1
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding's rows are sharded."""
+    """Style of an embedding whose rows (the vocabulary) are sharded."""
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """The key or value projection of grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
+    """Style of the key or value projection of grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
-    Sharded where the tensor axis divides ``kv_heads``; else whole on every rank, which uses the heads of its queries
-    (and the attention module's ``num_key_value_groups`` is set to how many queries then share one).
+    The projection is sharded if the tensor axis divides ``kv_heads``. Otherwise it is replicated, and each rank
+    computes only the key/value heads that its query heads use. The attention module's ``num_key_value_groups`` is then
+    set to the number of this rank's query heads per key/value head.
 
     Attributes:
-        heads: of the queries; each group of ``heads / kv_heads`` shares a key/value head.
-        kv_heads: of keys and values.
-        head_dim: outputs a head.
-        group: as in ``Column``.
+        heads: number of query heads. Each group of ``heads / kv_heads`` query heads shares a key/value head.
+        kv_heads: number of key/value heads.
+        head_dim: number of outputs per head.
+        group: group of sibling layers, as in ``Column``.
     """
 
     heads: int
@@ -67,15 +67,18 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class OnHeads:
-    """A layer that is applied to each head alike, such as a norm of queries: its gradient sums over the ranks."""
+    """Style of a replicated layer that is applied to each head, such as a norm of the queries.
+
+    Its gradient is summed over the tensor ranks, because each rank applies the layer only to its own heads.
+    """
 
 
 @dataclass(frozen=True)
 class Local:
-    """Numbers that a module keeps of what is now sharded: they become this rank's share.
+    """Style of a module with attributes, such as the number of heads, that must be set to this rank's share.
 
     Attributes:
-        attributes: the attribute's name -> the unit it is shared out in, e.g. ``{"num_heads": 1, "width": head_dim}``.
+        attributes: attribute name -> unit in which the number is sharded, e.g. ``{"num_heads": 1, "width": head_dim}``.
     """
 
     attributes: Mapping[str, int]
@@ -102,7 +105,7 @@ def _gpt2(config: Any) -> dict[str, Style]:
 
 
 def _llama(config: Any) -> dict[str, Style]:
-    """Llama, Qwen2 and Qwen3, which differ in biases and in the norms of queries and keys."""
+    """Return the plan for Llama, Qwen2 and Qwen3, which differ in biases and in the norms of queries and keys."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
@@ -143,10 +146,10 @@ _FAMILIES: dict[str, Callable[[Any], dict[str, Style]]] = {
 
 
 def find_plan(module: nn.Module) -> dict[str, Style]:
-    """The plan of a Hugging Face model: those patterns of its family that its modules match.
+    """Return the plan of a Hugging Face model: the patterns of its family that match at least one module.
 
     Raises:
-        ValueError: the family is not known, or the module is not built as that family's models are.
+        ValueError: the family is unknown, or the module lacks sub-modules that this family's models have.
     """
     config = getattr(module, "config", None)
     family = getattr(config, "model_type", None)

@@ -1,8 +1,8 @@
-"""The borders between replicated and sharded tensors: pairs of collectives, each the transpose of the other.
+"""Borders between replicated and sharded tensors: collectives whose backward pass is the transposed collective.
 
-A tensor-parallel layer is plain math between two borders. Each border is a linear map between what the ranks
-of an axis hold, and its backward is that map's transpose (`<Ax, y> = <x, A^T y>`, summed over the ranks).
-Each is named by what it does (forward, backward):
+A tensor-parallel layer is local computation between two borders. Each border is a linear map of the tensors of all
+ranks of an axis. Its backward pass is the transpose of this map (`<Ax, y> = <x, A^T y>`, summed over the ranks).
+The name of a border gives its forward operation, then its backward operation:
 
     name                    forward             backward            used
     copy_all_reduce         identity            all-reduce          f: into column-parallel layers
@@ -13,13 +13,13 @@ Each is named by what it does (forward, backward):
     reduce_scatter_gather   reduce-scatter      all-gather          g-bar: out, into sequence shards
 
 f and f-bar: Shoeybi et al. 2019, arXiv:1909.08053, section 3; g and g-bar: Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2.2. "Gather" alone is ambiguous: where each rank goes on to use the gathered
-tensor in its own way (a sharded layer), each holds a part of the gradient, and slicing it loses the others'
-parts.
+arXiv:2205.05198, section 4.2.2. There are two gathers because the backward pass depends on the consumer. If the next
+layer is sharded, each rank holds only a partial gradient of the gathered tensor, and the partial gradients must be
+summed (reduce-scatter). If it is replicated, every rank holds the whole gradient, and takes its slice.
 
-Slices follow ``grid.layout.split``, so a dim need not be a multiple of the axis's size. At axis size 1 each
-function returns its input itself. All of them differentiate any number of times. Inputs may be
-non-contiguous; none is written to.
+Slices follow ``grid.ranges.split``, so a dim need not be a multiple of the axis's size. If the axis has size 1, each
+function returns its input itself. All functions can be differentiated any number of times. Inputs may be
+non-contiguous, and are not modified.
 """
 
 from __future__ import annotations
@@ -31,17 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..grid.axis import Axis
-from ..grid.layout import split
-
-__all__ = [
-    "all_reduce_copy",
-    "copy_all_reduce",
-    "gather_reduce_scatter",
-    "gather_split",
-    "reduce_scatter_gather",
-    "split_gather",
-]
+from ..grid.comm.axis import Axis
+from ..grid.ranges import split
 
 
 def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -52,7 +43,7 @@ def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:
         axis: the ranks that each compute a part from it.
 
     Returns:
-        (...): x. Each rank's gradient for it is partial; they are summed.
+        x, (...). In the backward pass, the partial gradients of all ranks are summed.
     """
     return border("copy", "all_reduce", x, axis)
 
@@ -75,9 +66,9 @@ def split_gather(x: Tensor, axis: Axis, dim: int = -1, unit: int = 1) -> Tensor:
 
     Args:
         x: (..., N, ...), the same on every rank.
-        axis: the ranks that share dim ``dim``.
+        axis: the ranks over which dim ``dim`` is sharded.
         dim: the dim to slice.
-        unit: what is never cut; it divides N.
+        unit: number of consecutive elements that stay in one slice; it must divide N.
 
     Returns:
         (..., n, ...): elements ``split(N, axis.size, axis.rank, unit)`` of that dim.
@@ -86,22 +77,23 @@ def split_gather(x: Tensor, axis: Axis, dim: int = -1, unit: int = 1) -> Tensor:
 
 
 def gather_split(x: Tensor, axis: Axis, dim: int = -1, length: int | None = None, unit: int = 1) -> Tensor:
-    """All-gather forward, this rank's slice backward: into a replicated tensor that every rank uses alike.
+    """All-gather forward, this rank's slice backward: from a sharded tensor into a replicated one.
 
-    Not for a sharded consumer: there each rank's gradient is partial, see ``gather_reduce_scatter``.
+    Every rank must compute the same from the result. Use ``gather_reduce_scatter`` if the next layer is sharded,
+    because each rank's gradient is then partial.
 
     Args:
         x: (..., n, ...), this rank's slice.
         axis: the ranks that hold the slices, in their order.
-        dim: the dim that is shared.
-        length: N, the whole length; needed where N / unit is not a multiple of the axis's size.
-        unit: what the slices were never cut in; it divides N.
+        dim: the dim that is sharded.
+        length: N, the whole length; needed if N / unit is not a multiple of the axis's size.
+        unit: number of consecutive elements that stay in one slice; it must divide N.
 
     Returns:
         (..., N, ...): all slices, the same on every rank.
 
     Raises:
-        ValueError: x is not this rank's slice of a dim of that length.
+        ValueError: the size of x is not that of this rank's slice of a dim of length N.
     """
     return border("gather", "split", x, axis, dim, length, unit)
 
@@ -119,7 +111,7 @@ def reduce_scatter_gather(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
     Args:
         x: (..., N, ...), on each rank one term of a sum.
-        axis: the ranks that hold the terms, and share dim ``dim`` of the sum.
+        axis: the ranks that hold the terms, and over which dim ``dim`` of the sum is sharded.
         dim: the dim to slice.
 
     Returns:
@@ -138,7 +130,10 @@ def border(
     unit: int = 1,
     ours: bool = False,
 ) -> Tensor:
-    """The function that does ``forward``, and ``backward`` backward; names and ``ours`` as in ``begin``."""
+    """Apply the operation ``forward`` to x, with the operation ``backward`` in the backward pass.
+
+    The operations' names and ``ours`` are those of ``begin``.
+    """
     if axis.size == 1:
         return x
     out: Tensor = _Border.apply(x, forward, backward, axis, *_place(forward, x, axis, dim, length, unit), ours)
@@ -146,17 +141,17 @@ def border(
 
 
 def begin(name: str, x: Tensor, axis: Axis, dim: int | None = None, ours: bool = False) -> Callable[[], Tensor]:
-    """Start one direction of a border, for math that goes on meanwhile; not differentiable.
+    """Start one operation of a border in the background, to overlap it with computation. Not differentiable.
 
     Args:
         name: ``copy``, ``all_reduce``, ``split``, ``gather`` or ``reduce_scatter``.
-        x: the input, unchanged until the end.
-        axis: the ranks that take part; each starts and ends its collectives in the same order.
-        dim: as in the borders; those that act on the whole tensor ignore it.
-        ours: x may be overwritten: nobody else needs it.
+        x: the input, which must not be modified until the operation has ended.
+        axis: the ranks that take part. All ranks must start and end their collectives in the same order.
+        dim: the dim that is sharded. Operations on the whole tensor ignore it.
+        ours: True if x may be overwritten because the caller does not need it any more.
 
     Returns:
-        A function that waits for the end and returns the output. It must be called.
+        A function that waits for the end of the operation and returns the output. It must be called.
     """
     if axis.size == 1:
         return lambda: x
@@ -164,7 +159,7 @@ def begin(name: str, x: Tensor, axis: Axis, dim: int | None = None, ours: bool =
 
 
 def _place(name: str, x: Tensor, axis: Axis, dim: int | None, length: int | None, unit: int) -> tuple[int, int, int]:
-    """(dim, whole length, unit) of the dim that ``name`` shares out."""
+    """Return (dim, whole length, unit) of the dim that the operation ``name`` shards or gathers."""
     if name in ("copy", "all_reduce"):  # these act on the whole tensor
         return 0, 0, 1
     if dim is None or not -x.dim() <= dim < x.dim():
@@ -183,8 +178,11 @@ def _place(name: str, x: Tensor, axis: Axis, dim: int | None, length: int | None
 
 
 class _Border(torch.autograd.Function):
-    """A linear map by name. Its backward is this class again with the names swapped: the transpose of the
-    transpose is the map itself, to any depth of differentiation."""
+    """Autograd function that applies the linear map of a given name.
+
+    Its backward pass applies this class with forward and backward name swapped. The transpose of the transpose is the
+    map itself, so it can be differentiated any number of times.
+    """
 
     @staticmethod
     def forward(
@@ -270,6 +268,6 @@ def _lengths(length: int, size: int, unit: int) -> list[int]:
 
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    """x with zeros behind it on ``dim``, up to ``length``: a collective takes one shape from every rank."""
+    """Pad x with zeros at the end of ``dim`` up to ``length``, because collectives need equal shapes on all ranks."""
     missing = length - x.shape[dim]
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x

@@ -1,9 +1,8 @@
-"""The layers that ``parallelize`` puts in the place of plain ones: the same parameters under the same names, of which
-each tensor rank holds its part.
+"""Sharded layers with which ``parallelize`` replaces plain layers. Parameters keep their names.
 
-They differ from ``ColumnParallelLinear`` and its kin in what they take over: a weight that exists, either way round
-(GPT-2's ``Conv1D`` keeps it transposed), embeddings with a padding row, key and value heads that are fewer than ranks.
-Here every gradient is whole on the rank that holds its weight, so that any optimizer in any loop may step it.
+Unlike ``ColumnParallelLinear`` and ``RowParallelLinear``, these layers are made from an existing weight, which may be
+stored transposed (as in GPT-2's ``Conv1D``). They also support embeddings with a padding row, and fewer key/value heads
+than ranks. No gradient is partial after the backward pass, so any optimizer in any training loop can step the weights.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..grid.axis import Axis
-from ..grid.layout import split
+from ..grid.comm.axis import Axis
+from ..grid.ranges import split
 from .column import column_linear, column_linears
 from .embedding import check_ids
 from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
-__all__ = ["ColumnSharded", "KeyValueWhole", "OnShards", "RowSharded", "Together", "VocabSharded"]
-
 
 class _Linear(nn.Module):
-    """A linear layer around parameters that exist.
+    """Base class of linear layers that are made from existing parameters.
 
     Args:
-        weight: (outputs, inputs), or the other way round where ``transposed``.
+        weight: (outputs, inputs), or (inputs, outputs) if ``transposed``.
         bias: (outputs,), or None.
-        axis: that shards them.
+        axis: the axis that shards weight and bias.
     """
 
     bias: nn.Parameter | None
@@ -44,41 +41,43 @@ class _Linear(nn.Module):
         self.register_parameter("bias", bias)
 
     def matrix(self) -> Tensor:
-        """The weight as (outputs, inputs)."""
+        """Return the weight as a matrix (outputs, inputs), transposed if needed."""
         return self.weight.t() if self.transposed else self.weight
 
     def used(self) -> tuple[Tensor, Tensor | None]:
-        """What this rank multiplies by: (n, K) and (n,)."""
+        """Return the weight (n, K) and bias (n,) that this rank multiplies by."""
         return self.matrix(), self.bias
 
     def product(self, x: Tensor) -> Tensor:
-        """(..., K), the same on every rank -> (..., n)."""
+        """Compute this rank's outputs (..., n) from the input (..., K), which is equal on every rank."""
         if self.together is not None:
             return self.together(self, x)
         return column_linear(x, *self.used(), self.axis)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows: this rank's sizes, and the number of shards."""
+        """Text that ``print`` shows: this rank's sizes, and the number of shards."""
         outputs, inputs = self.matrix().shape
         return f"{inputs} -> {outputs} on this rank, bias={self.bias is not None}, tensor={self.axis.size}"
 
 
 class Together:
-    """Layers that are given the same input one after the other (queries, keys and values): computed at once by the
-    first that is called, so that the input's gradient is reduced once for all of them.
+    """Group of layers that are called one after the other with the same input, such as queries, keys and values.
+
+    When the first layer is called, the outputs of all layers of the group are computed, so that the input's gradient is
+    reduced once for the whole group.
 
     Args:
-        axis: that shards them.
+        axis: the axis that shards the layers.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.members: list[_Linear] = []
-        # Of those still to be called: the input, whether for a backward pass, and the output.
+        # For each layer not yet called: the input, True if gradients are recorded, and the output.
         self._ready: dict[nn.Module, tuple[Tensor, bool, Tensor]] = {}
 
     def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """The layer's output, (..., n) from (..., K)."""
+        """Return one layer's output (..., n) for the input x (..., K), computed with the group's or stored earlier."""
         differentiable = torch.is_grad_enabled()
         ready = self._ready.pop(layer, None)
         if ready is not None and ready[0] is x and ready[1] == differentiable:
@@ -89,12 +88,12 @@ class Together:
 
 
 class ColumnSharded(_Linear):
-    """Outputs sharded: (..., K), the same on every tensor rank -> (..., N_local), or (..., N) where gathered.
+    """Column-parallel linear layer: (..., K), equal on every tensor rank -> (..., N_local), or (..., N) if gathered.
 
     Args:
-        weight, bias, axis, transposed: see above; the outputs are this rank's.
-        gathered: N, the length of one part, to return all outputs on every rank; None returns this rank's.
-        unit: outputs that stay together, where they are gathered.
+        weight, bias, axis, transposed: as for ``_Linear``, with this rank's shard of the outputs.
+        gathered: N, the number of outputs, if all outputs are returned on every rank; None to return this rank's.
+        unit: number of consecutive outputs that stay on one rank; used only to gather the outputs.
     """
 
     def __init__(
@@ -110,31 +109,35 @@ class ColumnSharded(_Linear):
         self.gathered, self.unit = gathered, unit
 
     def forward(self, x: Tensor) -> Tensor:
-        """See above."""
+        """Compute this rank's outputs, and gather them if asked: (..., K) -> (..., N_local) or (..., N)."""
         y = self.product(x)  # (..., N_local)
         return y if self.gathered is None else gather_split(y, self.axis, length=self.gathered, unit=self.unit)
 
 
 class RowSharded(_Linear):
-    """Inputs sharded: (..., K_local) -> (..., N), the same on every tensor rank. The bias is added once, behind."""
+    """Row-parallel linear layer: (..., K_local) -> (..., N), equal on every tensor rank.
+
+    The bias is added once, after the all-reduce.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """See above."""
+        """(..., K_local) -> (..., N)."""
         y = all_reduce_copy(F.linear(x, self.matrix()), self.axis)  # (..., N)
         return y if self.bias is None else y + self.bias
 
 
 class KeyValueWhole(_Linear):
-    """Key or value heads that the tensor axis does not divide: whole on every rank, used where their queries are.
+    """Key or value projection that is replicated because the tensor axis does not divide the key/value heads.
 
-    (..., K), the same on every tensor rank -> (..., heads of this rank x head_dim). The gradient of the whole weight
-    is summed over the ranks in the backward pass, each of which used some of its rows.
+    (..., K), equal on every tensor rank -> (..., heads of this rank x head_dim). Each rank computes only the heads that
+    its query heads use. The backward pass sums the weight's gradient over the ranks.
 
     Args:
-        weight, bias, axis, transposed: see above; whole.
-        heads: the first key/value head that this rank's queries use, and the one behind the last.
-        head_dim: outputs a head.
-        repeat: for each of this rank's queries, its head among those; None: each head once.
+        weight, bias, axis, transposed: as for ``_Linear``, with the weight and bias of all key/value heads.
+        heads: range [start, stop) of the key/value heads that this rank's query heads use.
+        head_dim: number of outputs per head.
+        repeat: for each of this rank's query heads, the index of its key/value head within ``heads``. If None, each
+            key/value head is returned once.
     """
 
     def __init__(
@@ -153,13 +156,13 @@ class KeyValueWhole(_Linear):
         self.repeat = None if repeat is None else tuple(repeat)
 
     def used(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of the heads that this rank computes, (n, K), and their bias."""
+        """Return the rows of weight, (n, K), and bias, (n,), of the key/value heads that this rank computes."""
         whole = copy_all_reduce(self.weight, self.axis)
         bias = None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
         return (whole.t() if self.transposed else whole)[self.rows], bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """See above."""
+        """(..., K) -> (..., heads of this rank x head_dim)."""
         y = self.product(x)  # (..., heads x head_dim)
         if self.repeat is None:
             return y
@@ -172,8 +175,8 @@ class VocabSharded(nn.Module):
 
     Args:
         weight: (V_local, D), this rank's rows.
-        axis: that shards them.
-        num_embeddings: V.
+        axis: the axis that shards the rows.
+        num_embeddings: V, the size of the whole vocabulary.
         padding_idx: the row that gets no gradient, as in ``nn.Embedding``, or None.
 
     Raises:
@@ -188,7 +191,7 @@ class VocabSharded(nn.Module):
         self.weight = weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """See above."""
+        """Look up the embedding vectors of the ids, summed over the tensor ranks: (...) -> (..., D)."""
         check_ids(ids, self.num_embeddings, "token id")
         foreign = (ids < self.start) | (ids >= self.stop)  # (...)
         mine = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
@@ -197,14 +200,14 @@ class VocabSharded(nn.Module):
         return all_reduce_copy(rows.masked_fill(foreign[..., None], 0.0), self.axis)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows: whole sizes, and the number of shards."""
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tensor={self.axis.size}"
 
 
 class OnShards(nn.Module):
-    """A layer that every rank has whole and applies to its own heads (a norm of queries, say).
+    """Replicated layer that each rank applies to its own heads, such as a norm of the queries.
 
-    Each rank's gradient is that of its own part; they are summed over the tensor axis in the backward pass.
+    Each rank's gradient is partial. The backward pass sums the gradients over the tensor axis.
     """
 
     layer: nn.Module
@@ -219,6 +222,6 @@ class OnShards(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer does."""
+        """Apply the layer, and sum the gradients of its weights over the tensor axis in the backward pass."""
         weights = {name: copy_all_reduce(p, self.axis) for name, p in self.named_parameters()}
         return functional_call(self.layer, weights, args, kwargs)

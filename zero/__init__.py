@@ -1,43 +1,39 @@
-"""The east wing: replicas without redundancy."""
+"""ZeRO: weights, gradients and optimizer state sharded over the replicas of the data axis.
 
-from __future__ import annotations
+Layout of the parameters:
+    managed.py: a parameter as the data axis manages it, and the key by which parameters share a bucket
+    flat.py: layout of parameters in flat, padded buckets, and the range that each rank owns; no torch
+    bucketing.py: assignment of the parameters to buckets
 
-import importlib
-from typing import TYPE_CHECKING, Any
+Buckets:
+    flat_weights.py: weights of a bucket: whole or sharded buffer, master weights, release and restore in stage 3
+    bucket.py: gradients of a bucket: accumulation, all-reduce (stages 0, 1), reduce-scatter (stages 2, 3)
+    offload.py: offload of shards, masters, gradients and optimizer state to host memory or disk
 
-if TYPE_CHECKING:
-    from .lend import gathered
-    from .onebit_adam import OneBitAdam, ZeroOneAdam
-    from .onebit_lamb import OneBitLamb
-    from .powersgd import PowerSGD
-    from .sparse_rows import SparseRows
-    from .standalone import ShardedOptimizer
-    from .topk import TopK
+A step:
+    options.py: options of ZeRO: stage, dtypes, prefetch, offload
+    data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
+    gradients.py: when buckets are reduced: during the backward pass (overlap) or at the end of a step
+    parameters.py: stage 3's all-gather of a layer's weights before it runs, prefetch, and release after
+    norm.py: squares of gradients for the global norm, and the clipping coefficient
+    optimizer.py: the optimizer's step on the ranges that a rank owns, and the all-gather of the new weights
+    sub_groups.py: the step in sub-groups, for offloaded state
+    whole_tensors.py: the step of optimizers that need whole tensors (Adafactor, Muon), in stage 0
 
-_HOME = {
-    "OneBitAdam": "onebit_adam",
-    "OneBitLamb": "onebit_lamb",
-    "PowerSGD": "powersgd",
-    "ShardedOptimizer": "standalone",
-    "SparseRows": "sparse_rows",
-    "TopK": "topk",
-    "ZeroOneAdam": "onebit_adam",
-    "gathered": "lend",
-}
+Around it:
+    protocols.py: interfaces that compression/, onebit/ and zeropp/ implement
+    gathered_parameters.py: ``zero.gathered``: whole parameters outside of a step, to read or write
+    shard_ranges.py: ranges of parameters in flat tensors, and the rank that writes them
+    state_shards.py: values and optimizer state of this rank, for checkpoints
 
-__all__ = [
-    "OneBitAdam",
-    "OneBitLamb",
-    "PowerSGD",
-    "ShardedOptimizer",
-    "SparseRows",
-    "TopK",
-    "ZeroOneAdam",
-    "gathered",
-]
+Sub-folders:
+    modules/: any ``nn.Module`` in a plain loop: ``ShardedOptimizer``, units of stage 3
+    compression/: gradient compression: top-k and PowerSGD with error feedback, sparse rows of embeddings
+    onebit/: 1-bit Adam, 0/1 Adam, 1-bit LAMB
+    zeropp/: ZeRO++: quantized weights and gradients, secondary shards
+    local_sgd/: replicas that take local steps: local SGD, DiLoCo, asynchronous DiLoCo
+"""
 
+from ..grid.lazy import attach
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOME)}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,7 +1,7 @@
-"""Parameters -> padded flat buckets, and the range of each that a rank owns. Arithmetic only, no torch.
+"""Layout of parameters in padded flat buckets, and the range of each bucket that a rank owns. No torch.
 
-A bucket is one flat buffer. Its parameters lie in it in runs (sharded over the tensor axis; replicated;
-replicated with partial gradients), so that what differs between them is one slice each:
+A bucket is one flat buffer. Its parameters lie in it in runs: sharded over the tensor axis, replicated, and replicated
+with partial gradients. Each kind is then one slice:
 
     | sharded ... | replicated ... | partial ... | padding |
     |<----- rank 0's ----->|<----- rank 1's ----->|
@@ -9,8 +9,7 @@ replicated with partial gradients), so that what differs between them is one sli
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,17 +21,17 @@ RUNS = (SHARDED, REPLICATED, PARTIAL)
 
 
 class Item(NamedTuple):
-    """A parameter to be placed: its number, its elements on this rank, and where it may lie."""
+    """A parameter to be placed: its number, its elements on this rank, its run, and its key."""
 
     number: int
     numel: int
     run: int
     key: Hashable  # parameters of different keys never share a bucket
-    size: int = 0  # what it takes of a capacity, alike on every tensor rank, where shards are uneven; 0: numel
+    size: int = 0  # elements counted against the capacity, equal on all tensor ranks if shards are uneven; 0: numel
 
 
 class Slot(NamedTuple):
-    """Where a parameter lies in its bucket: elements ``start`` to ``stop``."""
+    """Position of a parameter in its bucket: elements ``start`` to ``stop``."""
 
     number: int
     start: int
@@ -41,33 +40,36 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """The plan of one bucket: ``numel`` elements, a multiple of the number of shards."""
+    """Layout of one bucket of ``numel`` elements, a multiple of the number of shards."""
 
     key: Hashable
     slots: tuple[Slot, ...]
-    runs: tuple[tuple[int, int], ...]  # for each run, the elements it spans
+    runs: tuple[tuple[int, int], ...]  # for each run, its start and stop
     numel: int
     shards: int
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """The half-open range of elements that a rank of the data axis owns."""
+        """Return start and stop of the elements that a rank of the data axis owns."""
         size = self.numel // self.shards
         return rank * size, (rank + 1) * size
 
     def span(self, run: int, start: int, stop: int) -> tuple[int, int]:
-        """The part of a run that lies within ``start`` to ``stop``; empty where it does not."""
+        """Return the part of a run that lies within ``start`` to ``stop``; it may be empty."""
         low, high = max(self.runs[run][0], start), min(self.runs[run][1], stop)
         return low, max(low, high)
 
 
 def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
-    """Place parameters in buckets.
+    """Return the layouts of the buckets for parameters.
 
     Args:
-        items: in the order of the model. Buckets are filled from the last to the first, and come in the order in
-            which the backward pass makes their gradients final.
+        items: in the order of the model. Buckets are filled from the last item to the first, and are returned in the
+            order in which the backward pass completes their gradients.
         shards: the size of the data axis.
-        capacity: elements after which a bucket is closed; a larger parameter gets a bucket of its own.
+        capacity: elements of a bucket at most; a larger parameter gets a bucket of its own.
+
+    Raises:
+        ValueError: ``capacity`` is less than 1.
     """
     if capacity < 1:
         raise ValueError(f"a bucket of {capacity} elements holds nothing: reduce_bucket_size is at least 1")
@@ -101,27 +103,3 @@ def _bucket(key: Hashable, items: list[Item], shards: int) -> FlatBucket:
         runs.append((start, at))
     step = shards * _ALIGN
     return FlatBucket(key, tuple(slots), tuple(runs), -(-at // step) * step, shards)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """The n-d boxes that a flat, row-major interval of a tensor is made of, in its order: 2n - 1 of them at the most.
-
-    >>> [*boxes((4, 3), 2, 9)]
-    [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield ()
-        return
-    inner = math.prod(shape[1:])
-    (first, begin), (last, end) = divmod(start, inner), divmod(stop, inner)
-    if first == last:
-        yield from ((slice(first, first + 1), *rest) for rest in boxes(shape[1:], begin, end))
-        return
-    if begin:
-        yield from ((slice(first, first + 1), *rest) for rest in boxes(shape[1:], begin, inner))
-        first += 1
-    if first < last:
-        yield (slice(first, last), *(slice(0, length) for length in shape[1:]))
-    yield from ((slice(last, last + 1), *rest) for rest in boxes(shape[1:], 0, end))

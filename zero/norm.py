@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .buckets import Bucket
-
-
-# Norms of rows of so many elements are taken in fp32, and added up in float64. That is off by a few units in the last
-# place of fp32 for one row and by less for more of them, as they round to either side; it takes an eighth of the time.
+# Norms of rows of so many elements are computed in fp32 and added up in float64. The error is a few units in the last
+# place of fp32 for one row, and less for several, as errors have either sign. It takes an eighth of the time.
 _ROW = 2**10
-# Sums of squares within which no row of fp32 overflowed, and what underflowed is nothing beside them.
+# Range of a sum of squares in which no row overflowed in fp32, and elements that underflowed do not matter.
 _RANGE = 1e-18, 1e38
-_PIECE = 2**16  # elements that are converted at once: all together, that is twice the gradients' memory
+_PIECE = 2**16  # elements that are converted at once: a copy of all gradients would take twice their memory
 
 
 def square(flat: Tensor) -> Tensor:
-    """The sum of squares of a flat tensor, 0-dim float64."""
+    """Return the sum of squares of a flat tensor, 0-dim float64."""
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     if flat.dtype == torch.float64:
@@ -33,7 +26,7 @@ def square(flat: Tensor) -> Tensor:
         found = torch.dot(rows, rows) + torch.dot(rest, rest)
         if _RANGE[0] < float(found) < _RANGE[1]:
             return found
-    # On a CPU by way of a copy in float64: six times as fast as a norm that converts while it adds.
+    # On a CPU, convert first: six times as fast as a norm with dtype=float64.
     found = torch.zeros((), dtype=torch.float64)
     for piece in flat.split(_PIECE):
         wide = piece.double()
@@ -41,25 +34,15 @@ def square(flat: Tensor) -> Tensor:
     return found
 
 
-def squares(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
-    """This rank's share of the sum of squares of all gradients, 0-dim float64.
-
-    Summed over every rank of the grid it is the square of the global norm: a sharded element counts on its own
-    rank, a replicated one on the first of its replicas, a tied one on the first stage that holds it.
-    """
-    parts = [part for bucket in buckets for part in bucket.squares()]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-
-
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
-    """What to scale gradients of this norm by, so that they are no longer than ``limit``; 1 where they are not.
+    """Return the factor that reduces gradients of this norm to ``limit``; 1 if the norm is smaller.
 
-    As ``torch.nn.utils.clip_grad_norm_`` computes it, with its 1e-6.
+    Computed as in ``torch.nn.utils.clip_grad_norm_``, with its 1e-6.
     """
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """The same of a number; not a number where the norm is none."""
+    """Return the factor of ``clip_coefficient`` for a norm that is a Python float. A norm of NaN gives NaN."""
     factor = limit / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor

@@ -1,9 +1,8 @@
-"""Offload: shards, masters, gradients and the optimizer's state in the host's memory or on disk.
+"""Offload of shards, master weights, gradients and optimizer state to host memory or to disk (CPU or NVMe).
 
-On disk, a tensor is a part of a file mapped into memory: whoever computes with it reads and writes pages of the file,
-and ``behind`` hands the pages of what was used back to the kernel, which writes what changed. So what is resident is
-what is being used. Rajbhandari et al. 2021 (ZeRO-Infinity), section 5; in the host's memory, Ren et al. 2021
-(ZeRO-Offload).
+A tensor on disk is a part of a file mapped into memory. Computing with it reads and writes pages of the file, and
+``evict`` gives the used pages back to the kernel, which writes the changed ones. Only tensors in use are resident.
+Rajbhandari et al. 2021 (ZeRO-Infinity), section 5; for host memory, Ren et al. 2021 (ZeRO-Offload).
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,22 +19,23 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.agreement import agreed
 
-_LARGEST = 2**30  # bytes of a file that are mapped at once: each mapping holds a file descriptor
+_LARGEST = 2**30  # bytes of one mapping at most; each mapping holds a file descriptor
 
 
 class OffloadError(RuntimeError):
-    """There is no place for what is to be offloaded; every rank raises it alike."""
+    """Offloaded tensors cannot be allocated. Every rank raises it, with the same message."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where something is kept.
+class OffloadTarget:
+    """A place to offload tensors to.
 
     Attributes:
-        kind: ``none`` (where the model is), ``cpu`` (the host's memory) or ``nvme`` (a file).
+        kind: ``none`` (the model's device), ``cpu`` (host memory) or ``nvme`` (a file).
         path: the folder of the file.
-        pin: pin the host's memory, where the model is on a GPU.
+        pin: pin the host memory if the model is on a GPU.
     """
 
     kind: Literal["none", "cpu", "nvme"] = "none"
@@ -46,34 +45,35 @@ class Place:
 
 @dataclass(frozen=True)
 class Offload:
-    """What is kept where, and in which portions it is updated.
+    """Options of offload: the place of each kind of tensor, and the sub-groups of the optimizer's step.
 
     Attributes:
         states: the optimizer's state, masters, and gradients that are accumulated in shards.
         parameters: the shards of stage 3.
-        sub_group: elements that are updated together, where something is kept elsewhere, or ``always``.
-        ahead: read the next sub-group while one is updated.
-        behind: let the kernel write a sub-group while the next is updated; False waits until it is written.
+        sub_group_size: elements that are updated together, if something is offloaded or ``always`` is set.
+        pipeline_read: read the next sub-group while one is updated.
+        pipeline_write: let the kernel write a sub-group while the next is updated; False waits until it is written.
+        always: step in sub-groups even if nothing is offloaded.
     """
 
-    states: Place = Place()
-    parameters: Place = Place()
-    sub_group: int = 2**24
-    ahead: bool = True
-    behind: bool = True
+    states: OffloadTarget = OffloadTarget()
+    parameters: OffloadTarget = OffloadTarget()
+    sub_group_size: int = 2**24
+    pipeline_read: bool = True
+    pipeline_write: bool = True
     always: bool = False
 
     @property
     def portions(self) -> bool:
-        """Whether the optimizer steps one sub-group after the other."""
+        """True if the optimizer steps one sub-group after the other."""
         return self.always or {self.states.kind, self.parameters.kind} != {"none"}
 
 
 class Memory:
-    """Makes tensors where the model is, or in the host's memory.
+    """Allocates tensors on the model's device or in host memory.
 
     Attributes:
-        kind: as in ``Place``.
+        kind: as in ``OffloadTarget``.
         device: of the tensors.
     """
 
@@ -83,32 +83,32 @@ class Memory:
         self._made: set[int] = set()  # addresses
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros.
+        """Return a flat tensor of zeros.
 
         Raises:
-            OffloadError: there is no room for it.
+            OffloadError: the disk is full.
         """
         tensor = torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._pin)
         self._made.add(tensor.data_ptr())
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it was made here."""
+        """Return True if a tensor was allocated here."""
         return tensor.data_ptr() in self._made
 
-    def ahead(self, tensor: Tensor) -> None:
-        """It is needed soon."""
+    def prefetch(self, tensor: Tensor) -> None:
+        """Prefetch a tensor that is needed soon. No effect in RAM."""
 
-    def behind(self, tensor: Tensor) -> None:
-        """It is not needed for a while."""
+    def evict(self, tensor: Tensor) -> None:
+        """Evict a tensor that is not needed for a while. No effect in RAM."""
 
 
-class Disk(Memory):
-    """Makes tensors in a file that has no name: it is gone with the process, whatever ends that.
+class DiskMemory(Memory):
+    """Allocates tensors in an unnamed file, which is deleted when the process ends, however it ends.
 
     Args:
         path: the folder of the file.
-        wait: ``behind`` returns when what changed is on the disk.
+        wait: ``evict`` returns when changes are written to the disk.
 
     Raises:
         OffloadError: there is no such folder, or no file can be made in it.
@@ -125,16 +125,16 @@ class Disk(Memory):
         except OSError as error:
             raise OffloadError(
                 f"nothing can be offloaded to {path}: {error.strerror}; set nvme_path to a folder that exists and can "
-                "be written"
+                "be written to"
             ) from error
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``Memory.zeros``. The room is taken at once: no write finds the disk full later."""
+        """Return a flat tensor of zeros. Disk space is reserved at once, so that no later write finds the disk full."""
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
         needed = _pages(numel * dtype.itemsize)
         if needed > self._free:
-            # Larger and larger mappings: few of them, and at the most half of the file stays unused.
+            # Mappings double in size: there are few of them, and at most half of the file is unused.
             self._map(needed, max(needed, min(self._size, _LARGEST)))
         _, mapped = self._maps[-1]
         start = len(mapped) - self._free
@@ -142,18 +142,18 @@ class Disk(Memory):
         return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start)
 
     def holds(self, tensor: Tensor) -> bool:
-        """See ``Memory.holds``."""
+        """Return True if a tensor was allocated here."""
         return self._find(tensor) is not None
 
-    def ahead(self, tensor: Tensor) -> None:
-        """The kernel starts reading it."""
+    def prefetch(self, tensor: Tensor) -> None:
+        """Let the kernel start reading a tensor."""
         found = self._find(tensor)
         if found is not None:
             mapped, start, length = found
             mapped.madvise(mmap.MADV_WILLNEED, start, length)
 
-    def behind(self, tensor: Tensor) -> None:
-        """Its pages leave this process; what changed is written to the file."""
+    def evict(self, tensor: Tensor) -> None:
+        """Release the resident pages of a tensor; changes are written to the file."""
         found = self._find(tensor)
         if found is not None:
             mapped, start, length = found
@@ -181,7 +181,7 @@ class Disk(Memory):
         ) from problem
 
     def _find(self, tensor: Tensor) -> tuple[mmap.mmap, int, int] | None:
-        """The mapping of a contiguous tensor, and the pages of it: their first byte, and their length."""
+        """Return the mapping of a contiguous tensor, and the first byte and the length of its pages."""
         address, length = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         for base, mapped in self._maps:
             if length and base <= address < base + len(mapped):
@@ -190,63 +190,53 @@ class Disk(Memory):
         return None
 
 
-class Memories:
-    """The places of one rank.
+class OffloadMemory:
+    """Allocators of one rank.
 
     Attributes:
-        states, parameters: where to make what ``Offload`` names so.
+        offload: the options.
+        states, parameters: allocators for the tensors that ``Offload`` names so.
     """
 
     def __init__(self, offload: Offload, device: torch.device) -> None:
         self.offload = offload
-        self._made: dict[Place, Memory] = {}
+        self._made: dict[OffloadTarget, Memory] = {}
         self.states, self.parameters = self._at(offload.states, device), self._at(offload.parameters, device)
 
     def place(self, tensor: Tensor) -> str:
-        """Where it is kept: ``cpu`` or ``nvme``, or ``none`` where it was not offloaded."""
+        """Return the place of a tensor: ``cpu`` or ``nvme``, or ``none`` if it is not offloaded."""
         kinds = (memory.kind for memory in self._made.values() if tensor.numel() and memory.holds(tensor))
         return next(kinds, "none")
 
-    def ahead(self, *tensors: Tensor) -> None:
-        """They are needed soon."""
-        if self.offload.ahead:
+    def prefetch(self, *tensors: Tensor) -> None:
+        """Prefetch tensors that are needed soon, if ``pipeline_read`` is set."""
+        if self.offload.pipeline_read:
             for memory in self._made.values():
                 for tensor in tensors:
-                    memory.ahead(tensor)
+                    memory.prefetch(tensor)
 
-    def behind(self, *tensors: Tensor) -> None:
-        """They are not needed for a while."""
+    def evict(self, *tensors: Tensor) -> None:
+        """Evict tensors that are not needed for a while."""
         for memory in self._made.values():
             for tensor in tensors:
-                memory.behind(tensor)
+                memory.evict(tensor)
 
-    def _at(self, place: Place, device: torch.device) -> Memory:
+    def _at(self, place: OffloadTarget, device: torch.device) -> Memory:
         if place not in self._made:
             if place.kind == "nvme":
                 assert place.path is not None
-                self._made[place] = Disk(place.path, wait=not self.offload.behind)
+                self._made[place] = DiskMemory(place.path, wait=not self.offload.pipeline_write)
             else:
                 pin = place.kind == "cpu" and place.pin and device.type == "cuda"
                 self._made[place] = Memory(place.kind, device if place.kind == "none" else torch.device("cpu"), pin)
         return self._made[place]
 
 
-@contextmanager
-def agreed(grid: Grid, offload: Offload) -> Iterator[None]:
-    """Where one rank finds no place within, every rank raises what it said. Collective, if there is a file.
-
-    Raises:
-        OffloadError: see there.
-    """
-    problem: str | None = None
-    try:
-        yield
-    except OffloadError as error:
-        problem = f"{grid.describe()}: {error}"
-    if "nvme" in (offload.states.kind, offload.parameters.kind):
-        problems = [said for said in grid.world.all_gather_object(problem) if said]
-        if problems:
-            raise OffloadError(problems[0])
+def placed_on_all_ranks(grid: Grid, offload: Offload) -> AbstractContextManager[None]:
+    """Raise on every rank the ``OffloadError`` of any. Collective, if something is offloaded to files."""
+    if "nvme" not in (offload.states.kind, offload.parameters.kind):
+        return nullcontext()
+    return agreed(grid, OffloadError, catch=(OffloadError,), name_rank=True)
 
 
 def _pages(size: int) -> int:

@@ -1,18 +1,23 @@
-"""The sharded optimizer: each rank steps the range it owns, then every rank gets all of it (ZeRO)."""
+"""The optimizer's step on shards: each rank steps the range it owns, then every rank gets the new weights (ZeRO)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arriving import publish
-from .buckets import Bucket
-from .subgroups import SubGroups
+from ..grid import Grid, Pending
+from ..grid.layout import FlatRange
+from .bucket import Bucket
+from .options import ZeroOptions
+from .protocols import Exchange, MakeOptimizer
+from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
+from .sub_groups import SubGroups, is_elementwise
 
-# A shard is a flat range that starts and ends anywhere: only optimizers that treat every element alone can step it.
+# A shard is a flat range that starts and ends anywhere: only optimizers that work element by element can step it.
 # (Adafactor, LBFGS and Muon need whole tensors.)
 ELEMENTWISE = (
     "Adadelta",
@@ -28,68 +33,88 @@ ELEMENTWISE = (
     "SGD",
 )
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
 
 def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether it is one of torch's, or made from one, that does not treat every element alone."""
+    """Return True if a class is, or derives from, an optimizer of torch that does not work element by element."""
     bases = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim.")]
     return bool(bases) and bases[0] != "Optimizer" and bases[0] not in ELEMENTWISE
+
+
+def stepper_class(make: MakeOptimizer) -> type[RangeStepper]:
+    """Return the class that steps an optimizer: the one that ``make.stepper`` names, or ``RangeStepper``."""
+    named: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
+    return named
 
 
 class RangeStepper:
     """Steps the owned range of each bucket with one of torch's own optimizers, on flat tensors.
 
-    The optimizer must work element by element (Adam, AdamW, SGD, ...): a flat range is then stepped exactly as
-    its parameters would be, and holds 1/N of the state. Rajbhandari et al. 2020, section 5.1.
+    The optimizer must work element by element (Adam, AdamW, SGD, ...): a flat range is then stepped exactly as its
+    parameters would be, and holds 1/N of the state. Rajbhandari et al. 2020, section 5.1.
+
+    Subclasses step other tensors, or other optimizers; the methods after ``step`` are what they answer differently.
 
     Args:
         make: makes the optimizer from parameter groups.
         buckets: of this rank.
-        groups: the options of each parameter group, in the order of ``Managed.group``.
-        together: elements of new weights on their way to the replicas at once; None: all.
+        groups: the options of each parameter group, in the order of ``ManagedParameter.group``.
+        allgather_bucket_size: elements of new weights in flight at once; None: no limit.
 
     Attributes:
-        optimizer: torch's, over the owned ranges: for learning-rate schedulers and for a look at its state.
+        optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.
+        whole_tensors: True if it steps tensors of the parameters' shapes.
     """
+
+    whole_tensors = False
+
+    @classmethod
+    def adapt(cls, options: ZeroOptions) -> ZeroOptions:
+        """Return the ZeRO options, changed as this class of optimizer needs them.
+
+        Raises:
+            ValueError: the optimizer does not support an option.
+        """
+        return options
 
     def __init__(
         self,
         make: MakeOptimizer,
         buckets: Sequence[Bucket],
         groups: Sequence[dict[str, Any]],
-        together: int | None = None,
+        allgather_bucket_size: int | None = None,
     ) -> None:
-        self._together = together
+        self._allgather_bucket_size = allgather_bucket_size
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._sub_groups: SubGroups | None = None
+        self.optimizer = self._make(make, groups)
+
+    def _make(self, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the optimizer over the tensors that are stepped."""
         if self._buckets and self._buckets[0].memory.offload.portions:
             self._sub_groups = SubGroups(make, self._buckets, groups)
-            self.optimizer = self._sub_groups.optimizer
-            return
+            return self._sub_groups.optimizer
         owned = [[bucket.master for bucket in self._buckets if bucket.group == i] for i in range(len(groups))]
-        self.optimizer = make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
+        return make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
 
-    def rooms(self, bucket: Bucket) -> list[Tensor]:
-        """Where the state of a bucket is kept, if it is stepped in sub-groups."""
-        return [] if self._sub_groups is None else [*self._sub_groups.rooms.get(bucket, {}).values()]
+    def connect(self, exchange: Exchange | None, grid: Grid) -> None:
+        """Connect the optimizer to the gradient exchange, once, after that was made. Collective over the grid."""
 
     @torch.no_grad()
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
-        """Scale the owned gradients, in place, by one number; step; share the result.
+        """Scale the owned gradients in place, step, and send the new weights to every replica.
 
         Args:
-            scale: one over the batch's weight, times what clipping asks for.
-            without: parameters that had no gradient on any replica, which stand still, as torch's ``None`` does.
+            scale: one over the batch's weight, times the clipping coefficient.
+            without: parameters that had no gradient on any replica; they do not change, as with torch's ``None``.
         """
         if self._sub_groups is not None:
             self._sub_groups.step(scale, without)
         else:
             self._step(scale, without)
-        publish(self._buckets, self._together)
+        publish(self._buckets, self._allgather_bucket_size)
 
     def _step(self, scale: float, without: Collection[Tensor]) -> None:
-        """All at once, where everything is in memory."""
+        """Scale the gradients and step all buckets at once, without sub-groups."""
         self._scale(scale)
         # Without a gradient, decay and momentum would move a parameter all the same.
         frozen = [part for bucket in self._buckets for part in self._frozen(bucket, without)]
@@ -107,10 +132,132 @@ class RangeStepper:
             torch._foreach_mul_([bucket.owned_gradient for bucket in self._buckets], scale)
 
     def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[list[Tensor]]:
-        """Of each span of parameters that stand still: its part of the master, and of the state."""
+        """Return, for each span that must not change, its part of the master and of each state tensor."""
         master = bucket.master
         if master is None or not (spans := bucket.frozen(without)):
             return []
-        state = [t for t in self.optimizer.state.get(master, {}).values() if isinstance(t, Tensor)]
-        flat = [master.detach(), *(tensor for tensor in state if tensor.shape == master.shape)]
+        flat = [master.detach(), *(value for _, value in self._elementwise_state(master))]
         return [[tensor[start:stop] for tensor in flat] for start, stop in spans]
+
+    def gradient_squares(self, buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
+        """Return this rank's share of the squared gradient norm, or None to compute it from the buckets' gradients."""
+        return None
+
+    def saved_value(self, bucket: Bucket, values: Tensor) -> Tensor:
+        """Return the weights of a bucket to save in a checkpoint: ``values``, the present weights, by default."""
+        return values
+
+    def resume(self, at_synchronization: bool = True) -> None:
+        """Restore the local weights of this replica after the optimizer state was loaded; no effect by default.
+
+        Args:
+            at_synchronization: True if the loaded weights are those of the last synchronization, after which all
+                replicas had equal weights.
+        """
+
+    def rejoin(self, written: Mapping[Bucket, Sequence[tuple[int, int]]] | None = None) -> None:
+        """Drop the local updates of weights that were written, equal on every replica; no effect by default.
+
+        Args:
+            written: for each bucket, the (start, stop) of the written ranges; None means that all weights were written.
+        """
+
+    def masters(self) -> Iterator[tuple[Tensor, list[str]]]:
+        """Yield each tensor that the optimizer steps, and the names of the parameters in it."""
+        for bucket in self._buckets:
+            assert bucket.master is not None
+            yield bucket.master, [member.layout.name for member in bucket.members]
+
+    def sub_group_state(self, bucket: Bucket) -> list[Tensor]:
+        """Return the state tensors of a bucket that is stepped in sub-groups."""
+        return [] if self._sub_groups is None else [*self._sub_groups.state_of.get(bucket, {}).values()]
+
+    def state_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield the elementwise optimizer state: the index in ``masters``, the key, and the state tensor."""
+        for index, (master, _) in enumerate(self.masters()):
+            yield from ((index, key, value) for key, value in self._elementwise_state(master))
+
+    def state_ranges(self, index: int, value: Tensor, ranges: ShardRanges) -> Iterator[FlatRange]:
+        """Cut a tensor of ``state_tensors`` into the ranges that this rank writes."""
+        bucket = self._buckets[index]
+        yield from ranges.of_bucket(bucket, value, bucket.owned[0], True)
+        bucket.memory.evict(value)
+
+    def states(self, ranges: ShardRanges) -> KeyedRanges:
+        """Yield the elementwise state that this rank writes, with its keys."""
+        for index, key, value in self.state_tensors():
+            yield from ((key, part) for part in self.state_ranges(index, value, ranges))
+
+    def load_targets(self, ranges: ShardRanges, dtype_of: DtypeOf, keys: Iterable[str]) -> KeyedRanges:
+        """Yield the state tensors into which a checkpoint is loaded. A tensor that does not exist yet is allocated.
+
+        The caller must fill each tensor before it takes the next one.
+
+        Args:
+            ranges: the ranges of the parameters on this rank.
+            dtype_of: returns the dtype of a parameter's state under a key, or None if that state is not loaded.
+            keys: the keys that the state may have, such as ``exp_avg``.
+        """
+        for key in keys:
+            for bucket in self._buckets:
+                dtypes = [d for m in bucket.members if (d := dtype_of(m.layout.name, key)) is not None]
+                if dtypes:
+                    flat = self._loaded(bucket, key, dtypes[0])
+                    for part in ranges.of_bucket(bucket, flat, bucket.owned[0], False):
+                        if dtype_of(part.name, key) is not None:
+                            yield key, part
+                    bucket.memory.evict(flat)
+
+    def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield state of another shape than its parameter's that this rank writes: name, key, whole tensor."""
+        return iter(())
+
+    def set_odd_shaped_state(self, name: str, key: str, value: Tensor) -> bool:
+        """Set a state tensor of another shape than the parameter's; return False if this rank lacks the parameter."""
+        return False
+
+    def _loaded(self, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
+        assert bucket.master is not None
+        state = self.optimizer.state[bucket.master]
+        if self._sub_groups is None:
+            return elementwise_target(state, key, bucket.master, dtype)
+        made = self._sub_groups.state_of[bucket]
+        if key not in made:
+            made[key] = bucket.memory.states.zeros(bucket.master.numel(), bucket.master.dtype)
+        state[key] = made[key]
+        return made[key]
+
+    def _elementwise_state(self, master: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for key, value in self.optimizer.state.get(master, {}).items():
+            if is_elementwise(value, master):
+                yield key, value
+
+
+def publish(buckets: Sequence[Bucket], allgather_bucket_size: int | None) -> None:
+    """Send the new weights of all buckets to every replica.
+
+    At most ``allgather_bucket_size`` elements are sent at once, but at least one bucket; with None, all buckets are.
+    """
+    in_flight: deque[tuple[int, Pending]] = deque()
+    elements = 0
+    for bucket in buckets:
+        while in_flight and allgather_bucket_size is not None and elements + bucket.flat.numel > allgather_bucket_size:
+            size, pending = in_flight.popleft()
+            pending.wait()
+            elements -= size
+        started = bucket.publish()
+        if started is not None:
+            in_flight.append((bucket.flat.numel, started))
+            elements += bucket.flat.numel
+    for _, pending in in_flight:
+        pending.wait()
+
+
+def elementwise_target(state: dict[str, Any], key: str, master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the state tensor under ``key``, in the master's shape, to be filled; allocate it if it does not exist."""
+    target = state.get(key)
+    if not is_elementwise(target, master):
+        kind = master.dtype if dtype.is_floating_point else dtype
+        target = state[key] = torch.zeros_like(master, dtype=kind, requires_grad=False)
+    assert isinstance(target, Tensor)
+    return target.detach()

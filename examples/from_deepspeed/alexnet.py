@@ -1,10 +1,10 @@
-"""The AlexNet of DeepSpeed's pipeline tutorial, thinner, on pictures that numpy draws.
+"""AlexNet of DeepSpeed's pipeline tutorial, with fewer channels, on images drawn by numpy.
 
     cd examples/from_deepspeed
     torchrun --nproc-per-node 4 alexnet.py -p 2 --deepspeed_config alexnet.json
     python alexnet.py -p 0 --deepspeed_config alexnet.json     # without a pipeline: forward, backward, step
 
-``--specs`` builds each layer where it runs (``LayerSpec``), instead of all of them everywhere.
+``--specs`` builds each layer on the rank that runs it (``LayerSpec``), instead of all layers on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-import triax as deepspeed  # was: import deepspeed
+import triax.compat.deepspeed as deepspeed  # was: import deepspeed
 from triax import RepeatingLoader  # was: from deepspeed.utils import RepeatingLoader
 from triax.pipe import LayerSpec, PipelineModule  # was: from deepspeed.pipe import LayerSpec, PipelineModule
 
@@ -24,7 +24,7 @@ CLASSES, SIZE, SAMPLES = 10, 64, 64
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three linear layers; an eighth of the original's channels."""
+    """Five convolutions and three linear layers, with an eighth of the original's channels."""
 
     def __init__(self, num_classes: int = CLASSES, dropout: float = 0.5) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class AlexNet(nn.Module):
 
 
 def join_layers(vision_model: AlexNet) -> list[Any]:
-    """One list of layers."""
+    """Return the model's layers as one list."""
     return [
         *vision_model.features,
         vision_model.avgpool,
@@ -71,7 +71,7 @@ def join_layers(vision_model: AlexNet) -> list[Any]:
 
 
 class AlexNetPipe(PipelineModule):
-    """The same from ``LayerSpec`` s: a rank builds only the layers that it runs."""
+    """AlexNet from ``LayerSpec`` s: a rank builds only the layers that it runs."""
 
     def __init__(self, num_classes: int = CLASSES, dropout: float = 0.5, **kwargs: Any) -> None:
         self.num_classes = num_classes
@@ -103,7 +103,7 @@ class AlexNetPipe(PipelineModule):
 
 
 def trainset(dtype: torch.dtype) -> torch.utils.data.TensorDataset:
-    """Pictures of noise, each with a bright bar; the class is where the bar is."""
+    """Images of noise, each with a bright bar; the class is the position of the bar."""
     random = numpy.random.default_rng(0)
     pictures = random.standard_normal((SAMPLES, 3, SIZE, SIZE))
     labels = numpy.arange(SAMPLES) % CLASSES
@@ -126,14 +126,14 @@ def get_args() -> argparse.Namespace:
 
 
 def train_base(args: argparse.Namespace, net: AlexNet, dtype: torch.dtype) -> Any:
-    """Without a pipeline."""
+    """Train without a pipeline: forward, backward, step."""
     engine, _, dataloader, _ = deepspeed.initialize(
         args=args,
         model=net,
         model_parameters=[p for p in net.parameters() if p.requires_grad],
         training_data=trainset(dtype),
     )
-    data_iter = iter(RepeatingLoader(dataloader))  # type: ignore[arg-type]
+    data_iter = iter(RepeatingLoader(dataloader))
     criterion = nn.CrossEntropyLoss()
     losses = []
     for _ in range(args.steps * engine.gradient_accumulation_steps()):
@@ -146,7 +146,7 @@ def train_base(args: argparse.Namespace, net: AlexNet, dtype: torch.dtype) -> An
 
 
 def train_pipe(args: argparse.Namespace, net: AlexNet, dtype: torch.dtype) -> Any:
-    """With one."""
+    """Train with a pipeline: train_batch."""
     shared: dict[str, Any] = {
         "num_stages": args.pipeline_parallel_size,
         "partition_method": args.partition,
@@ -167,7 +167,7 @@ def train_pipe(args: argparse.Namespace, net: AlexNet, dtype: torch.dtype) -> An
 
 
 def main() -> tuple[list[float], dict[str, Tensor]]:
-    """Train; returns the losses (of the pipeline: of whole batches), and the weights."""
+    """Train; return the losses (with a pipeline: of whole batches) and the weights."""
     args = get_args()
     deepspeed.init_distributed()
     torch.manual_seed(args.seed)

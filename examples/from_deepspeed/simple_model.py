@@ -1,4 +1,4 @@
-"""DeepSpeed's getting-started loop, with another import.
+"""DeepSpeed's getting-started loop, with the import changed.
 
 cd examples/from_deepspeed
 python simple_model.py --deepspeed_config getting_started.json
@@ -13,13 +13,13 @@ import numpy
 import torch
 from torch import Tensor
 
-import triax as deepspeed  # was: import deepspeed
+import triax.compat.deepspeed as deepspeed  # was: import deepspeed
 
 HIDDEN, SAMPLES = 10, 160
 
 
 class SimpleModel(torch.nn.Module):
-    """A few linear layers and their loss, as DeepSpeed's own tests have them."""
+    """A few linear layers and their loss, as in DeepSpeed's own tests."""
 
     def __init__(self, hidden_dim: int, layers: int = 2) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class SimpleModel(torch.nn.Module):
 
 
 def dataset() -> torch.utils.data.TensorDataset:
-    """Vectors, and which of their numbers is the largest."""
+    """Random vectors; the class is the index of the largest element."""
     x = torch.from_numpy(numpy.random.default_rng(0).standard_normal((SAMPLES, HIDDEN), dtype="float32"))
     return torch.utils.data.TensorDataset(x, x.argmax(1))
 
 
 def main() -> tuple[list[float], int, dict[str, Tensor]]:
-    """Train; returns this replica's losses, how many steps fp16's overflows cost, and the weights."""
+    """Train; return this replica's losses, the number of steps skipped by overflows in fp16, and the weights."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1, help="as launchers pass it")
     parser.add_argument("--epochs", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Several engines and one loss, as DeepSpeed's documentation of the training API shows it.
+"""Several engines and one loss, as in DeepSpeed's documentation of the training API.
 
 python examples/from_deepspeed/two_engines.py
 torchrun --nproc-per-node 4 examples/from_deepspeed/two_engines.py
@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-import triax as deepspeed  # was: import deepspeed
+import triax.compat.deepspeed as deepspeed  # was: import deepspeed
 
 WIDTH, SAMPLES = 8, 64
 CONFIGS = (
@@ -33,13 +33,13 @@ CONFIGS = (
 
 
 def dataset() -> torch.utils.data.TensorDataset:
-    """Vectors, and numbers that are a function of them."""
+    """Random vectors, and a function of them as targets."""
     x = torch.from_numpy(numpy.random.default_rng(0).standard_normal((SAMPLES, WIDTH)))
     return torch.utils.data.TensorDataset(x, x.square().sum(1, keepdim=True).log())
 
 
 def nets() -> list[nn.Module]:
-    """Two models, which learn the same in their own ways."""
+    """Return two models with different activations."""
     torch.manual_seed(0)
     return [
         nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), activation, nn.Linear(2 * WIDTH, 1)).double()
@@ -48,7 +48,7 @@ def nets() -> list[nn.Module]:
 
 
 def main() -> list[dict[str, Tensor]]:
-    """Train; returns the weights of both."""
+    """Train; return the weights of both models."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
     steps = parser.parse_args().steps

@@ -1,11 +1,11 @@
-"""Horovod's loop for a classifier of digits, with another import.
+"""Horovod's loop for a classifier of digits, with the import changed.
 
 python examples/from_horovod/mnist.py
 triax run --nproc 4 examples/from_horovod/mnist.py --fp16-allreduce
 torchrun --nproc-per-node 4 examples/from_horovod/mnist.py --epochs 3
 mpirun -np 4 python examples/from_horovod/mnist.py
 
-The digits are made by numpy: ten drawings, each shifted, scaled in brightness and covered with noise.
+The digits are drawn by numpy: ten drawings, each shifted, scaled in brightness and with noise added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import triax as hvd  # was: import horovod.torch as hvd
+import triax.compat.horovod as hvd  # was: import horovod.torch as hvd
 
 Batches = DataLoader[tuple[Tensor, ...]]
 SIDE, CLASSES = 12, 10
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def digits(count: int, seed: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
-    """Images (count, 1, SIDE, SIDE) and what they show."""
+    """Images (count, 1, SIDE, SIDE) and their classes (count,)."""
     drawings = numpy.random.default_rng(0).random((CLASSES, SIDE, SIDE)) > 0.6
     random = numpy.random.default_rng(seed)
     labels = random.integers(0, CLASSES, count)
@@ -59,7 +59,7 @@ def digits(count: int, seed: int, dtype: torch.dtype = torch.float32) -> TensorD
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Batches, epoch: int, args: argparse.Namespace
 ) -> None:
-    """One epoch over this rank's part of the data."""
+    """Train for one epoch on this rank's part of the data."""
     model.train()
     loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
     for number, (data, target) in enumerate(loader):
@@ -78,12 +78,12 @@ def train(
 
 
 def metric_average(value: float, name: str) -> float:
-    """Over all ranks."""
+    """Return the average over all ranks."""
     return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), name=name))
 
 
 def test(model: nn.Module, loader: Batches, epoch: int) -> tuple[float, float]:
-    """The loss and the accuracy on held-out digits."""
+    """Return the loss and the accuracy on held-out digits."""
     model.eval()
     loss = right = 0.0
     with torch.no_grad():

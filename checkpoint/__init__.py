@@ -1,0 +1,15 @@
+"""Checkpoints: a sharded format that does not depend on the grid; reading, writing, checking and converting it.
+
+protocol.py: Snapshot, the state of a run as boxes of whole tensors, between the engine and the files
+writer.py: every rank writes its own file, rank 0 the index; then format/folder.py commits
+async_writer.py: a thread that writes a copy in host memory while training goes on (checkpoint.async)
+reader.py: opening a checkpoint on any grid, with its checksums verified; what to load (LoadOptions)
+matching.py: names and shapes of a checkpoint compared with those of a model
+auto.py: saving every N steps and on SIGTERM, and finding the newest undamaged checkpoint to resume from
+rendezvous.py: every rank makes the same call, or the error names those that did not
+random_states.py: states of the random generators of torch, Python and numpy
+format/: the files of a checkpoint: index, commit, values in JSON
+convert/: export to safetensors and Hugging Face, import from torch DCP and DeepSpeed
+
+Snapshots of an engine are made and applied in engine/snapshot/.
+"""

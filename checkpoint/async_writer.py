@@ -1,0 +1,123 @@
+"""Asynchronous checkpoints: a step waits for a copy in host memory, and a thread writes it while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..grid import Grid
+from ..grid.ranges import Spans, shape_of
+from .protocol import Snapshot, TensorBox, WholeTensor
+from .writer import Writer
+
+_NICE = 10  # of 19: where every core is busy, the thread gets a tenth of what the training gets
+
+
+class AsyncWriter:
+    """Copies a checkpoint to host memory and writes the copy to disk in a thread.
+
+    The memory of the copy is reused by the next checkpoint, and pinned if the model is on a GPU. It is as large as the
+    part of the checkpoint that this rank writes.
+
+    Args:
+        grid: the run's grid.
+
+    Attributes:
+        copies: (tensor name, box) -> copy in host memory.
+        thread: the thread of the last write. None before the first write and after ``wait``.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self.copies: dict[tuple[str, Spans], Tensor] = {}
+        self.thread: threading.Thread | None = None
+        self._problem: str | None = None
+
+    def write(
+        self, snapshot: Snapshot, folder: Path, tag: str, save_latest: bool, done: Callable[[str | None], None]
+    ) -> None:
+        """Copy a snapshot to host memory, and start to write the copy in a thread.
+
+        The previous checkpoint must be complete, so call ``wait`` first.
+
+        Args:
+            snapshot, folder, tag, save_latest: arguments of ``Writer``.
+            done: called in the thread at the end, with None or the reason of a failure.
+        """
+        grid = self._grid
+        name, numbers = grid.barrier_name(), count()
+
+        def all_gather(text: str) -> list[str | None]:  # in the store: collectives are the training's
+            return grid.store_barrier(f"{name}/{next(numbers)}", text, grid.timeout)
+
+        self.start(Writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest), done)
+
+    def copy(self, snapshot: Snapshot) -> Snapshot:
+        """Return a snapshot whose values are in host memory."""
+        copies: dict[tuple[str, Spans], Tensor] = {}
+        tensors = {name: WholeTensor(tensor.shape, tensor.dtype) for name, tensor in snapshot.tensors.items()}
+        for name, tensor in snapshot.tensors.items():
+            for box, load in tensor.boxes:
+                value, held = load(), self.copies.get((name, box))
+                if held is None or held.shape != shape_of(box) or held.dtype != tensor.dtype:
+                    held = torch.empty(shape_of(box), dtype=tensor.dtype, pin_memory=value.is_cuda)
+                copies[name, box] = held.copy_(value, non_blocking=True)
+                tensors[name].boxes.append(TensorBox(box, held.detach))
+        self.copies = copies
+        self._grid.synchronize()
+        return replace(snapshot, tensors=tensors, after_write=None)
+
+    def start(self, writer: Writer, done: Callable[[str | None], None]) -> None:
+        """Start the thread: ``writer.run()``, then ``done`` with its result."""
+
+        def run() -> None:
+            _lower_priority()
+            try:
+                self._problem = writer.run()
+            except Exception as error:  # for instance, the store has gone with the run
+                self._problem = f"{self._grid.describe()}: {type(error).__name__}: {error}"
+            done(self._problem)
+
+        # No daemon: the interpreter waits for it at exit.
+        self.thread = threading.Thread(target=run, name="triax checkpoint")
+        self.thread.start()
+
+    def wait(self) -> str | None:
+        """Wait until the thread has written its checkpoint.
+
+        Returns:
+            None, or the reason for which the last checkpoint was not written. The reason is returned only once.
+        """
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        problem, self._problem = self._problem, None
+        return problem
+
+
+def _lower_priority() -> None:
+    """Let this thread run when a core has nothing else to do. On Linux each thread has a niceness of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def log_failure(folder: object, tag: str, problem: str | None) -> None:
+    """Log on this rank why a checkpoint was not written, if there is a reason."""
+    if problem is not None:
+        logging.getLogger("triax").error("%s", failure_message(folder, tag, problem))
+
+
+def failure_message(folder: object, tag: str, problem: str) -> str:
+    """Return the message about a checkpoint that was not written."""
+    return f"{folder}: no checkpoint {tag!r} was written, because {problem}. What was there before is there still"

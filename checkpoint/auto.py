@@ -1,0 +1,131 @@
+"""Automatic checkpoints: saved every N steps and on SIGTERM, and the newest complete one found again at the start.
+
+{"checkpoint": {"dir": "runs/a", "every": 100, "keep": 3, "resume": "auto"}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..grid import Grid
+from ..grid.errors import CheckpointError, DamagedError
+from .async_writer import failure_message
+from .format import folder as folders
+from .protocol import Snapshot
+from .reader import LoadOptions, open_checkpoint
+
+_LOG = logging.getLogger("triax")
+
+
+def open_newest(grid: Grid, folder: Path, options: LoadOptions) -> Snapshot | None:
+    """Open the newest checkpoint of a folder that is complete and undamaged; None if there is none. Collective."""
+    found = None
+    if grid.rank == 0:
+        folders.restore(folder)
+        for tag, reason in folders.unreadable(folder):
+            _LOG.warning("%s is passed over: %s", folder / tag, reason)
+        found = folders.tags(folder)[::-1]
+    for tag in grid.world.all_gather_object(found)[0]:
+        try:
+            return open_checkpoint(grid, folder / tag, options)
+        except DamagedError as error:
+            if grid.rank == 0:
+                _LOG.warning("%s is passed over: %s", folder / tag, error)
+    if grid.rank == 0:
+        _LOG.warning("%s has no checkpoint to go on from: the run begins", folder)
+    return None
+
+
+class AutoSaver:
+    """Saves a checkpoint after every so many steps; after a SIGTERM it saves one and ends the process.
+
+    Args:
+        grid: the run's grid.
+        folder: the folder of checkpoints.
+        every: number of steps between two checkpoints.
+        keep: number of automatic checkpoints to keep; older ones are removed. None keeps all.
+        stop: raise an error if a checkpoint could not be written. If False, the failure is logged.
+        step: number of steps so far.
+        save: function that writes a checkpoint with the given tag, and calls the given function when the checkpoint is
+            complete. It returns None or the reason of a failure.
+        wait: waits for a checkpoint that is being written; returns None or the reason of a failure.
+
+    Attributes:
+        signalled: True if this rank has received a SIGTERM.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        folder: Path,
+        every: int,
+        keep: int | None,
+        stop: bool,
+        step: int,
+        save: Callable[[str, Callable[[], None]], str | None],
+        wait: Callable[[], str | None],
+    ) -> None:
+        self._grid, self._folder, self._stop = grid, folder, stop
+        self.every, self._keep, self._last = every, keep, step
+        self._save, self._wait = save, wait
+        self.signalled = False
+        self._flag = torch.zeros(1, dtype=torch.int64, device=grid.device)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def after_call(self, step: int, may_save: Callable[[], bool] = lambda: True) -> None:
+        """Save a checkpoint if a step was taken since the last call and a checkpoint is due.
+
+        Collective if a step was taken.
+
+        Args:
+            step: number of steps so far.
+            may_save: called after a new step. If it returns False, nothing is saved and signals are not checked.
+
+        Raises:
+            SystemExit: with code 143, after any rank received a SIGTERM.
+            CheckpointError: if the checkpoint could not be written and ``stop`` is set.
+        """
+        if step == self._last:
+            return
+        self._last = step
+        if not may_save():
+            return
+        self._flag.fill_(self.signalled)
+        self._grid.world.all_reduce(self._flag, op="max")  # the signal may have come to one rank alone
+        leave = bool(self._flag)
+        if leave or step % self.every == 0:
+            self._save_now(step, leave)
+
+    def _save_now(self, step: int, leave: bool) -> None:
+        tag = f"global_step{step}"
+        problem = self._save(tag, self._remove_old)
+        if leave:
+            problem = self._wait() or problem
+        if problem is not None:
+            text = failure_message(self._folder, tag, problem)
+            if self._stop and not leave:
+                raise CheckpointError(text)
+            _LOG.error("%s", text)
+        if leave:
+            if self._grid.rank == 0:
+                _LOG.warning("told to end by SIGTERM: left after step %d, %s", step, self._folder / tag)
+            self._grid.world.barrier()
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _remove_old(self) -> None:
+        if self._keep is not None and self._grid.rank == 0:
+            for tag in folders.prunable(self._folder, self._keep, automatic=True):
+                with contextlib.suppress(OSError):
+                    folders.remove(self._folder, tag)
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self.signalled = True

@@ -1,0 +1,8 @@
+"""Conversion of checkpoints to and from other formats.
+
+export.py: weights in one safetensors file, from a checkpoint or from a run
+formats.py: formats that packages offer, such as hf (Hugging Face); the description of the model in a checkpoint
+from_dcp.py: import of torch.distributed.checkpoint (DCP)
+from_deepspeed.py: import of DeepSpeed's universal checkpoints
+whole_tensors.py: whole tensors of another library written as a checkpoint
+"""

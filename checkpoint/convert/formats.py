@@ -1,0 +1,96 @@
+"""Export formats that packages offer, such as Hugging Face's; and the description of the model in a checkpoint.
+
+A package offers a format by an entry point in the group ``triax.exports``, under the format's name. triax itself offers
+``hf``, a folder for ``transformers``. The entry point names a function of
+
+model: the result of ``describe`` when the checkpoint was saved, or None
+tensors: name -> (shape, dtype) of the weights, then of the buffers
+read: function from a name to the whole tensor
+folder: to write to
+dtype: of floating-point tensors; None: their own
+config: a configuration file that the user gave, or None
+
+which returns the names that it wrote. Its ValueErrors are shown to the user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid.errors import ConfigError
+from ..protocol import BUFFERS, WEIGHTS, Snapshot
+
+_EXPORTS = "triax.exports"  # the group of entry points
+
+Export = Callable[..., Sequence[str]]
+
+
+def describe(module: nn.Module) -> dict[str, Any] | None:
+    """Return a model's configuration in JSON: that of a Hugging Face model, or the dataclass that its layers are made
+    from, such as ``GPTConfig``; None if there is neither.
+    """
+    specs: Any = getattr(module, "specs", ())
+    inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
+    config: Any = getattr(inner, "config", None)
+    if hasattr(config, "to_dict"):
+        found = config.to_dict()
+        found["architectures"] = found.get("architectures") or [type(inner).__name__]
+        return {"hf": _plain(found), "prefix": prefix}
+    arguments = (value for spec in specs for value in getattr(spec, "args", ()))
+    config = next((value for value in arguments if is_dataclass(value) and not isinstance(value, type)), None)
+    return None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
+
+
+def exporter(name: str) -> Export:
+    """Return the function that writes a format.
+
+    Raises:
+        ConfigError: no installed package offers it.
+    """
+    known = entry_points(group=_EXPORTS)
+    if name not in known.names:
+        raise ConfigError(
+            f"--format {name}: no such format; there are {', '.join(['safetensors', *sorted(known.names)])}"
+        )
+    found: Export = known[name].load()
+    return found
+
+
+def export_model(
+    export: Export, snapshot: Snapshot, folder: Path, dtype: torch.dtype | None, config: Path | None
+) -> Sequence[str]:
+    """Write a checkpoint's weights and buffers in a package's format. One tensor is in memory at a time.
+
+    Returns:
+        The names that were written.
+
+    Raises:
+        ConfigError: the checkpoint is of a model that the format does not support.
+    """
+    tensors = {
+        name.partition("/")[2]: tensor
+        for kind in (WEIGHTS, BUFFERS)
+        for name, tensor in snapshot.tensors.items()
+        if name.partition("/")[0] == kind
+    }
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(name: str) -> Tensor:
+        return tensors[name].read_all()
+
+    try:
+        return export(snapshot.header.get("model"), shapes, read, folder, dtype, config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))

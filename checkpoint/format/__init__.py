@@ -1,0 +1,7 @@
+"""Files of a checkpoint: a folder with index.json and a safetensors file of each rank.
+
+folder.py: the folder of checkpoints: the commit (a rename that makes a checkpoint valid), latest, pruning, checks
+index.py: index.json: where the boxes of each tensor lie, with checksums
+json_values.py: plain Python values in JSON and back, without pickle
+mapped_files.py: the safetensors files, read through memory maps, and their checksums
+"""

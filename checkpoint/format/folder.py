@@ -1,0 +1,219 @@
+"""Checkpoints in a folder, and their commit: a checkpoint has its name only when all of it is on the disk.
+
+runs/                   save_dir of save_checkpoint
+  latest                the tag of the last checkpoint
+  global_step10/        one checkpoint: index.json and the ranks' files
+  .global_step20.part/  a checkpoint that is being written; ``commit`` renames it
+  .best.old/            a checkpoint that another of its name is about to replace
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...grid.errors import CorruptError
+from .index import NAME, Index, read_index
+
+LATEST = "latest"
+_AUTOMATIC = re.compile(r"global_step\d+")  # tags that no user chose
+
+
+def check_tag(tag: str) -> str:
+    """Return the tag after a check that it can be the name of a checkpoint's folder.
+
+    Raises:
+        ValueError: if the tag cannot be the name of a folder.
+    """
+    if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST:
+        raise ValueError(
+            f"tag {tag!r} is no name for a folder: give one like 'global_step10', without / or a leading dot"
+        )
+    return tag
+
+
+def partial_path(folder: Path, tag: str) -> Path:
+    """Return the folder of a checkpoint that is being written."""
+    return folder / f".{tag}.part"
+
+
+def begin(folder: Path, tag: str) -> None:
+    """Make the folder to write to. Remains of an earlier attempt are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    restore(folder)
+    for path in (partial_path(folder, tag), replaced_path(folder, tag)):
+        if path.exists():
+            shutil.rmtree(path)
+    partial_path(folder, tag).mkdir()
+
+
+def commit(folder: Path, tag: str, save_latest: bool) -> None:
+    """Rename the folder of a completely written checkpoint to its tag. An older checkpoint of that tag is replaced.
+
+    Raises:
+        OSError: if the folder could not be renamed. The folder of checkpoints is then unchanged.
+    """
+    temporary, final, before = partial_path(folder, tag), folder / tag, replaced_path(folder, tag)
+    sync(temporary, strict=True)
+    latest_file = _write_beside(folder / LATEST, tag.encode()) if save_latest else None
+    replaces = final.exists()
+    if replaces:
+        final.rename(before)
+    try:
+        temporary.rename(final)
+        try:
+            if latest_file is not None:
+                latest_file.replace(folder / LATEST)
+        except OSError:
+            final.rename(temporary)
+            raise
+    except OSError:
+        if replaces:
+            before.rename(final)
+        raise
+    sync(folder)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def replaced_path(folder: Path, tag: str) -> Path:
+    """Return the folder of a checkpoint while another one takes its name."""
+    return folder / f".{tag}.old"
+
+
+def remove(folder: Path, tag: str) -> None:
+    """Remove a checkpoint. It is renamed first, so that no part of one is ever under its name."""
+    removed = folder / f".{tag}.gone"
+    (folder / tag).rename(removed)
+    shutil.rmtree(removed)
+
+
+def restore(folder: Path) -> None:
+    """Finish removals and undo replacements that a kill interrupted. Only the job that writes calls it."""
+    for removed in folder.glob(".*.gone"):
+        shutil.rmtree(removed, ignore_errors=True)
+    for before in folder.glob(".*.old"):
+        final = folder / before.name.removeprefix(".").removesuffix(".old")
+        with contextlib.suppress(OSError):  # a folder that is read-only
+            if final.exists():
+                shutil.rmtree(before)
+            else:
+                before.rename(final)
+
+
+def readable_path(folder: Path, tag: str) -> Path:
+    """Return the folder to read a checkpoint from: the replaced one, if a replacement was interrupted."""
+    before = replaced_path(folder, tag)
+    return before if before.is_dir() and not (folder / tag).exists() else folder / tag
+
+
+def discard(folder: Path, tag: str) -> None:
+    """Remove the partly written folder of a checkpoint whose writing failed."""
+    shutil.rmtree(partial_path(folder, tag), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / f".{LATEST}.part").unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str | bytes) -> None:
+    """Write a small file atomically: a reader finds the old content or the new."""
+    _write_beside(path, text.encode() if isinstance(text, str) else text).replace(path)
+    sync(path.parent)
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    """Write a file under a temporary name in the same folder, onto the disk. Returns that name."""
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def sync(folder: Path, strict: bool = False) -> None:
+    """Write the names of a folder's files onto the disk (fsync).
+
+    Args:
+        folder: the folder whose file names are written to the disk.
+        strict: raise the disk's errors, except if the file system has no fsync of folders.
+
+    Raises:
+        OSError: if the disk reports an error and ``strict`` is set.
+    """
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if strict and error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+
+
+def tags(folder: Path) -> list[str]:
+    """Return the tags of a folder's checkpoints, the oldest first, by the time in the index, which copies keep.
+
+    (A run that went back to an earlier checkpoint writes newer ones of fewer steps.)
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (path / NAME).is_file() and not path.name.startswith("."):
+            with contextlib.suppress(CorruptError, OSError):
+                index = read_index(path)
+                written = index.head.get("written", (path / NAME).stat().st_mtime)
+                found.append((written, step_of(index), path.name))
+    return [tag for _, _, tag in sorted(found)]
+
+
+def step_of(index: Index) -> int:
+    """Return the number of optimizer steps before a checkpoint."""
+    step = index.head.get("step", 0)
+    return step if isinstance(step, int) else 0
+
+
+def unreadable(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the checkpoints that are unfinished, or whose index cannot be read: name and reason."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir() and path.name.endswith(".part"):
+            yield path.name, "it was never finished"
+        elif (path / NAME).is_file() and not path.name.startswith("."):
+            try:
+                read_index(path)
+            except (CorruptError, OSError) as error:
+                yield path.name, str(error)
+
+
+def latest(folder: Path) -> str | None:
+    """Return the tag in the file ``latest``; None if there is no such file."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def prunable(folder: Path, keep: int, automatic: bool = False) -> list[str]:
+    """Return the tags of all but the last ``keep`` checkpoints, without the one that ``latest`` names.
+
+    Args:
+        folder: the folder of checkpoints.
+        keep: number of checkpoints to keep.
+        automatic: consider only checkpoints whose tag no user chose.
+    """
+    named = latest(folder)
+    found = [tag for tag in tags(folder) if not automatic or _AUTOMATIC.fullmatch(tag)]
+    return [tag for tag in found[:-keep] if tag != named]
+
+
+def verify(path: Path, index: Index) -> Iterator[str]:
+    """Compare all bytes of a checkpoint with their checksums. Yields a message for each damaged header or box."""
+    folder = index.folder(path)
+    for file, span, name in index.byte_ranges():
+        try:
+            folder.check(file, span, name)
+        except CorruptError as error:
+            yield str(error)

@@ -1,0 +1,198 @@
+"""The index of a checkpoint: its tensors, the file and range of bytes of each box, and checksums.
+
+index.json              shapes, dtypes, boxes, ranges of bytes, checksums; the run's numbers; its own checksum
+rank-00000.safetensors  the boxes that one rank wrote
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...grid.dtypes import TORCH_NAMES
+from ...grid.errors import CorruptError
+from ...grid.ranges import Spans, shape_of
+from ...grid.safetensors import ByteRange
+from .mapped_files import MappedFiles
+
+NAME = "index.json"
+FORMAT, VERSION = "triax checkpoint", 1
+_TAIL = re.compile(rb'"checksum": "([0-9a-f]{8})"\n\}\n\Z')
+
+
+class StoredBox(NamedTuple):
+    """Location of one box: the file, the box's key in that file, and the range of bytes."""
+
+    box: Spans
+    file: str
+    key: str
+    span: ByteRange
+
+
+@dataclass
+class StoredTensor:
+    """Shape and dtype of an unsharded tensor, and the locations of its boxes in files."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: list[StoredBox] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * TORCH_NAMES[self.dtype].itemsize
+
+
+class StoredFile(NamedTuple):
+    """Size of a safetensors file in bytes, and the range of bytes of its header."""
+
+    size: int
+    header: ByteRange
+
+
+@dataclass
+class Index:
+    """The content of ``index.json``.
+
+    Attributes:
+        head: the run's header and numbers: see ``protocol.Snapshot``.
+        tensors: by kind and name: ``weights/layers.0.weight``, ``optimizer/exp_avg/layers.0.weight``.
+        files: the safetensors files.
+    """
+
+    head: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+
+    def dump(self) -> bytes:
+        """Return the bytes of the file: a line for each tensor, and at the end a checksum of all before it."""
+        lines = [f"{json.dumps(key)}: {json.dumps(value, indent=1)}" for key, value in self.head.items()]
+        files = {
+            name: {"bytes": size, "header": [*head[:2]], "crc32": head.crc32}
+            for name, (size, head) in self.files.items()
+        }
+        tensors = {name: _plain(entry) for name, entry in self.tensors.items()}
+        for title, entries in (("files", files), ("tensors", tensors)):
+            inside = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+            lines.append(f'"{title}": {{\n{inside}\n}}')
+        text = ("{\n" + ",\n".join(lines) + ",\n").encode()
+        return text + f'"checksum": "{zlib.crc32(text):08x}"\n}}\n'.encode()
+
+    def check(self, file: str, whole: bool = True) -> None:
+        """Check that files are in the folder, ranges within files, boxes within tensors and, if ``whole``, complete.
+
+        Raises:
+            CorruptError: if one of these checks fails. The message contains ``file``, the name of the index.
+        """
+        for name in self.files:
+            if Path(name).name != name:
+                raise CorruptError(f"{file} names the file {name!r}, which is not in its folder")
+        for name, entry in self.tensors.items():
+            elements, width = 0, TORCH_NAMES[entry.dtype].itemsize
+            for box, stored_in, _, span in entry.boxes:
+                size = math.prod(shape_of(box))
+                elements += size
+                inside = len(box) == len(entry.shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, entry.shape))
+                held = self.files.get(stored_in)
+                if held is None or not inside or not 0 <= span.start <= span.stop <= held.size:
+                    raise CorruptError(f"{file}: {name} has a box {box} that is not in {stored_in}")
+                if span.stop - span.start != size * width:
+                    raise CorruptError(f"{file}: {name} has a box {box} of another size than its bytes")
+            numel = math.prod(entry.shape)
+            if whole and elements != numel:
+                raise CorruptError(f"{file}: the boxes of {name} have {elements} of its {numel} elements")
+
+    def byte_ranges(self, kinds: Collection[str] = ()) -> list[tuple[str, ByteRange, str]]:
+        """Return the ranges of bytes that have a checksum, in the order of the files: file, range and its name.
+
+        Args:
+            kinds: kinds of tensors, such as ``weights``, which are the first part of a tensor's name. Empty: all kinds.
+        """
+        headers = [(name, file.header, "its header") for name, file in self.files.items()]
+        boxes = [
+            (stored.file, stored.span, box_name(name, stored.box))
+            for name, tensor in self.tensors.items()
+            if not kinds or name.partition("/")[0] in kinds
+            for stored in tensor.boxes
+        ]
+        return sorted(headers + boxes, key=lambda item: (item[0], item[1].start))
+
+    def folder(self, path: Path) -> MappedFiles:
+        """Return the files of the folder ``path``, for reading."""
+        return MappedFiles(path, {name: file.size for name, file in self.files.items()})
+
+
+def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
+    """Read the index of a checkpoint.
+
+    Args:
+        path: the checkpoint's folder.
+        name: the index's file in it.
+        whole: require that the boxes cover every tensor completely. The boxes of a single rank do not.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CorruptError: if the file is damaged, or if a later version of triax wrote it.
+    """
+    file = path / name
+    data = file.read_bytes()
+    tail = _TAIL.search(data)
+    text = data[: tail.start()] if tail else data
+    if tail is None or f"{zlib.crc32(text):08x}" != tail[1].decode():
+        raise CorruptError(f"{file} is damaged: its bytes do not have the checksum at its end")
+    try:
+        content = json.loads(data)
+        if content["format"] != FORMAT or content["version"] > VERSION:
+            raise CorruptError(
+                f"{file} is a {content['format']}, version {content['version']}, and this triax reads a {FORMAT} up to "
+                f"version {VERSION}: use a later triax"
+            )
+        tensors, files = content.pop("tensors"), content.pop("files")
+        del content["checksum"]
+        index = Index(
+            content,
+            {name: _entry(entry) for name, entry in tensors.items()},
+            {name: StoredFile(each["bytes"], _span(each["header"], each["crc32"])) for name, each in files.items()},
+        )
+    except CorruptError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{file} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+    index.check(str(file), whole)
+    return index
+
+
+def box_name(name: str, box: Spans) -> str:
+    """Return a box of a tensor as text: ``weights/w[0:2, 4:8]``."""
+    return f"{name}[{', '.join(f'{a}:{b}' for a, b in box)}]" if box else name
+
+
+def _plain(entry: StoredTensor) -> dict[str, Any]:
+    boxes = [
+        {"file": each.file, "key": each.key, "slices": each.box, "bytes": [*each.span[:2]], "crc32": each.span.crc32}
+        for each in entry.boxes
+    ]
+    return {"shape": entry.shape, "dtype": entry.dtype, "boxes": boxes}
+
+
+def _entry(entry: Mapping[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in TORCH_NAMES:
+        raise ValueError(f"there is no dtype {entry['dtype']!r}")
+    boxes = [
+        StoredBox(
+            tuple((a, b) for a, b in each["slices"]), each["file"], each["key"], _span(each["bytes"], each["crc32"])
+        )
+        for each in entry["boxes"]
+    ]
+    return StoredTensor(tuple(entry["shape"]), entry["dtype"], boxes)
+
+
+def _span(place: list[int], crc32: str) -> ByteRange:
+    start, stop = place
+    return ByteRange(start, stop, crc32)

@@ -1,0 +1,116 @@
+"""Encoding of plain Python values in JSON, and decoding: also tuples, sets, keys that are no text, tensors. No pickle.
+
+A value of a type that JSON does not have becomes a dict with one key that begins with "$": {"$tuple": [1, 2]}.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = "client_state") -> Any:
+    """Return a value as JSON can hold it.
+
+    Args:
+        value: None, numbers, text, and lists, tuples, sets and dicts of these; tensors and arrays.
+        put: stores a tensor and returns its name; None: only tensors of one number (0-dim) are allowed.
+        where: the name of the value, for messages.
+
+    Raises:
+        TypeError: a value of another type.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, np.generic):
+        return encode(value.item(), put, where)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _array(value, put, where)
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {"$dtype" if isinstance(value, torch.dtype) else "$device": str(value)}
+    if isinstance(value, dict):
+        pairs = [(key, encode(each, put, f"{where}[{key!r}]")) for key, each in value.items()]
+        if isinstance(value, Counter) or not all(isinstance(key, str) and key[:1] != "$" for key in value):
+            title = "$counter" if isinstance(value, Counter) else "$dict"
+            return {title: [[encode(key, None, f"a key of {where}"), each] for key, each in pairs]}
+        return dict(pairs)
+    kinds = {tuple: "$tuple", set: "$set", frozenset: "$set", deque: "$deque"}
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = [encode(each, put, f"{where}[{i}]") for i, each in enumerate(value)]
+        kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), None)
+        return items if kind is None else {kind: items}
+    raise TypeError(_refusal(value, where))
+
+
+def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
+    """Return the value that ``encode`` was given.
+
+    Args:
+        value: read from JSON.
+        get: returns the tensor of a name.
+
+    Raises:
+        ValueError: ``encode`` makes no such value.
+    """
+    if isinstance(value, list):
+        return [decode(each, get) for each in value]
+    if not isinstance(value, dict):
+        return value
+    first: tuple[str, Any] = next(iter(value.items())) if len(value) == 1 else ("", None)
+    kind, inside = first
+    if kind[:1] != "$":
+        return {key: decode(each, get) for key, each in value.items()}
+    if kind == "$float":
+        return float(inside)
+    if kind == "$dtype":
+        return _DTYPES[inside]
+    if kind == "$device":
+        return torch.device(inside)
+    if kind in ("$tensor", "$array"):
+        if get is None:
+            raise ValueError(f"{inside} is a tensor, but these values are stored as JSON without tensors")
+        return get(inside) if kind == "$tensor" else get(inside).numpy()
+    if kind == "$number":
+        return torch.tensor(decode(inside[1]), dtype=_DTYPES[inside[0]])
+    if kind in ("$dict", "$counter"):
+        pairs = {decode(key): decode(each, get) for key, each in inside}
+        return Counter(pairs) if kind == "$counter" else pairs
+    made: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set, "$deque": deque}
+    if kind not in made:
+        raise ValueError(f"there is no {kind}: the file is of a later version, or damaged")
+    return made[kind]([decode(each, get) for each in inside])
+
+
+def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            raise TypeError(f"{where} is an array of {value.dtype}, which is not saved: make it numbers")
+        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), put, where)}
+    if value.dim() == 0 and not value.is_complex():
+        return {"$number": [str(value.dtype), encode(value.item(), None, where)]}
+    return {"$tensor": _put(value, put, where)}
+
+
+def _put(tensor: Tensor, put: Callable[[Tensor], str] | None, where: str) -> str:
+    if put is None:
+        raise TypeError(f"{where} is a tensor of {tuple(tensor.shape)}, and only numbers are kept here")
+    return put(tensor.detach())
+
+
+def _refusal(value: Any, where: str) -> str:
+    return (
+        f"{where} is a {type(value).__name__}, which is not saved: no object is, since reading one would run code. "
+        "Give numbers, text, tensors, and lists, tuples and dicts of these"
+    )

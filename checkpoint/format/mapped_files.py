@@ -1,0 +1,79 @@
+"""The safetensors files of a checkpoint, read through memory maps, and their checksums."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...grid.errors import CorruptError
+from ...grid.safetensors import CHUNK, ByteRange
+
+
+class MappedFiles:
+    """The files of a checkpoint, mapped into memory when they are first used: only the tensors used are read.
+
+    Args:
+        path: of the folder.
+        files: the size of each file in bytes, which is checked before anything is read from it.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, int]) -> None:
+        self.path = path
+        self._files = files
+        self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
+
+    def tensor(self, file: str, start: int, stop: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of a file. It must not be written to.
+
+        Raises:
+            CorruptError: the file is missing, or has another size than it was written with.
+        """
+        if start == stop:
+            return torch.empty(tuple(shape), dtype=dtype)
+        _, flat = self._map(file)
+        part = flat[start:stop]
+        if part.data_ptr() % dtype.itemsize:
+            part = part.clone()
+        return part.view(dtype).view(tuple(shape))
+
+    def check(self, file: str, span: ByteRange, what: str) -> None:
+        """Compare a range of bytes with its checksum. ``what``: its name, for the message.
+
+        Raises:
+            CorruptError: the bytes are not those that were written.
+        """
+        mapped, _ = self._map(file)
+        crc = 0
+        with memoryview(mapped) as view:
+            for start in range(span.start, span.stop, CHUNK):
+                crc = zlib.crc32(view[start : min(start + CHUNK, span.stop)], crc)
+        if f"{crc:08x}" != span.crc32:
+            raise CorruptError(
+                f"{self.path / file} is damaged: {what}, bytes {span.start} to {span.stop}, has the checksum "
+                f"{crc:08x}, and {span.crc32} was written"
+            )
+
+    def _map(self, file: str) -> tuple[mmap.mmap, Tensor]:
+        if file not in self._maps:
+            path = self.path / file
+            try:
+                with path.open("rb") as opened:
+                    size = os.fstat(opened.fileno()).st_size
+                    if size != self._files[file]:
+                        raise CorruptError(
+                            f"{path} is damaged: it has {size} bytes, and {self._files[file]} were written"
+                        )
+                    mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            except OSError as error:
+                raise CorruptError(f"{path} is damaged: it cannot be read ({error.strerror})") from error
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the warning that the map is read-only
+                self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._maps[file]

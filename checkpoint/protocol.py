@@ -1,0 +1,185 @@
+"""Snapshot: the state of a training run at one moment, as boxes of whole tensors, numbers and a header.
+
+An engine makes one of its own state (``engine/snapshot/capture.py``) and applies one (``engine/snapshot/restore.py``).
+This folder writes snapshots to files and reads them. Neither side imports the other.
+
+A tensor's name begins with its kind:
+
+weights/NAME                      a parameter's master values, unrounded
+buffers/NAME                      a buffer
+optimizer/KEY/NAME                optimizer state of the parameter's shape, such as exp_avg
+random/KIND/RANK                  states of the random generators of one process
+client/NUMBER                     a tensor of the user's client state
+exchange/KEY/REPLICA/NAME         residuals of a gradient compression
+replica/NUMBER/..., outer/...     local updates: state of one replica, state of the outer optimizer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..grid import Axis, Layout
+from ..grid.layout import FlatRange
+from ..grid.ranges import Spans, boxes_of_range, everything, overlap, shape_of, within
+from .format.json_values import decode, encode
+
+WEIGHTS, BUFFERS, OPTIMIZER, RANDOM, CLIENT, EXCHANGE = (
+    "weights",
+    "buffers",
+    "optimizer",
+    "random",
+    "client",
+    "exchange",
+)
+REPLICA, OUTER = "replica", "outer"
+
+
+class TensorBox(NamedTuple):
+    """One box (n-d slice) of an unsharded tensor. ``load()`` returns the values, in the box's shape."""
+
+    box: Spans
+    load: Callable[[], Tensor]
+
+
+@dataclass
+class WholeTensor:
+    """Unsharded tensor of the model, stored as boxes.
+
+    Read from a checkpoint it has all boxes. Made by an engine it has only the boxes that this rank writes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[TensorBox] = field(default_factory=list)
+
+    def read(self, box: Spans, target: Tensor) -> None:
+        """Copy into ``target`` the values of ``box`` that this tensor's boxes contain. ``target`` has the box's shape.
+
+        The values are converted to the dtype of ``target``.
+        """
+        for held in self.boxes:
+            common = overlap(box, held.box)
+            if common is not None:
+                target[within(common, box)].copy_(held.load()[within(common, held.box)])
+
+    def read_range(self, part: FlatRange, axis: Axis) -> None:
+        """Copy the elements of a flat range of this rank's shard into ``part.value``. ``axis``: the tensor axis."""
+        for box, value in pieces(part, axis.rank, axis.size):
+            self.read(box, value)
+
+    def read_shard(self, target: Tensor, layout: Layout, axis: Axis) -> None:
+        """Copy this tensor rank's shard, which has that layout, into ``target``."""
+        value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        for box in layout.boxes(axis.rank, axis.size):
+            self.read(tuple((each.start, each.stop) for each in box.whole), value[box.local])
+        target.copy_(value)
+
+    def read_all(self) -> Tensor:
+        """Return the whole tensor, in its own dtype."""
+        value = torch.empty(self.shape, dtype=self.dtype)
+        self.read(everything(self.shape), value)
+        return value
+
+
+@dataclass
+class Snapshot:
+    """State of a run at one moment.
+
+    Attributes:
+        tensors: name -> tensor. In a snapshot that an engine made, a tensor has the boxes that this rank writes, and
+            over all ranks each element is in one box. In a snapshot read from a checkpoint, it has all boxes.
+        numbers: for each parameter, the entries of its optimizer state that are single numbers, in JSON.
+        header: the run in JSON: its step, configuration, grid, versions, ``run`` (counters and schedules) and
+            ``client_state``. Equal on all ranks.
+        source: the checkpoint's folder, for messages; empty for a snapshot of an engine.
+        after_write: called with each tensor when it has been written, so that values kept on disk can leave memory.
+    """
+
+    tensors: dict[str, WholeTensor] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    header: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    after_write: Callable[[Tensor], None] | None = None
+
+    def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> WholeTensor:
+        """Return the tensor of that name, made without boxes if there was none."""
+        return self.tensors.setdefault(name, WholeTensor(shape, dtype))
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add an unsharded tensor to the snapshot under this name."""
+        tensor = self.declare(name, tuple(value.shape), value.dtype)
+        if value.numel():
+            tensor.boxes.append(TensorBox(everything(value.shape), lambda: value))
+
+    def add_range(self, name: str, part: FlatRange, axis: Axis) -> None:
+        """Add a flat range of this rank's shard of a tensor. ``axis``: the tensor axis."""
+        tensor = self.declare(name, part.layout.shape, part.value.dtype)
+        tensor.boxes += (TensorBox(box, value.detach) for box, value in pieces(part, axis.rank, axis.size))
+
+    def under(self, prefix: str) -> Snapshot:
+        """Return a snapshot of the entries whose names begin with ``prefix``; the prefix is removed."""
+        tensors = {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
+        numbers = {name.removeprefix(prefix): each for name, each in self.numbers.items() if name.startswith(prefix)}
+        return Snapshot(tensors, numbers, self.header, self.source)
+
+    def set_client_state(self, values: Mapping[str, Any], add_tensors: bool) -> None:
+        """Put the user's client state into the header, and its tensors, as they are now, beside the others.
+
+        Args:
+            values: numbers, text, tensors, and lists, tuples and dicts of these.
+            add_tensors: True on the one rank that writes the tensors among the values.
+
+        Raises:
+            TypeError: if a value has another type.
+        """
+        found: list[Tensor] = []
+
+        def put(tensor: Tensor) -> str:
+            found.append(tensor.detach().cpu().clone())
+            return f"{len(found) - 1}"
+
+        self.header["client_state"] = encode(dict(values), put)
+        if add_tensors:
+            for number, tensor in enumerate(found):
+                self.add(f"{CLIENT}/{number}", tensor)
+
+    def client_state(self) -> dict[str, Any]:
+        """Return the client state that the user gave to ``save_checkpoint``."""
+        saved = self.header.get("client_state", {})
+        found: dict[str, Any] = decode(saved, lambda name: self.tensors[f"{CLIENT}/{name}"].read_all())
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(
+            math.prod(high - low for low, high in each.box) * tensor.dtype.itemsize
+            for tensor in self.tensors.values()
+            for each in tensor.boxes
+        )
+
+
+def pieces(part: FlatRange, rank: int, size: int) -> Iterator[tuple[Spans, Tensor]]:
+    """Yield the boxes of the whole tensor that make up a flat range of the shard of tensor rank ``rank`` of ``size``.
+
+    Each comes with its values: a view of the range's, of the box's shape.
+    """
+    shard = part.layout.boxes(rank, size)
+    at = 0
+    for here in boxes_of_range(part.layout.local_shape(rank, size), part.start, part.stop):
+        spans = tuple((each.start, each.stop) for each in here)
+        shape = shape_of(spans)
+        value = part.value[at : at + math.prod(shape)].view(shape)
+        at += math.prod(shape)
+        for box in shard:
+            common = overlap(spans, tuple((each.start, each.stop) for each in box.local))
+            if common is not None:
+                shifts = [whole.start - local.start for whole, local in zip(box.whole, box.local, strict=True)]
+                whole = tuple((low + shift, high + shift) for (low, high), shift in zip(common, shifts, strict=True))
+                yield whole, value[within(common, spans)]

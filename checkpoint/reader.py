@@ -1,0 +1,106 @@
+"""Reading a checkpoint on any grid: each rank reads the parts of the boxes that overlap its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..grid import Grid
+from ..grid.agreement import agreed
+from ..grid.dtypes import TORCH_NAMES
+from .format.index import Index, read_index
+from .protocol import BUFFERS, CLIENT, EXCHANGE, OPTIMIZER, OUTER, RANDOM, REPLICA, WEIGHTS, Snapshot, TensorBox
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The parts of a checkpoint to load.
+
+    Attributes:
+        strict: require the names and shapes of the model. If False, only tensors that match are loaded.
+        optimizer: load the optimizer's state, the options of its parameter groups and the loss scale.
+        schedule: load the learning-rate schedule.
+        weights_only: load only weights and buffers, without optimizer state, schedule, counters and data position.
+        verify: compare the bytes that are read with their checksums before anything is loaded.
+        local: load the state of each replica of a run with local updates.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    schedule: bool = True
+    weights_only: bool = False
+    verify: bool = True
+    local: bool = False
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of tensors that are read."""
+        if self.weights_only:
+            return (WEIGHTS, BUFFERS, CLIENT)
+        optimizer = (OPTIMIZER, EXCHANGE) if self.optimizer else ()
+        return (WEIGHTS, BUFFERS, CLIENT, RANDOM, *optimizer, *((REPLICA, OUTER) if self.local else ()))
+
+
+class Reader:
+    """An open checkpoint.
+
+    Args:
+        path: path of the checkpoint's folder.
+        index: the checkpoint's index.
+
+    Attributes:
+        snapshot: the checkpoint's tensors and header. A tensor's values are read from the files at its first use,
+            through a memory map.
+    """
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self.path, self.index = path, index
+        self._folder = index.folder(path)
+        head = dict(index.head)
+        self.snapshot = Snapshot(numbers=head.pop("numbers", {}), header=head, source=str(path))
+        for name, entry in index.tensors.items():
+            tensor = self.snapshot.declare(name, entry.shape, TORCH_NAMES[entry.dtype])
+            for box, file, _, span in entry.boxes:
+                shape = tuple(high - low for low, high in box)
+                load = partial(self._folder.tensor, file, span.start, span.stop, tensor.dtype, shape)
+                tensor.boxes.append(TensorBox(box, load))
+
+    def verify(self, kinds: Sequence[str], rank: int, size: int) -> None:
+        """Compare this rank's share of the files' bytes with their checksums. All ranks together read each byte once.
+
+        Raises:
+            CorruptError: naming the file, the tensor and the bytes.
+        """
+        ranges = self.index.byte_ranges(kinds)
+        total = sum(span.stop - span.start for _, span, _ in ranges)
+        at = 0
+        for file, span, name in ranges:
+            if at * size // max(total, 1) == rank:
+                self._folder.check(file, span, name)
+            at += span.stop - span.start
+
+
+def open_checkpoint(grid: Grid, path: Path, options: LoadOptions) -> Snapshot:
+    """Open a checkpoint, and compare what will be loaded with its checksums. Collective.
+
+    Raises:
+        DamagedError: on every rank: bytes are not those that were written.
+        CheckpointError: on every rank: there is no checkpoint.
+    """
+    reader: Reader | None = None
+    with agreed(grid):
+        try:
+            reader = Reader(path, read_index(path))
+        except FileNotFoundError:
+            near = sorted(each.name for each in path.parent.glob("*/") if not each.name.startswith("."))
+            raise ValueError(
+                f"{path} is no checkpoint: it has no index.json; {path.parent} has {', '.join(near) or 'none'}"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"{path}: its index.json cannot be read: {error.strerror}") from error
+    assert reader is not None
+    with agreed(grid):
+        if options.verify:
+            reader.verify(options.kinds(), grid.rank, grid.size)
+    return reader.snapshot

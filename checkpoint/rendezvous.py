@@ -1,0 +1,60 @@
+"""Rendezvous of all ranks at a call such as ``save_checkpoint``; its error names the ranks that are absent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..grid import Grid
+from ..grid.errors import CheckpointError
+
+
+def rendezvous(grid: Grid, seconds: float, call: str, *arguments: str) -> list[str]:
+    """Wait until every rank makes the same call. Returns the last argument of each rank.
+
+    Args:
+        grid: the grid whose ranks must make the call.
+        seconds: the time limit of the wait.
+        call: the name of the called function.
+        arguments: the arguments of the call. All but the last must be equal on all ranks.
+
+    Raises:
+        RuntimeError: if a rank did not make a call in time, or if it made another call.
+    """
+    mine = "\n".join((call, *arguments))
+    gathered = grid.store_barrier(grid.barrier_name(), mine, seconds)
+    absent = [rank for rank, text in enumerate(gathered) if text is None]
+    if absent:
+        raise RuntimeError(
+            f"{call} waited {seconds:g} s, and {', '.join(grid.describe(rank) for rank in absent)} did not call it. "
+            f"Every rank must: each writes its own part. Take it out of `if rank == 0`. (Ranks that may come later: "
+            "raise checkpoint.patience)"
+        )
+    calls = [str(each).split("\n") for each in gathered]
+    for rank, other in enumerate(calls):
+        if other[:-1] != mine.split("\n")[:-1]:
+            raise RuntimeError(
+                f"rank {grid.rank} is in {call}({', '.join(arguments)}), and rank {rank} in {other[0]}"
+                f"({', '.join(other[1:])}): every rank must make the same call"
+            )
+    return [other[-1] for other in calls]
+
+
+def agreed_tag(grid: Grid, tags: Sequence[str], validation: str) -> str:
+    """Return the tag to use: rank 0's.
+
+    Args:
+        grid: the run's grid.
+        tags: the tag that each rank was given.
+        validation: action if the tags differ: ``fail``, ``warn`` or ``ignore``.
+
+    Raises:
+        CheckpointError: if the tags differ and ``validation`` is ``fail``.
+    """
+    if len(set(tags)) > 1:
+        text = f"ranks gave unlike tags: {', '.join(map(repr, dict.fromkeys(tags)))}"
+        if validation == "fail":
+            raise CheckpointError(f"{text}: give the same on every rank")
+        if validation == "warn" and grid.rank == 0:
+            logging.getLogger("triax").warning("%s: rank 0's counts", text)
+    return tags[0]

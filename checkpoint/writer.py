@@ -1,0 +1,157 @@
+"""Writing a snapshot: every rank writes its own file, rank 0 the index; then the checkpoint takes its name."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ..grid import Grid
+from ..grid.ranges import everything, shape_of
+from ..grid.safetensors import TensorStream
+from .format import folder as folders
+from .format.index import FORMAT, NAME, VERSION, Index, StoredBox, StoredFile, StoredTensor, box_name, read_index
+from .protocol import Snapshot
+
+AllGather = Callable[[str], Sequence[str | None]]  # from this rank's text to those of all ranks; None: a rank is absent
+_SEEN = 10.0  # seconds within which a folder that rank 0 made must be visible on every rank
+
+
+class Writer:
+    """Writes one checkpoint. Every rank makes a ``Writer`` and calls ``run``.
+
+    Args:
+        grid: the run's grid.
+        snapshot: the boxes that this rank writes. The header is taken from rank 0's snapshot.
+        folder, tag: the folder of checkpoints, and the new checkpoint's name.
+        all_gather: function that gathers a text from every rank. It is called equally often on each rank.
+        save_latest: name the checkpoint in the file ``latest``.
+    """
+
+    def __init__(
+        self, grid: Grid, snapshot: Snapshot, folder: Path, tag: str, all_gather: AllGather, save_latest: bool
+    ) -> None:
+        self._name, self._rank, self._size = grid.describe(), grid.rank, grid.size
+        folder = folder.absolute()  # the process may change its directory while this is written
+        self._folder, self._tag, self._temporary = folder, tag, folders.partial_path(folder, tag)
+        self._snapshot, self._all_gather, self._save_latest = snapshot, all_gather, save_latest
+
+    def run(self) -> str | None:
+        """Write the checkpoint. Returns None, or on every rank the reason why it failed.
+
+        After a failure the folder is as it was before.
+        """
+        for phase in (self._begin, self._write, self._commit):
+            problem = self._on_all_ranks(phase)
+            if problem is not None:
+                if self._rank == 0:
+                    folders.discard(self._folder, self._tag)
+                return problem
+        return None
+
+    def _on_all_ranks(self, phase: Callable[[], None]) -> str | None:
+        problem = ""
+        try:
+            phase()
+        except Exception as error:  # any error at all: the other ranks must learn of it
+            problem = f"{self._name}: {self._explain(error)}"
+        gathered = self._all_gather(problem)
+        absent = [str(rank) for rank, text in enumerate(gathered) if text is None]
+        if absent:
+            return f"{self._name} waited in vain for ranks {', '.join(absent)}"
+        return next((text for text in gathered if text), None)
+
+    def _begin(self) -> None:
+        if self._rank == 0:
+            folders.begin(self._folder, self._tag)
+
+    def _write(self) -> None:
+        deadline = time.monotonic() + _SEEN
+        while not self._temporary.is_dir():
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(
+                    f"{self._temporary}, which rank 0 made, is not here: save to a file system that every rank sees"
+                )
+            time.sleep(0.05)
+        write_rank(self._temporary, self._rank, self._snapshot)
+
+    def _commit(self) -> None:
+        if self._rank == 0:
+            index = merged(self._temporary, self._size, self._snapshot.header)
+            folders.write_text(self._temporary / NAME, index.dump())
+            for rank in range(self._size):
+                (self._temporary / _piece(rank)).unlink()
+            folders.commit(self._folder, self._tag, self._save_latest)
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.strerror}: {error.filename or self._temporary}"
+            try:
+                near = next(path for path in (self._temporary, *self._temporary.parents) if path.exists())
+                free = shutil.disk_usage(near).free
+                return f"{text} (this rank writes {self._snapshot.bytes / 1e6:.3g} MB, {free / 1e6:.3g} MB are free)"
+            except (OSError, StopIteration):
+                return text
+        return f"{type(error).__name__}: {error}"
+
+
+def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
+    """Write one rank's safetensors file, and a JSON file with its part of the index."""
+    file = f"rank-{rank:05}.safetensors"
+    boxes = [(name, tensor, each) for name, tensor in snapshot.tensors.items() for each in tensor.boxes]
+    keys = [name if each.box == everything(tensor.shape) else box_name(name, each.box) for name, tensor, each in boxes]
+    announced = {key: (shape_of(each.box), tensor.dtype) for key, (_, tensor, each) in zip(keys, boxes, strict=True)}
+    tensors = {
+        name: StoredTensor(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in snapshot.tensors.items()
+    }
+    size = 0
+    with closing(TensorStream(folder / file, announced, checksums=True)) as stream:
+        for key, (name, _, each) in zip(keys, boxes, strict=True):
+            value = each.load()
+            span = stream.write(key, value)
+            tensors[name].boxes.append(StoredBox(each.box, file, key, span))
+            size = span.stop
+            if snapshot.after_write is not None:
+                snapshot.after_write(value)
+        stream.sync()
+    header = stream.head
+    index = Index(_head({"numbers": snapshot.numbers}), tensors, {file: StoredFile(max(size, header.stop), header)})
+    folders.write_text(folder / _piece(rank), index.dump())
+
+
+def merged(folder: Path, size: int, head: dict[str, Any]) -> Index:
+    """Merge the ranks' parts of the index into the index of the checkpoint."""
+    whole = Index(_head(head), {}, {})
+    numbers: dict[str, Any] = {}
+    for rank in range(size):
+        piece = read_index(folder, _piece(rank), whole=False)
+        numbers.update(piece.head["numbers"])
+        whole.files.update(piece.files)
+        for name, entry in piece.tensors.items():
+            known = whole.tensors.setdefault(name, StoredTensor(entry.shape, entry.dtype))
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                raise ValueError(
+                    f"{name} is {known.dtype} {known.shape} on one rank and {entry.dtype} {entry.shape} on rank {rank}"
+                )
+            known.boxes += entry.boxes
+    whole.head["numbers"] = dict(sorted(numbers.items()))
+    whole.tensors = dict(sorted(whole.tensors.items(), key=lambda item: _order(item[0])))
+    whole.check(str(folder))
+    return whole
+
+
+def _piece(rank: int) -> str:
+    return f"rank-{rank:05}.json"
+
+
+def _order(name: str) -> tuple[Any, ...]:
+    """Sort key of a tensor's name: layers by their numbers, 2 before 10."""
+    return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.replace("/", ".").split("."))
+
+
+def _head(head: dict[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "version": VERSION, **head}

@@ -1,0 +1,258 @@
+"""``triax checkpoint``: show, verify, export, compare, prune and import checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..grid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..checkpoint.protocol import Snapshot
+    from ..checkpoint.reader import Reader
+
+checkpoint = typer.Typer(
+    name="checkpoint", help="Show, verify, convert, compare and prune checkpoints.", no_args_is_help=True
+)
+
+Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: its last one.")]
+
+
+@checkpoint.command()
+def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line for each tensor.")] = True) -> None:
+    """Show a checkpoint: its step, grid and versions, and its tensors with their sizes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    reader = _open(path)
+    index, out = reader.index, Console(soft_wrap=True, highlight=False)
+    grid = " x ".join(f"{size} {axis}" for axis, size in index.head["grid"].items())
+    out.print(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
+    out.print(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
+    totals: dict[str, int] = {}
+    table = Table(title_justify="left")
+    for name, side in (("tensor", "left"), ("dtype", "left"), ("shape", "left"), ("MB", "right"), ("boxes", "right")):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for name, entry in index.tensors.items():
+        kind = name.rpartition("/")[0] or name
+        kind = "random" if kind.startswith("random") else kind
+        totals[kind] = totals.get(kind, 0) + entry.bytes
+        shape = " x ".join(map(str, entry.shape)) or "1"
+        table.add_row(name, entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", str(len(entry.boxes)))
+    if tensors:
+        out.print(table)
+    for kind, size in totals.items():
+        out.print(f"{kind}: {size / 1e6:.3f} MB")
+    files = sum(file.size for file in index.files.values())
+    elements = sum(math.prod(each.shape) for name, each in index.tensors.items() if name.startswith("weights/"))
+    out.print(f"{len(index.files)} files of {files / 1e6:.3f} MB; {elements:,} parameters")
+
+
+@checkpoint.command()
+def verify(path: Where) -> None:
+    """Compare every byte with its checksum. Damaged files and tensors are named, and the exit code is 1."""
+    from ..checkpoint.format.folder import verify as problems
+
+    reader = _open(path)
+    found = [*problems(reader.path, reader.index)]
+    for problem in found:
+        typer.echo(problem, err=True)
+    if found:
+        raise typer.Exit(1)
+    size = sum(file.size for file in reader.index.files.values())
+    typer.echo(f"{reader.path}: {len(reader.index.files)} files, {size / 1e6:.3f} MB, all as they were written")
+
+
+@checkpoint.command()
+def export(
+    path: Where,
+    target: Annotated[Path, typer.Argument(help="Path to write, as model.safetensors; for --format hf a folder.")],
+    dtype: Annotated[str | None, typer.Option(help="dtype of weights, as bfloat16; default: as saved.")] = None,
+    format: Annotated[
+        str, typer.Option(help="safetensors: one file; hf: a folder for transformers; or a format of another package.")
+    ] = "safetensors",
+    config: Annotated[
+        Path | None, typer.Option(help="For hf: the model's config.json, if the checkpoint does not contain it.")
+    ] = None,
+) -> None:
+    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor."""
+    from ..checkpoint.convert.export import export as write
+    from ..checkpoint.convert.formats import export_model, exporter
+    from ..checkpoint.format.folder import verify as problems
+    from ..grid.dtypes import TORCH_NAMES
+
+    if dtype is not None and (dtype not in TORCH_NAMES or not TORCH_NAMES[dtype].is_floating_point):
+        raise ConfigError(f"--dtype {dtype} is none of float32, float64, bfloat16 and float16")
+    plain, kept = format == "safetensors", None if dtype is None else TORCH_NAMES[dtype]
+    make = None if plain else exporter(format)
+    if plain and target.suffix != ".safetensors":
+        raise ConfigError(
+            f"{target}: the format is safetensors: give {target.with_suffix('.safetensors')}, or "
+            "--format hf for a folder"
+        )
+    if plain and config is not None:
+        raise ConfigError("--config is for --format hf")
+    reader = _open(path)
+    for problem in problems(reader.path, reader.index):
+        raise ConfigError(problem)
+    snapshot = reader.snapshot
+    written = write(snapshot, target, kept) if make is None else export_model(make, snapshot, target, kept, config)
+    files = [target] if plain else sorted(target.glob("*.safetensors"))
+    typer.echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
+
+
+@checkpoint.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint.")], b: Annotated[Path, typer.Argument(help="Another.")]
+) -> None:
+    """Compare two checkpoints: names, shapes, the largest difference of each tensor. Exit code 1 if they differ."""
+    first, second = _open(a), _open(b)
+    lines = differences(first.snapshot, second.snapshot)
+    for line in lines:
+        typer.echo(line)
+    if lines:
+        raise typer.Exit(1)
+    typer.echo(f"{first.path} and {second.path} hold the same")
+
+
+@checkpoint.command()
+def prune(
+    folder: Annotated[Path, typer.Argument(help="A folder of checkpoints.")],
+    keep: Annotated[int, typer.Option(min=1, help="Number of last checkpoints to keep.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+    ] = False,
+) -> None:
+    """Remove all but the last checkpoints. The one that ``latest`` names stays in any case."""
+    from ..checkpoint.format.folder import prunable, remove
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder")
+    gone = prunable(folder, keep)
+    for tag in gone:
+        if not dry_run:
+            remove(folder, tag)
+        typer.echo(f"{folder / tag} {'would go' if dry_run else 'removed'}")
+    if not gone:
+        typer.echo(f"{folder}: nothing to remove")
+
+
+@checkpoint.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="A folder of torch.distributed.checkpoint, or in DeepSpeed's universal format.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")],
+    tag: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "imported",
+    weights: Annotated[str, typer.Option(help="DCP: prefix of the names of weights.")] = "model.",
+    optimizer: Annotated[str, typer.Option(help="DCP: prefix of the names of optimizer state.")] = "optimizer.state.",
+    buffers: Annotated[
+        list[str] | None, typer.Option(help="Pattern of the names of buffers, as *.running_mean.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(help="OLD=NEW: replace the beginning OLD of names by NEW.")
+    ] = None,
+    unpickle: Annotated[
+        bool, typer.Option("--unpickle", help="Read pickles, which may run code: I trust their author.")
+    ] = False,
+) -> None:
+    """Import a torch distributed checkpoint (DCP) or a DeepSpeed universal checkpoint. Both are pickles."""
+    source, is_dcp = _foreign(source)
+    renames = dict(word.split("=", 1) for word in rename or [] if "=" in word)
+    if len(renames) != len(rename or []):
+        raise ConfigError(f"--rename {' --rename '.join(rename or [])}: write OLD=NEW, each OLD once")
+    if not unpickle:
+        what = f"{source / '.metadata'} is a pickle" if is_dcp else f"the files of {source} are pickles"
+        raise ConfigError(
+            f"{what}, and reading one runs whatever code it holds: if you trust whoever wrote it, pass --unpickle"
+        )
+    from ..checkpoint.convert.from_dcp import import_dcp
+    from ..checkpoint.convert.from_deepspeed import import_universal
+    from ..optim.schedulers import DEEPSPEED
+
+    try:
+        if is_dcp:
+            left = import_dcp(source, folder, tag, weights, optimizer, buffers or [], renames)
+        else:
+            left = import_universal(source, folder, tag, buffers or [], renames, schedules=DEEPSPEED)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from error
+    typer.echo(f"{folder / tag} written" + (f"; left out: {', '.join(left)}" if left else ""))
+
+
+def _foreign(source: Path) -> tuple[Path, bool]:
+    """Return the folder of another library's checkpoint, and whether it is DCP's."""
+    named = source / "latest_universal"
+    if named.is_file():
+        source = source / named.read_text(encoding="utf-8").strip()
+    if (source / ".metadata").is_file():
+        return source, True
+    if (source / "zero").is_dir():
+        return source, False
+    if [*source.glob("*_optim_states.pt")]:
+        raise ConfigError(
+            f"{source} is as DeepSpeed's ranks wrote it: make it universal first, python -m "
+            f"deepspeed.checkpoint.ds_to_universal --input_folder {source} --output_folder {source}_universal, and "
+            "import that"
+        )
+    raise ConfigError(
+        f"{source} is no folder of torch.distributed.checkpoint, which has a file .metadata, and none in DeepSpeed's "
+        "universal format, which has a folder zero"
+    )
+
+
+def differences(a: Snapshot, b: Snapshot) -> list[str]:
+    """Return a line for each difference of two checkpoints."""
+    import torch
+
+    lines = []
+    headers = [{**each.header, "numbers": each.numbers} for each in (a, b)]
+    for key in ("step", "run", "client_state", "numbers"):
+        one, other = (header.get(key) for header in headers)
+        if isinstance(one, dict) and isinstance(other, dict):
+            title = "" if key == "run" else f"{key}/"
+            names = dict.fromkeys([*one, *other])
+            lines += [f"{title}{n}: {one.get(n)} | {other.get(n)}" for n in names if one.get(n) != other.get(n)]
+        elif one != other:
+            lines.append(f"{key}: {one} | {other}")
+    for name in dict.fromkeys([*a.tensors, *b.tensors]):
+        first, second = a.tensors.get(name), b.tensors.get(name)
+        if first is None or second is None:
+            lines.append(f"{name}: only in {(b if first is None else a).source}")
+        elif first.shape != second.shape:
+            lines.append(f"{name}: {first.shape} | {second.shape}")
+        else:
+            x, y = first.read_all(), second.read_all()
+            dtypes = "" if x.dtype == y.dtype else f", {_dtype(x)} | {_dtype(y)}"
+            if dtypes or not torch.equal(x, y):
+                wide = (x.double() - y.double()).abs() if x.is_floating_point() or x.dtype != torch.bool else x ^ y
+                most = float(wide.max()) if wide.numel() else 0.0
+                lines.append(
+                    f"{name}: {int((wide != 0).sum())} of {x.numel()} differ, by {most:.3g} at the most{dtypes}"
+                )
+    return lines
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _open(path: Path) -> Reader:
+    from ..checkpoint.format.folder import latest, readable_path
+    from ..checkpoint.format.index import NAME, read_index
+    from ..checkpoint.reader import Reader
+    from ..grid.errors import CorruptError
+
+    found: Any = path
+    if not (path / NAME).is_file():
+        tag = latest(path) if path.is_dir() else None
+        if tag is None:
+            raise ConfigError(f"{path} is no checkpoint (it has no {NAME}), and has no file 'latest' that names one")
+        found = readable_path(path, tag)
+    try:
+        return Reader(found, read_index(found))
+    except (CorruptError, OSError) as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,260 @@
+"""``triax generate``: continue a prompt with a model from a folder, and print the text as it is made.
+
+``model_type`` in the folder's config.json names the family of the model. The installed package with the entry point of
+that name, in the group ``triax.models``, makes the layers. A folder can only choose installed code: it holds none.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from ..grid.environment import read_environment
+from ..grid.errors import ConfigError
+from ..grid.topology import Topology
+from ..launcher.launch import launch, user_error
+
+if TYPE_CHECKING:
+    from ..inference.engine import InferenceEngine
+
+_MODELS = "triax.models"  # the group of entry points
+_CONTROL = {i: "\N{REPLACEMENT CHARACTER}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
+_MAX_NEW_TOKENS = 200  # default of --max-new-tokens, if the model's context has room for as many
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of the command, sent to every rank."""
+
+    folder: Path
+    prompt: str
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    dtype: str | None
+    pipe: int
+    tensor: int
+
+
+def generate(
+    run: Annotated[
+        Path, typer.Argument(help="Folder with config.json and *.safetensors, or a run's folder with model/.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Number of new tokens. Default: {_MAX_NEW_TOKENS}, or as many as fit into the context."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to p.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text on any grid.")] = 0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the computation, such as bfloat16. Default: the dtype of the weights.")
+    ] = None,
+    pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
+    tensor: Annotated[
+        int | None, typer.Option(min=1, help="Size of the tensor axis. Default: torchrun's processes / --pipe, or 1.")
+    ] = None,
+) -> None:
+    """Continue a prompt and print it token by token, on --pipe x --tensor processes, its own or torchrun's."""
+    if not prompt:
+        raise ConfigError("--prompt is empty: the text needs something to follow")
+    folder = find_model(run)
+    family(folder)  # before any process starts
+    environment = read_environment()
+    processes = environment.world_size if environment else pipe * (tensor or 1)
+    shards = tensor or max(1, processes // pipe)
+    job = GenerateOptions(folder, prompt, max_new_tokens, temperature, top_k, top_p, seed, dtype, pipe, shards)
+    if environment is not None or processes == 1:
+        generate_on_rank(job)
+        return
+    topology = Topology(pipe=pipe, data=1, tensor=shards)
+    raise SystemExit(
+        launch(generate_on_rank, job, ranks=processes, topology=topology, preload=("triax.inference.engine",))
+    )
+
+
+def generate_on_rank(options: GenerateOptions) -> None:
+    """Generate on one rank of the grid; rank 0 prints."""
+    import torch
+
+    from ..grid.grid import Grid
+    from ..inference.engine import init_inference
+    from ..pipe.module import PipelineModule
+
+    try:
+        grid = Grid(pipe=options.pipe, tensor=options.tensor)
+        dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
+        if options.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"--dtype {options.dtype} is none of float32, float64, bfloat16 and float16")
+        text = open_text(options.folder)
+        layers = family(options.folder)(options.folder)
+        engine = init_inference(PipelineModule(layers, grid=grid, dtype=dtype), max_batch=1)
+        _write(engine, text, options)
+    except (ValueError, FileNotFoundError) as error:
+        user_error(error)
+    grid.close()
+
+
+def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
+    ids = text.encode(options.prompt)
+    new = options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
+    begin, count, speaks = time.perf_counter(), 0, engine.grid.rank == 0
+    ends = [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
+    tokens = engine.stream([ids], new, options.temperature, options.top_k, options.top_p, options.seed, ends)
+    if speaks:
+        sys.stdout.write(options.prompt)
+    for token in tokens:
+        count += 1
+        if speaks and token.token not in ends:
+            sys.stdout.write(_shown(text.follow(token.token)))
+            sys.stdout.flush()
+    if speaks:
+        sys.stdout.write(_shown(text.rest()) + "\n")
+        sys.stdout.flush()
+        seconds = time.perf_counter() - begin
+        print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} a second", file=sys.stderr)
+
+
+def _shown(text: str) -> str:
+    """Return the text to print, without control characters if the output is a terminal."""
+    return text.translate(_CONTROL) if sys.stdout.isatty() else text
+
+
+def find_model(run: Path) -> Path:
+    """Return the folder with the model: the one given, or ``model`` in it, which a training run writes.
+
+    Raises:
+        ConfigError: neither of the two folders has a config.json.
+    """
+    for folder in (run, run / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    there = "is no such folder" if not run.is_dir() else "has neither config.json nor model/config.json"
+    raise ConfigError(f"{run} {there}: give a folder as transformers saves it, or a run of examples/train_gpt.py")
+
+
+def family(folder: Path) -> Any:
+    """Return the function that makes the layers of a folder's model from its path.
+
+    Raises:
+        ConfigError: no installed package has the family.
+    """
+    model_type = _read(folder / "config.json").get("model_type")
+    known = entry_points(group=_MODELS)
+    if model_type not in known.names:
+        names = ", ".join(sorted(known.names)) or "none: install triax again, pip install -e ."
+        raise ConfigError(
+            f"{folder / 'config.json'} has model_type {model_type!r}, and those installed are {names}. A package adds "
+            f'one with the entry point [project.entry-points."{_MODELS}"] {model_type} = "package.module:function"'
+        )
+    return known[model_type].load()
+
+
+# -------------------------------------------------------------------------------------------- text and tokens
+
+
+class Text(Protocol):
+    """Conversion between text and token ids, also for ids that come one by one."""
+
+    ends: list[int]  # ids of the tokens that end a text
+
+    def encode(self, prompt: str) -> list[int]: ...
+
+    def follow(self, token: int) -> str: ...
+
+    def rest(self) -> str: ...
+
+
+class ByteText:
+    """Tokens that are UTF-8 bytes. A character is returned when all its bytes are there."""
+
+    def __init__(self, ends: Iterable[int]) -> None:
+        self.ends = list(ends)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def encode(self, prompt: str) -> list[int]:
+        return list(prompt.encode())
+
+    def follow(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]))
+
+    def rest(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class TokenizerText:
+    """Text conversion with the Hugging Face tokenizer in the model's folder."""
+
+    def __init__(self, folder: Path, ends: Iterable[int]) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ValueError(f"{folder} has a tokenizer, which needs transformers: pip install 'triax[hf]'") from error
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.ends = list(ends)
+        self._ids: list[int] = []
+        self._shown = ""
+
+    def encode(self, prompt: str) -> list[int]:
+        self._ids = list(self._tokenizer(prompt)["input_ids"])
+        self._shown = self._text()
+        return list(self._ids)
+
+    def follow(self, token: int) -> str:
+        self._ids.append(token)
+        whole = self._text()
+        if whole.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character
+            return ""
+        new, self._shown = whole[len(self._shown) :], whole
+        return new
+
+    def rest(self) -> str:
+        return self._text()[len(self._shown) :]
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._ids))
+
+
+def open_text(folder: Path) -> Text:
+    """Return the text conversion of a model's folder: its tokenizer or, with 256 vocabulary entries, plain bytes.
+
+    Raises:
+        ValueError: there is no tokenizer, and the vocabulary does not have 256 entries.
+    """
+    config = _read(folder / "config.json")
+    further = folder / "generation_config.json"
+    eos = (_read(further) if further.is_file() else config).get("eos_token_id")
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return TokenizerText(folder, ends)
+    if config.get("vocab_size") == 256:
+        return ByteText(ends)
+    raise ValueError(
+        f"{folder} has no tokenizer.json, and a vocabulary of {config.get('vocab_size')}, not the 256 bytes: copy the "
+        "model's tokenizer files there"
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    return found

@@ -1,0 +1,20 @@
+"""``triax report RUN``: write one HTML page about a run, from the files in its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..monitor.report.write import write_report
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, with metrics.jsonl, run.json or timeline.json.")],
+    output: Annotated[
+        Path | None, typer.Option(help="File to write. Default: report.html in the run's folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic."""
+    typer.echo(f"{write_report(run, output)}")

@@ -1,0 +1,281 @@
+"""``triax run``: start a script on the processes of one host or many, with torchrun's options or DeepSpeed's."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ..grid.errors import ConfigError
+from ..launcher.hosts import Hosts, Slots, limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
+from ..launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
+from ..launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
+from ..launcher.worker import Module
+from ..monitor.trace.merge import recorded
+
+PORT = 29500
+# The script's own options follow it. --node_rank, as in torchrun and DeepSpeed, is --node-rank.
+CONTEXT = {
+    "allow_interspersed_args": False,
+    "allow_extra_args": True,
+    "token_normalize_func": lambda option: option.replace("_", "-"),
+}
+_PRELOAD = ("triax.engine.initialize", "triax.pipe", "triax.tensor_parallel")
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="Python file to run; with -m, a module. Its own arguments follow.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run the script as a module, as python -m.")] = False,
+    nproc: Annotated[
+        str | None,
+        typer.Option(
+            *("--nproc", "--nproc-per-node", "--num-gpus"),
+            help="Processes per host: a number, gpu, cpu or auto. Default: the slots in the hostfile, the GPUs, or 1.",
+        ),
+    ] = None,
+    nnodes: Annotated[
+        str, typer.Option("--nnodes", "--num-nodes", help="Number of hosts; MIN:MAX lets hosts join and leave.")
+    ] = "",
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", "-H", help="Start on all hosts of this file: `host slots=N` per line.")
+    ] = None,
+    include: Annotated[str, typer.Option("--include", "-i", help="Only these slots: host1:0,2@host2.")] = "",
+    exclude: Annotated[str, typer.Option("--exclude", "-e", help="All but these slots: host1:1@host2.")] = "",
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this host, if you start each by hand.")] = None,
+    master_addr: Annotated[
+        str, typer.Option(help="Address of the first host. Default: its name in the hostfile.")
+    ] = "",
+    master_port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the first host.")] = PORT,
+    launcher: Annotated[
+        str, typer.Option(help="How to start commands on hosts: ssh, or a command with {host} and {command} in it.")
+    ] = "ssh",
+    export: Annotated[
+        list[str] | None, typer.Option(help="Environment variable for all ranks, NAME or NAME=VALUE. Repeatable.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Number of restarts after failures.")] = 0,
+    log_dir: Annotated[str, typer.Option(help="Folder for rank-0.log, ...; none: print all here.")] = "runs/logs",
+    tee: Annotated[
+        str, typer.Option(help="Ranks whose output is also printed here: 0, or 0,3, or all, or none.")
+    ] = "0",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads per process. Default: OMP_NUM_THREADS, or a share of the cores.")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes."),
+    ] = None,
+    lost_after: Annotated[float, typer.Option(min=3.0, help="Seconds of silence after which a host is lost.")] = 15.0,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds for ranks to save and exit after SIGTERM.")] = GRACE,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts at the start.")] = 600.0,
+    rdzv_backend: Annotated[str, typer.Option(help="Rendezvous backend, as in torchrun: c10d.")] = "",
+    rdzv_endpoint: Annotated[str, typer.Option(help="Rendezvous address, as in torchrun: host:29400.")] = "",
+    rdzv_id: Annotated[str, typer.Option(help="Name of the job, as in torchrun.")] = "",
+    rdzv_conf: Annotated[str, typer.Option(help="Rendezvous settings, as in torchrun: key=value,...")] = "",
+    standalone: Annotated[bool, typer.Option("--standalone", help="Run on this host alone, the default.")] = False,
+    driven: Annotated[str, typer.Option("--driven", hidden=True)] = "",
+) -> None:
+    """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
+    target: Path | Module = Module(script) if module else Path(script)
+    if isinstance(target, Path) and not target.is_file():
+        raise ConfigError(f"there is no file {script}: give a Python file, or -m and a module")
+    least, most = parse_nodes(nnodes) if nnodes else (1, 1)
+    elastic = least != most or (rdzv_backend or "static") != "static" or bool(rdzv_endpoint or rdzv_id or rdzv_conf)
+    shown = parse_ranks(tee, "--tee")
+    extra = exported_variables(os.environ, export or [], ())
+    slots = _slots(hostfile, include, exclude, nnodes, nproc)
+    if slots is not None and (elastic or standalone):
+        raise ConfigError(
+            "--hostfile is a fixed list of hosts: leave out --standalone, --nnodes MIN:MAX and --rdzv-..."
+        )
+    if slots is not None and list(slots) == ["localhost"]:
+        chosen = slots["localhost"]
+        nproc, least, slots = str(len(chosen)), 1, None
+        if include or exclude:
+            extra = {"CUDA_VISIBLE_DEVICES": _listed(chosen), **extra}
+    if slots is not None and node_rank is None:
+        address = _first_address(slots, master_addr)
+        options = [
+            *("--nnodes", str(len(slots)), "--master-addr", address, "--master-port", str(master_port)),
+            *("--max-restarts", str(max_restarts), "--log-dir", log_dir, "--tee", tee),
+            *("--lost-after", str(lost_after), "--wait", str(wait), "--driven", ",".join(slots)),
+            *("--grace", str(grace)),
+            *(("--threads", str(threads)) if threads else ()),
+            *(("--timeline", str(timeline)) if timeline else ()),
+        ]
+        program = [*(["-m"] if module else []), script, *context.args]
+        commands = _host_commands(slots, options, program, extra, launcher, select_gpus=bool(include or exclude))
+        outcome = run_on_hosts(commands, max_restarts, lost_after, grace)
+        print_outcome(outcome)
+        raise SystemExit(outcome.code)
+
+    settings: dict[str, Any] = {"restarts": max_restarts, "environment": extra, "grace": grace}
+    if elastic:
+        settings["rendezvous"] = _rendezvous(least, most, rdzv_backend, rdzv_endpoint, rdzv_id, rdzv_conf, master_addr)
+    elif least > 1:
+        node = _node_rank(node_rank, least, nnodes, master_addr)
+        names = tuple(driven.split(",")) if driven else tuple(f"host {each}" for each in range(least))
+        settings["hosts"] = Hosts(names, node, master_addr, master_port, lost_after, wait)
+    if log_dir != "none":
+        settings |= {"logs": Path(log_dir), "tee": shown or ()}
+    settings["threads"] = _threads(threads)
+    if driven:
+        _stop_with_driver()
+    with recorded(timeline, node_rank or 0) as variables:
+        settings["environment"] |= variables
+        outcome = outcome_of(target, *context.args, ranks=_processes(nproc), preload=_PRELOAD, **settings)
+    if driven:
+        print(outcome_line(outcome), file=sys.stderr, flush=True)
+    else:
+        print_outcome(outcome)
+    _exit(outcome.code)
+
+
+def _first_address(slots: Slots, master_addr: str) -> str:
+    """Return the address of the first host, which every other host connects to."""
+    address = master_addr or next(iter(slots))
+    if len(slots) > 1 and not master_addr and address in ("localhost", "127.0.0.1"):
+        raise ConfigError("the first host is localhost, which the others cannot reach: give its --master-addr")
+    return address
+
+
+def _host_commands(
+    slots: Slots, options: list[str], program: list[str], extra: dict[str, str], launcher: str, select_gpus: bool
+) -> dict[str, list[str]]:
+    """Return for each host the command that starts ``triax run`` there, through ssh or another launcher.
+
+    Args:
+        slots: the slots of each host.
+        options: options of ``triax run``, equal on every host.
+        program: the script and its arguments.
+        extra: environment variables of the ranks.
+        launcher: ``ssh``, or a command with ``{host}`` and ``{command}`` in it.
+        select_gpus: True if the slots are indices of GPUs, False if only the number of slots counts.
+    """
+    commands = {}
+    for node, (host, chosen) in enumerate(slots.items()):
+        variables = {**({"CUDA_VISIBLE_DEVICES": _listed(chosen)} if select_gpus else {}), **extra}
+        exports = [word for name, value in variables.items() for word in ("--export", f"{name}={value}")]
+        words = [sys.executable, "-m", "triax.cli.main", "run", "--node-rank", str(node), "--nproc"]
+        words += [str(len(chosen)), *options, *exports, *program]
+        template = SSH if launcher == "ssh" else launcher
+        commands[host] = host_command(template, host, words, exported_variables(os.environ), os.getcwd())
+    return commands
+
+
+def _node_rank(node_rank: int | None, hosts: int, nnodes: str, master_addr: str) -> int:
+    """Return the rank of this host, of several that are each started by hand.
+
+    Raises:
+        ConfigError: the rank or the first host's address is missing, or the rank is too large.
+    """
+    if node_rank is None or not master_addr:
+        raise ConfigError(
+            f"--nnodes {nnodes} needs --hostfile, which starts them all; or, started on each host by hand, "
+            "--node-rank and --master-addr"
+        )
+    if node_rank >= hosts:
+        raise ConfigError(f"--node-rank {node_rank} of {hosts} hosts: they count from 0 to {hosts - 1}")
+    return node_rank
+
+
+def _threads(given: int | None) -> int | None:
+    """Return the number of threads per process: the given number, or else ``OMP_NUM_THREADS``.
+
+    None means that each process gets an equal share of the host's cores.
+    """
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return int(variable) if given is None and variable.isdecimal() else given
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process at once, because Python would wait for unfinished calls to a host that does not answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _slots(hostfile: Path | None, include: str, exclude: str, nnodes: str, nproc: str | None) -> Slots | None:
+    """Return the slots to use on each host, or None if the options name no hosts."""
+    if hostfile is None and not (include or exclude):
+        return None
+    if hostfile is None:
+        hosts = {"localhost": _processes(nproc)}
+        nproc = None
+    else:
+        try:
+            text = hostfile.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the hostfile {hostfile} cannot be read: {error}") from error
+        hosts = parse_hostfile(text, str(hostfile))
+    slots = select(hosts, include, exclude)
+    if nproc is not None and not nproc.isdecimal():
+        raise ConfigError(
+            f"--nproc {nproc}: the hostfile says how many slots a host has; give a number, or leave it out"
+        )
+    if ":" in nnodes:
+        raise ConfigError(f"--nnodes {nnodes}: the hostfile is a fixed list of hosts; give a number, or leave it out")
+    return limit_slots(slots, parse_nodes(nnodes)[0] if nnodes else None, int(nproc) if nproc else None)
+
+
+def _processes(nproc: str | None) -> int:
+    """Return the number of processes on this host."""
+    if nproc is not None and nproc.isdecimal() and int(nproc) > 0:
+        return int(nproc)
+    if nproc == "cpu":
+        return cores()
+    if nproc not in (None, "gpu", "auto"):
+        raise ConfigError(f"--nproc {nproc!r}: write a number of at least 1, or gpu, cpu or auto")
+    from ..grid.grid import gpus
+
+    found = gpus()
+    if nproc == "gpu" and not found:
+        raise ConfigError("--nproc gpu, and this host has none: give a number, or cpu")
+    return found or (cores() if nproc == "auto" else 1)
+
+
+def _rendezvous(
+    least: int, most: int, backend: str, endpoint: str, name: str, settings: str, address: str
+) -> dict[str, Any]:
+    """Return the arguments of torch's rendezvous, through which hosts join and leave an elastic run."""
+    endpoint = endpoint or address
+    if not endpoint:
+        raise ConfigError("--rdzv-endpoint is missing: give host:port, the same on every host")
+    given = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--rdzv-conf {setting!r}: write key=value,key=value")
+        given[key.strip()] = value.strip()
+    return {
+        "backend": backend or "c10d",
+        "endpoint": endpoint,
+        "run_id": name or "triax",
+        "min_nodes": least,
+        "max_nodes": most,
+        "local_addr": own_address(endpoint.rpartition(":")[0] or endpoint),
+        **given,
+    }
+
+
+def _stop_with_driver() -> None:
+    """Send SIGTERM to this launcher when its standard input closes: the process that started it has ended."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="triax watches the driver").start()

@@ -1,0 +1,205 @@
+"""``triax schedule``: verify, simulate and draw a pipeline schedule, without torch and without processes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..pipe.program.draw import chrome_trace, picture, text
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import Costs, Simulation, simulate
+from ..pipe.program.verify import verify
+from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule
+from ..pipe.schedules.registry import RECIPES
+from ..pipe.schedules.search import Found, tune
+
+TUNED = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+
+
+def schedule(
+    name: Annotated[str | None, typer.Argument(help=f"Name of the schedule: {', '.join(NAMES)}.")] = None,
+    pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank. Default: as the schedule needs.")] = None,
+    costs: Annotated[
+        str,
+        typer.Option(
+            help="F,I,W[,COMM[,GATHER]]: time of a rank's forward, input-gradient and weight-gradient passes of one "
+            "microbatch, of a message, and of gathering the rank's weights in ZeRO stage 3."
+        ),
+    ] = "1,1,1",
+    memory: Annotated[
+        float | None,
+        typer.Option(help="Limit of activations per rank, in units of one microbatch through 1/pipe of the model."),
+    ] = None,
+    keep_gathered: Annotated[
+        bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
+    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Print a table of all schedules that fit.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Read a schedule from a file: CSV with a line such as 0F0,0F1,0B0 for each rank, or JSON."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
+    try:
+        if [name is not None, compare, file is not None].count(True) != 1:
+            raise ValueError(f"give a schedule's name, or --compare, or --file; the names are {', '.join(NAMES)}")
+        parsed = parse_costs(costs)
+        if file is not None:
+            chosen = read_schedule(file)
+            for given, value, option in (
+                (pipe, chosen.pipe, "pipe"),
+                (microbatches, chosen.microbatches, "microbatches"),
+            ):
+                if given not in (None, value):
+                    raise ValueError(f"{file} has {option}={value}: leave out --{option} {given}")
+        else:
+            if pipe is None or microbatches is None:
+                raise ValueError("say for what size: --pipe 4 --microbatches 8")
+            if compare:
+                _compare(pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
+                return
+            assert name is not None
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
+        verify(chosen, memory)
+        result = simulate(chosen, parsed, keep_gathered)
+        if plot is not None:
+            _plot(plot, [result], [chosen.name])
+        if as_json:
+            typer.echo(json.dumps(report(chosen, result)))
+        else:
+            _print(chosen, result)
+    except (ValueError, OSError, ImportError) as error:
+        console = Console(stderr=True)
+        console.print(f"triax schedule: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(2) from None
+
+
+def parse_costs(text_: str) -> Costs:
+    try:
+        values = [float(part) for part in text_.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (3, 4, 5):
+        raise ValueError(f"--costs {text_} is not F,I,W[,COMM[,GATHER]]: for instance --costs 1,1,1,0.05")
+    return Costs(*values)
+
+
+def report(chosen: Schedule, result: Simulation) -> dict[str, Any]:
+    """Return the object that --json prints."""
+    out = chosen.to_dict() | {
+        "makespan": result.makespan,
+        "bubble": result.bubble,
+        "peak_activations": list(result.peak_activations),
+    }
+    if isinstance(chosen, Found):
+        out |= {"lower_bound": chosen.lower_bound, "best_named": chosen.best_named}
+    return out
+
+
+def sends(chosen: Schedule) -> int:
+    """Return the number of messages between ranks in a step."""
+    place = chosen.placement
+    crossings = sum(a != b for a, b in pairwise(place))
+    ways = 2 if any(op.kind != "F" for order in chosen.orders for op in order) else 1
+    return crossings * ways * chosen.microbatches
+
+
+def _tuned(chosen: Schedule, costs: Costs) -> Schedule:
+    """Adapt a zero-bubble schedule to unequal costs of F, I and W, as in the zero-bubble paper."""
+    return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() else chosen
+
+
+def _print(chosen: Schedule, result: Simulation) -> None:
+    console = Console()
+    head = f"{chosen.name}: pipe {chosen.pipe}, microbatches {chosen.microbatches}, chunks {chosen.chunks}"
+    console.print(head, style="bold", highlight=False)
+    if chosen.pipe * chosen.microbatches * chosen.chunks <= 1024:
+        console.print(text(result.timeline), soft_wrap=True)
+    peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
+    console.print(
+        f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
+        f"peak activations per rank: {peaks}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if isinstance(chosen, Found):
+        console.print(chosen.summary(), highlight=False, soft_wrap=True)
+
+
+def _compare(
+    pipe: int,
+    microbatches: int,
+    chunks: int | None,
+    costs: Costs,
+    memory: float | None,
+    plot: Path | None,
+    as_json: bool,
+    keep_gathered: bool,
+) -> None:
+    rows: list[tuple[Schedule, Simulation]] = []
+    for name, recipe in RECIPES.items():
+        if name == "forward" or not (chunks is None or recipe.accepts(chunks)) or microbatches < recipe.least(pipe):
+            continue
+        chosen = _tuned(make_schedule(name, pipe, microbatches, chunks), costs)
+        result = simulate(chosen, costs, keep_gathered)
+        if memory is None or max(result.peak_activations) <= memory + 1e-9:
+            verify(chosen, memory)
+            rows.append((chosen, result))
+    if not rows:
+        limit = "" if memory is None else f" within --memory {memory:g}"
+        raise ValueError(f"no named schedule runs at this size{limit}: triax schedule auto searches for one")
+    rows.sort(key=lambda row: row[1].makespan)
+    if plot is not None:
+        _plot(plot, [result for _, result in rows], [chosen.name for chosen, _ in rows])
+    if as_json:
+        figures = [
+            {
+                "name": chosen.name,
+                "chunks": chosen.chunks,
+                "makespan": result.makespan,
+                "bubble": result.bubble,
+                "peak_activations": list(result.peak_activations),
+                "sends": sends(chosen),
+            }
+            for chosen, result in rows
+        ]
+        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "schedules": figures}))
+        return
+    table = Table(title=f"pipe {pipe}, microbatches {microbatches}", title_justify="left")
+    table.add_column("schedule")
+    for column in ("chunks", "makespan", "bubble", "peak", "sends"):
+        table.add_column(column, justify="right")
+    for chosen, result in rows:
+        table.add_row(
+            chosen.name,
+            str(chosen.chunks),
+            f"{result.makespan:.5g}",
+            f"{result.bubble:.2%}",
+            f"{max(result.peak_activations):.4g}",
+            str(sends(chosen)),
+        )
+    Console().print(table)
+
+
+def _plot(path: Path, results: list[Simulation], names: list[str]) -> None:
+    if path.suffix == ".json":
+        if len(results) > 1:
+            raise ValueError(f"{path} would hold one trace, not {len(results)}: give a schedule's name, or a .png")
+        path.write_text(json.dumps(chrome_trace(results[0].timeline)), encoding="utf-8")
+    elif path.suffix in (".png", ".svg", ".pdf"):
+        picture([result.timeline for result in results], path, names)
+    else:
+        raise ValueError(f"--plot {path}: end it in .png, .svg, .pdf, or .json for a trace")

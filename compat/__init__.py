@@ -1,0 +1,6 @@
+"""Adapters over the engine in another library's API.
+
+deepspeed/: DeepSpeed: ``initialize``, ``add_config_arguments``, ``init_distributed``, ``comm.log_summary``.
+horovod/: Horovod: ``hvd.init``, collectives, ``DistributedOptimizer``.
+huggingface/: transformers: ``Trainer`` and ``TrainingArguments``.
+"""

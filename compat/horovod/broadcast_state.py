@@ -1,0 +1,149 @@
+"""Horovod's broadcasts of state from one rank: parameters, optimizer state, Python objects; ``allgather_object``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...grid import Axis
+from ...grid.nest import map_tensors
+from ...zero.modules.module_optimizer import ZeroModuleOptimizer
+from .context import ProcessSet, context, require_global
+from .negotiation import CollectiveRequest
+from .optimizer import load_in_place
+from .reductions import bool_to_uint8, describe, require_rank, require_tensor
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
+    """Overwrite every rank's parameters and buffers with those of rank ``root_rank``. Collective.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``: a dict, or an iterable
+            of tensors or pairs (name, tensor). Values of the dict that are no tensors are left unchanged.
+        root_rank: the rank whose tensors are sent.
+        process_set: None or ``global_process_set``.
+
+    Raises:
+        ValueError: on every rank: names, shapes or dtypes differ between ranks; or ``params`` is an optimizer's state.
+    """
+    require_global(process_set)
+    require_rank(root_rank)
+    named = list(_named(params))
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    if not tensors and "param_groups" in dict(named):
+        raise ValueError(
+            "params is an optimizer's state_dict(), whose tensors lie in nested dicts and would not be sent: call "
+            "hvd.broadcast_optimizer_state(optimizer)"
+        )
+    for _, tensor in tensors:
+        require_tensor(tensor)
+    _broadcast_all("broadcast_parameters", [tensor for _, tensor in tensors], root_rank, [name for name, _ in tensors])
+
+
+def _named(params: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(params, Mapping):
+        yield from params.items()
+    elif isinstance(params, Iterable) and not isinstance(params, Tensor | str):
+        for number, each in enumerate(params):
+            yield each if isinstance(each, tuple) else (str(number), each)
+    else:
+        raise ValueError(
+            f"params is a {type(params).__name__}, which has no parameters: give model.state_dict() or "
+            "model.named_parameters()"
+        )
+
+
+def _broadcast_all(request: str, tensors: list[Tensor], root: int, names: Iterable[str]) -> None:
+    """Overwrite tensors with the root's. The ranks negotiate once, for all tensors, before any is sent."""
+
+    def work(axis: Axis) -> None:
+        pending = []
+        for tensor in tensors:
+            sent = bool_to_uint8(tensor.detach().contiguous())
+            pending.append((axis.broadcast(sent, root, async_op=True), sent, tensor.detach()))
+        for operation, sent, tensor in pending:
+            operation.wait()
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent.view(tensor.dtype))
+
+    listed = ", ".join(f"{name} {describe(tensor)}" for name, tensor in zip(names, tensors, strict=True))
+    context().queue.run(CollectiveRequest("broadcast", request, f"from rank {root}: {listed}"), work)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet | None = None
+) -> None:
+    """Overwrite every rank's optimizer state and options (learning rates, ...) with those of rank ``root_rank``.
+
+    The other ranks may have no state yet, or more state. No optimizer step is made, so the parameters do not change.
+    The dicts of ``param_groups``, to which a scheduler may refer, stay the same objects. Collective.
+
+    Raises:
+        ValueError: on every rank: the optimizers differ in their number of parameters; or it is a
+            ``ShardedOptimizer``.
+    """
+    require_global(process_set)
+    require_rank(root_rank)
+    if isinstance(optimizer, ZeroModuleOptimizer):
+        raise ValueError(
+            "each rank of a ShardedOptimizer has the state of its own shard: leave out broadcast_optimizer_state"
+        )
+    state = optimizer.state_dict()
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    grid = context().grid
+    is_root = grid.rank == root_rank
+    tensors: list[Tensor] = []
+
+    def to_meta(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor.to("meta")
+
+    def to_empty(meta: Tensor) -> Tensor:
+        kind = devices[len(tensors)]
+        device = grid.device if grid.device.type == kind else torch.device(kind)
+        tensors.append(torch.empty(meta.shape, dtype=meta.dtype, device=device))
+        return tensors[-1]
+
+    metas = map_tensors(to_meta, state)
+    devices = [tensor.device.type for tensor in tensors]
+    metas, devices = broadcast_object((metas, devices), root_rank, "broadcast_optimizer_state")
+    sizes_of = allgather_object(sizes, "broadcast_optimizer_state.sizes")
+    if sizes_of.count(sizes_of[0]) < len(sizes_of):
+        other = next(rank for rank, each in enumerate(sizes_of) if each != sizes_of[0])
+        raise ValueError(
+            f"the parameter groups of rank {other}'s optimizer have {sizes_of[other]} parameters, and those of rank "
+            f"0's {sizes_of[0]}: broadcast_optimizer_state needs optimizers of one model"
+        )
+    if not is_root:
+        tensors = []
+        state = map_tensors(to_empty, metas)
+    _broadcast_all("optimizer state", tensors, root_rank, map(str, range(len(tensors))))
+    if not is_root:
+        with load_in_place(optimizer):
+            optimizer.load_state_dict(state)
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
+) -> Any:
+    """Return rank ``root_rank``'s object on every rank. The object is pickled, between ranks of one run. Collective."""
+    require_global(process_set)
+    require_rank(root_rank)
+    queue, is_root = context().queue, context().grid.rank == root_rank
+    request = CollectiveRequest(
+        "broadcast_object", queue.unique_name("broadcast_object", name), f"from rank {root_rank}"
+    )
+    everyone = queue.run(request, lambda axis: axis.all_gather_object(obj if is_root else None))
+    return obj if is_root else everyone[root_rank]
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
+    """Return every rank's object, in the order of the ranks. Objects are pickled. Collective."""
+    require_global(process_set)
+    queue = context().queue
+    request = CollectiveRequest("allgather_object", queue.unique_name("allgather_object", name), "objects")
+    found: list[Any] = queue.run(request, lambda axis: axis.all_gather_object(obj))
+    return found

@@ -1,0 +1,353 @@
+"""Horovod's reductions: ``allreduce`` and its variants, their handles, ``barrier`` and ``join``.
+
+Arguments have Horovod's names and order. All functions are collective; negotiation.py says what is checked before.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...grid import Axis
+from .compression import Compression
+from .context import ProcessSet, context, require_global
+from .negotiation import CollectiveRequest, Handle
+
+
+class ReduceOp(enum.IntEnum):
+    """Reduction over the ranks, with Horovod's numbers."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average, Sum, Adasum, Min, Max, Product = ReduceOp
+_AXIS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+
+
+class Reduction:
+    """Reduction with its factors, from checked arguments.
+
+    Raises:
+        ValueError: the arguments contradict one another, or ``op`` is Adasum.
+    """
+
+    def __init__(self, op: ReduceOp | None, average: bool | None, pre: float, post: float, process_set: Any) -> None:
+        require_global(process_set)
+        if op is not None and average is not None:
+            raise ValueError("op and average are both given: give op alone, average is its deprecated form")
+        if op is None:
+            op = Sum if average is False else Average
+        self.op, self.pre, self.post = ReduceOp(op), pre, post
+        if self.op is Adasum:
+            raise ValueError(NO_ADASUM)
+
+    def check(self, tensor: Tensor) -> None:
+        """Raise an error if the tensor cannot be reduced so."""
+        require_tensor(tensor)
+        if tensor.dtype == torch.bool:
+            raise ValueError("a tensor of torch.bool cannot be reduced: reduce tensor.to(torch.uint8)")
+        if not tensor.is_floating_point() and (self.pre, self.post) != (1.0, 1.0):
+            raise ValueError(
+                f"prescale_factor={self.pre}, postscale_factor={self.post} need a floating-point tensor, not "
+                f"{tensor.dtype}: reduce tensor.double()"
+            )
+
+    def __call__(self, axis: Axis, tensor: Tensor) -> None:
+        """Reduce a contiguous tensor in place."""
+        if self.pre != 1.0:
+            tensor.mul_(self.pre)
+        axis.all_reduce(tensor, op=_AXIS[self.op])
+        self.finish(axis, tensor)
+
+    def finish(self, axis: Axis, tensor: Tensor) -> None:
+        """Scale the sum in place. Averages of integers are rounded towards zero, as in Horovod."""
+        if self.op is Average and not tensor.is_floating_point():
+            torch.div(tensor, axis.size, rounding_mode="trunc", out=tensor)
+        elif (factor := self.post / axis.size if self.op is Average else self.post) != 1.0:
+            tensor.mul_(factor)
+
+    def __str__(self) -> str:
+        return self.op.name.lower() + ("" if self.pre == self.post == 1.0 else f" times {self.pre} and {self.post}")
+
+
+NO_ADASUM = (
+    "op=Adasum is not supported: its result depends on the number of ranks and their order, so that another number of "
+    "ranks would train differently; use op=Average, and scale the learning rate yourself"
+)
+
+# ------------------------------------------------------------------------------------------------------- allreduce
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Tensor:
+    """Reduce the tensors of all ranks into a new tensor. Differentiable for ``Average`` and ``Sum``.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        average: deprecated form of ``op``: True is ``Average``, False is ``Sum``.
+        name: for error messages and the timeline.
+        compression: ``Compression.fp16`` sends 2 bytes per number.
+        op: ``Average`` (of integers: rounded towards zero), ``Sum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor, postscale_factor: factors of the tensor before and after the reduction.
+        process_set: None or ``global_process_set``.
+
+    Returns:
+        A tensor of the same shape and dtype, equal on all ranks.
+
+    Raises:
+        ValueError: ``Adasum``, booleans, sparse tensors, factors with integers, ranks that differ.
+    """
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _allreduce_compressed("allreduce", name, reduction, [tensor], compression)[0]
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start ``allreduce`` in the background; ``synchronize(handle)`` returns the result. Not differentiable."""
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _allreduce_async("allreduce", name, reduction, [tensor])
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Tensor:
+    """``allreduce`` in place. Not differentiable."""
+    result: Tensor = synchronize(
+        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    )
+    return result
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start ``allreduce`` in place in the background: do not use the tensor until ``synchronize(handle)``."""
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _allreduce_async("allreduce", name, reduction, [tensor], in_place=True)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[Tensor]:
+    """``allreduce`` of several tensors, in one collective per dtype."""
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _allreduce_compressed("grouped_allreduce", name, reduction, tensors, compression)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start ``grouped_allreduce`` in the background. Not differentiable."""
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _allreduce_async("grouped_allreduce", name, reduction, tensors)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[Tensor]:
+    """``grouped_allreduce`` in place. Not differentiable."""
+    result: list[Tensor] = synchronize(
+        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    )
+    return result
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start ``grouped_allreduce`` in place in the background: do not use the tensors until ``synchronize(handle)``."""
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _allreduce_async("grouped_allreduce", name, reduction, tensors, in_place=True)
+
+
+def _allreduce_compressed(
+    kind: str, name: str | None, reduction: Reduction, tensors: Sequence[Tensor], compression: Any
+) -> list[Tensor]:
+    """Compress, reduce differentiably, decompress."""
+    for tensor in tensors:
+        require_tensor(tensor)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    name = context().queue.unique_name(kind, name)
+    results = _Allreduce.apply(kind, name, reduction, *(small for small, _ in pairs))
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
+
+
+def _allreduce_async(
+    kind: str, name: str | None, reduction: Reduction, tensors: Sequence[Tensor], in_place: bool = False
+) -> Handle:
+    queue = context().queue
+    request, work = _allreduce(kind, queue.unique_name(kind, name), reduction, tensors, in_place)
+    return queue.submit(request, work if kind == "grouped_allreduce" else lambda axis: work(axis)[0])
+
+
+def _allreduce(
+    kind: str, name: str, reduction: Reduction, tensors: Sequence[Tensor], in_place: bool = False
+) -> tuple[CollectiveRequest, Callable[[Axis], list[Tensor]]]:
+    """Return the request of an all-reduce, and the function that runs it."""
+    for tensor in tensors:
+        reduction.check(tensor)
+
+    def work(axis: Axis) -> list[Tensor]:
+        results = [tensor.detach() if in_place else tensor.detach().clone() for tensor in tensors]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in results):
+            group = [tensor for tensor in results if tensor.dtype == dtype]
+            if len(group) == 1 and group[0].is_contiguous():
+                reduction(axis, group[0])
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            reduction(axis, flat)
+            for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        return list(tensors) if in_place else results
+
+    return CollectiveRequest(kind, name, f"{reduction} of {', '.join(map(describe, tensors))}"), work
+
+
+class _Allreduce(torch.autograd.Function):
+    """Differentiable all-reduce: gradients are reduced in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, name: str, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.kind, ctx.name, ctx.reduction = kind, name, reduction
+        return tuple(context().queue.run(*_allreduce(kind, name, reduction, tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        op = ctx.reduction.op
+        if op not in (Average, Sum):
+            raise RuntimeError(
+                f"allreduce(op={op.name}) has no gradient here: call it on tensor.detach(), or use Average or Sum"
+            )
+        return None, None, None, *_Allreduce.apply(ctx.kind, f"{ctx.name}.gradient", ctx.reduction, *gradients)
+
+
+# --------------------------------------------------------------------------------------------- handles, and barrier
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an asynchronous operation; return its result, or raise its error."""
+    if not isinstance(handle, Handle):
+        raise TypeError(f"{handle!r} is no handle: give the result of allreduce_async or another function in _async")
+    return handle.future.result()
+
+
+def poll(handle: Handle) -> bool:
+    """Return True if ``synchronize(handle)`` would return at once."""
+    return handle.future.done()
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Wait until every rank has called it."""
+    require_global(process_set)
+    queue = context().queue
+    queue.run(CollectiveRequest("barrier", queue.unique_name("barrier", None), "all"), lambda axis: axis.barrier())
+
+
+def join(device: int = -1) -> int:
+    """Horovod's call of a rank without further data. Returns 0 on one process; not supported on several.
+
+    Raises:
+        ValueError: there are several ranks; the message says what to do instead.
+    """
+    if context().grid.size == 1:
+        return 0
+    raise ValueError(
+        "join() is not supported on several ranks: the averages of the other ranks would still divide by all ranks, "
+        "and their gradients would be too small. Give every rank the same number of batches (torch's "
+        "DistributedSampler does so), or on a rank without data "
+        "call optimizer.zero_grad(); optimizer.step() as often as the other ranks do: it then contributes zeros"
+    )
+
+
+def require_rank(root: int) -> None:
+    """Raise a ValueError if ``root`` is no rank."""
+    size = context().grid.size
+    if not 0 <= root < size:
+        raise ValueError(f"root_rank={root}, but there are {size} ranks: give a rank from 0 to {size - 1}")
+
+
+def require_tensor(tensor: Any, dims: int = 0) -> None:
+    """Raise an error unless the value is a dense tensor of at least ``dims`` dims on the ranks' device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{type(tensor).__name__} is no tensor: give torch.tensor(value); for other objects use "
+            "hvd.broadcast_object or hvd.allgather_object"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError("sparse tensors cannot be sent: give tensor.to_dense()")
+    if tensor.dim() < dims:
+        raise ValueError("a tensor of 0 dims has no rows: give tensor.view(1)")
+    device = context().grid.device
+    if tensor.device.type not in ("cpu", device.type):  # a GPU run has gloo beside NCCL
+        raise ValueError(f"a tensor on {tensor.device} cannot be sent: the ranks use {device}, move it there")
+
+
+def bool_to_uint8(tensor: Tensor) -> Tensor:
+    """Return a boolean tensor as a view of bytes, another tensor unchanged: collectives take no booleans."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def describe(tensor: Tensor) -> str:
+    """Return shape and dtype for a message: ``(2, 3) float32``."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,11 @@
+"""Hugging Face's Trainer over a triax engine: ``triax.Trainer`` and ``triax.TrainingArguments``.
+
+arguments.py: ``TrainingArguments``: transformers' own, with ``triax=``, a configuration in DeepSpeed's dialect.
+auto_values.py: the configuration's "auto" values, filled in from the arguments and the model.
+trainer.py: ``Trainer``: transformers' loop; the engine runs forward, backward and step, and writes checkpoints.
+state_dict.py: the model's full state dict on rank 0, gathered from ZeRO and tensor shards, for ``save_model``.
+"""
+
+from ...grid.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,2 @@
+from .arguments import TrainingArguments as TrainingArguments
+from .trainer import Trainer as Trainer

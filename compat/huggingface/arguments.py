@@ -1,0 +1,120 @@
+"""``triax.TrainingArguments``: transformers' own, with a configuration in DeepSpeed's dialect.
+
+The file is imported at the first use of the class, because it imports transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...grid import Grid
+from ...grid.errors import ConfigError
+from .auto_values import AutoValues, missing_extra
+
+try:
+    import accelerate  # noqa: F401 (transformers imports it late, in the Trainer)
+    import transformers
+except ImportError as missing:
+    raise missing_extra(missing) from missing
+
+# Arguments without effect on a triax engine, and what to do instead.
+_REFUSED = {
+    "fsdp": "weights are sharded by ZeRO: leave it out, and set zero_optimization.stage to 3",
+    "parallelism_config": "leave it out, and set tensor_parallel.autotp_size",
+    "torch_compile": "triax does not compile models: leave it out",
+    "torch_compile_backend": "it turns torch_compile on, and triax does not compile models: leave it out",
+    "torch_compile_mode": "it turns torch_compile on, and triax does not compile models: leave it out",
+    "save_on_each_node": "rank 0 alone writes the full weights, and checkpoints are one folder shared by all nodes: "
+    "leave it out",
+    "auto_find_batch_size": "an engine's batch size is fixed: leave it out, and set per_device_train_batch_size",
+    "fp16_full_eval": "evaluation uses the dtype of training: leave it out, and pass fp16=True",
+    "bf16_full_eval": "evaluation uses the dtype of training: leave it out, and pass bf16=True",
+}
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """``transformers.TrainingArguments`` with ``triax=``, the configuration; see docs/huggingface.md.
+
+    The grid is made in the constructor, before transformers makes a process group: ``tensor_parallel.autotp_size`` (or
+    ``tp_size``) tensor ranks, and replicas for the other processes. Without a launcher it has one process.
+
+    Attributes:
+        triax: a dict, the path of a JSON file, or JSON. ``deepspeed=`` is accepted in its place: its value is moved to
+            ``triax``, and the package DeepSpeed is not needed. None: all values come from the other arguments.
+        auto_values: the configuration, with the "auto" values filled in from the arguments.
+
+    Raises:
+        ConfigError: the configuration cannot be read; an argument has no effect here; transformers and triax count
+            different numbers of processes.
+    """
+
+    triax: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Configuration in DeepSpeed's dialect: a dict, a JSON file's path, or JSON."},
+    )
+
+    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "triax"]  # noqa: RUF012 (as in the base class)
+
+    def __post_init__(self) -> None:
+        if self.triax is not None and self.deepspeed is not None:
+            raise ConfigError("triax= and deepspeed= are names of one configuration: give one of them")
+        if self.triax is None:
+            self.triax, self.deepspeed = self.deepspeed, None
+        self.auto_values = AutoValues(self.triax if self.triax is not None else {})
+        for name, instead in _REFUSED.items():
+            if getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: {instead}")
+        if self.save_only_model and self.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end reads triax's checkpoints, which save_only_model leaves out: give one of them"
+            )
+        tensor = self.auto_values.tensor
+        if tensor > 1 and self.train_sampling_strategy == "batch_rebalance":
+            raise ConfigError(
+                "train_sampling_strategy='batch_rebalance' divides samples among all processes, but tensor ranks "
+                "need the same samples: use another strategy, or leave tensor_parallel out"
+            )
+        stage3 = self.auto_values.get("zero_optimization.stage") == 3
+        if self.use_liger_kernel and (tensor > 1 or stage3):
+            what = f"{tensor} tensor ranks" if tensor > 1 else "zero_optimization.stage 3"
+            raise ConfigError(
+                f"use_liger_kernel=True with {what}: its loss reads the head's weight directly, of which a rank has a "
+                "shard: leave it out, or use 1 tensor rank and stage 0, 1 or 2"
+            )
+        self._grid: Grid | None = None
+        if self.grid.device.type == "cpu":
+            self.use_cpu = True  # else accelerate treats each process of a machine without a GPU as a run of its own
+        super().__post_init__()
+        self._n_gpu = min(self._n_gpu, 1)  # one process, one device: no DataParallel
+        if self.deepspeed_plugin is not None:
+            raise ConfigError(
+                "the launcher makes accelerate use DeepSpeed: start with triax run or torchrun, and give the "
+                "configuration as triax="
+            )
+        if self.world_size != self.grid.size:
+            raise ConfigError(
+                f"accelerate counts {self.world_size} processes, and triax {self.grid.size}: start them with triax "
+                "run or torchrun"
+            )
+        config: Any = self.accelerator_config
+        if config.split_batches or (tensor > 1 and config.dispatch_batches):
+            raise ConfigError(
+                "accelerator_config: split_batches, and with tensor ranks dispatch_batches, would change which samples "
+                "a replica gets: leave them out"
+            )
+        # The engine finds the last backward pass itself: the loop must not look for a DDP module's no_sync.
+        config.gradient_accumulation_kwargs = {**(config.gradient_accumulation_kwargs or {}), "sync_each_batch": True}
+        self.auto_values.from_arguments(self, self.grid.data.size)
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the run, made at the first use. Collective."""
+        if self._grid is None:
+            device = "cpu" if self.use_cpu else None
+            self._grid = Grid(tensor=self.auto_values.tensor, device=device, timeout=float(self.ddp_timeout))
+        return self._grid
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_grid": None}  # process groups cannot be pickled: a copy makes its own grid

@@ -1,0 +1,371 @@
+"""``triax.Trainer``: transformers' Trainer, whose model is trained by a triax engine.
+
+args = triax.TrainingArguments("out", triax="ds_config.json", per_device_train_batch_size=8)
+trainer = triax.Trainer(model=model, args=args, train_dataset=...)
+trainer.train()
+
+The loop, logging, callbacks, evaluation and the rotation of checkpoints are transformers' own. The methods replaced are
+those that its DeepSpeed integration replaces: forward, backward and step; saving and loading; with tensor ranks, the
+division of samples among processes. The file is imported at the first use of the class: it imports transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...config.schema import Config
+from ...engine.initialize import initialize
+from ...engine.module_engine import ModuleEngine
+from ...engine.setup.check import read_config
+from ...grid.errors import ConfigError
+from ...optim import schedulers
+from ...tensor_parallel.parallelize import parallelize
+from .auto_values import hidden_size, missing_extra
+from .state_dict import full_state_dict, saved_axes
+
+try:
+    import transformers
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import recursively_apply
+    from accelerate.utils.memory import clear_device_cache
+
+    from .arguments import TrainingArguments
+except ImportError as missing:
+    raise missing_extra(missing) from missing
+
+# Methods of transformers.Trainer that are replaced below. Some are private and may be renamed; the replacement
+# would then never be called, so their presence is checked here. Tested with transformers 5.23.
+_REPLACED = (
+    *("_prepare_for_training", "create_optimizer", "create_scheduler", "_wrap_model", "training_step"),
+    *("_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm", "_build_accelerator_args", "get_tp_size"),
+    *("_get_dataloader", "evaluation_loop", "floating_point_ops", "_track_num_input_tokens", "_save"),
+    *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+    *("_load_rng_state", "call_model_init", "create_accelerator_and_postprocess"),
+)
+if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
+    raise ImportError(
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(_gone)}: triax.Trainer is tested "
+        "with 5.23, pip install 'transformers>=5.23,<5.24'"
+    )
+
+
+class EngineOptimizer(AcceleratedOptimizer):
+    """Optimizer handed to transformers' loop: the engine has stepped already when the loop calls ``step``.
+
+    Attributes:
+        step_was_skipped: True if the last step was skipped after an overflow in fp16; the schedule then does not step.
+    """
+
+    step_was_skipped = False
+    _is_accelerate_prepared = True  # ``Accelerator.prepare`` does not wrap it
+
+    def __init__(self, engine: ModuleEngine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine = engine
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing: ``Trainer.training_step`` has stepped."""
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Zero the engine's gradients."""
+        self.engine.zero_grad()
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` over a grid of replicas and tensor ranks; see docs/huggingface.md.
+
+    Args:
+        model, args, others, options: as transformers.Trainer; ``args`` must be ``triax.TrainingArguments``.
+
+    Attributes:
+        grid: the ranks.
+        engine: engine that trains ``model``; None before the first ``train`` or ``evaluate``.
+
+    Raises:
+        TypeError: ``args`` are transformers' own class.
+    """
+
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    engine: ModuleEngine | None = None
+    _checked: Config | None = None
+    _handle: EngineOptimizer | None = None
+
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, **options: Any) -> None:
+        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        if not isinstance(args, TrainingArguments):
+            raise TypeError(f"args are a {type(args).__module__}.TrainingArguments: pass triax.TrainingArguments(...)")
+        self.grid = args.grid
+        super().__init__(model, args, *others, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Call transformers' method, and remove its argument num_steps, which the next call would refuse."""
+        super().create_accelerator_and_postprocess()
+        config: Any = self.args.accelerator_config
+        config.gradient_accumulation_kwargs.pop("num_steps", None)
+
+    # ------------------------------------------------------------------------------------ the engine
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Shard the model, then train. Sharding comes first because transformers adds hooks to modules (NEFTune)."""
+        if self.model_init is None:  # else call_model_init makes and shards the model
+            self._sharded(self.model)
+        return super().train(*args, **options)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make the model as transformers does; within ``train``, shard it."""
+        model: Any = super().call_model_init(trial)
+        in_train = getattr(self, "is_in_train", False)  # __init__ calls this method before it sets the attribute
+        return self._sharded(model.to(self.grid.device)) if in_train else model
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._checked = self._configuration(max_steps)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the engine, and return its optimizer for the loop: the configuration's, or else transformers' own.
+
+        Raises:
+            ConfigError: both the configuration and the Trainer's arguments have an optimizer.
+        """
+        if self.engine is None or self.engine.optimizer is None or self.engine.module is not self.model:
+            self.engine = self._engine()
+            self._handle = EngineOptimizer(self.engine)
+        elif self._checked is not None:  # keep the optimizer; clipping follows the arguments, as in transformers
+            clipping = {"gradient_clipping": self._checked.gradient_clipping}
+            self.engine.config = self.engine.config.model_copy(update=clipping)
+        assert self._handle is not None
+        self.optimizer = self._handle
+        return self._handle
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the configuration's schedule, or else transformers' own; the loop steps it."""
+        section = None if self._checked is None else self._checked.scheduler
+        if section is None:
+            made: Any = super().create_scheduler(num_training_steps, optimizer)
+            made.optimizer._opt_called = True  # the engine steps: else torch warns of a missing step
+            return made
+        if self.lr_scheduler is not None:
+            raise ConfigError("both the configuration and optimizers= have a scheduler: give one of them")
+        self.lr_scheduler = schedulers.make_scheduler(section.type, section.params)(
+            self.optimizer if optimizer is None else optimizer
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _configuration(self, steps: int | None) -> Config:
+        """Return the checked configuration, filled in from the arguments; for evaluation only if steps is None."""
+        width = hidden_size(getattr(self.model, "config", None))
+        self.args.auto_values.from_arguments(self.args, self.grid.data.size)
+        return read_config(self.args.auto_values.from_run(self.args, width, steps))
+
+    def _engine(self) -> ModuleEngine:
+        """Return a new engine that trains the model."""
+        if self._checked is None:
+            raise RuntimeError("the optimizer depends on the length of the run: call train(), which makes it")
+        config = self._checked.model_copy(update={"scheduler": None})  # the loop steps the schedule
+        given = None
+        if config.optimizer is None:
+            given = super().create_optimizer()
+        elif self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise ConfigError("both the configuration and the Trainer's arguments have an optimizer: give one of them")
+        trained = None if given is not None else [p for p in self.model.parameters() if p.requires_grad]
+        engine, *_ = initialize(
+            model=self._sharded(self.model), optimizer=given, model_parameters=trained, config=config, grid=self.grid
+        )
+        return engine
+
+    def _sharded(self, model: Any) -> Any:
+        """Shard the model over the tensor axis, in place and once; return it."""
+        if self.grid.tensor.size > 1 and not hasattr(model, "triax_parameter_share"):
+            count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
+            whole = count(exclude_embeddings=True)
+            parallelize(model, self.grid)
+            model.triax_parameter_share = count(exclude_embeddings=True) / whole
+        return model
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self.engine is None or self.engine.module is not self.model:
+            config = self._configuration(None)  # evaluation alone
+            self.engine = initialize(model=self._sharded(self.model), config=config, grid=self.grid)[0]
+        return self.engine
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run one microbatch: forward, backward, and after the last microbatch of a step the optimizer step.
+
+        Args:
+            model: the engine.
+            inputs: the model's inputs.
+            num_items_in_batch: number of items of the step, over all replicas and microbatches; divides the loss.
+
+        Returns:
+            The detached loss, 0-dim; transformers sums it over microbatches.
+        """
+        engine, handle = self.engine, self._handle
+        assert engine is not None and handle is not None
+        engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+        engine.train()
+        handle.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        is_divided = self.loss_is_scaled_for_ga
+        if is_divided is None:
+            by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_divided = by_items or self.compute_loss_func is not None
+        if not is_divided:
+            loss = loss / self.current_gradient_accumulation_steps
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        self._copy_schedule()
+        skipped = engine.skipped_steps
+        # The loss was divided by the number of microbatches above.
+        engine.backward(loss, scale_wrt_gas=False)
+        engine.step()
+        handle.step_was_skipped = engine.skipped_steps > skipped
+        detached: Tensor = loss.detach()
+        return detached
+
+    def _copy_schedule(self) -> None:
+        """Copy what a schedule wrote to another optimizer than the engine's, to the engine's optimizer."""
+        schedule, handle = self.lr_scheduler, self._handle
+        if schedule is not None and handle is not None and schedule.optimizer is not handle:
+            schedulers.follow(schedule, handle.optimizer)
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if not isinstance(count, Tensor):
+            return count
+        if not self.args.average_tokens_across_devices:
+            count = count * self.grid.tensor.size  # not summed over the tensor ranks, but divided by them
+        # An integer: the engine casts floating-point inputs to the dtype of the weights.
+        return count.round().long()
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self._get_grad_norm(model)  # the engine has clipped the gradients
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return None if self.engine is None else self.engine.get_global_grad_norm()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        return {
+            **super()._build_accelerator_args(**kwargs),
+            "mixed_precision": "no",
+        }  # precision is the engine's
+
+    # ----------------------------------------------------------------- samples, with tensor ranks
+
+    def get_tp_size(self) -> int:
+        """Return the number of processes that get the same samples."""
+        return self.grid.tensor.size
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        if self.grid.tensor.size == 1:
+            return loader
+        base: Any = getattr(loader, "base_dataloader", loader)
+        seeded = base.worker_init_fn
+        if isinstance(seeded, partial) and "rank" in seeded.keywords:
+            # Seeded by process, tensor ranks would draw different masks. The wrapped loader starts the workers.
+            base.worker_init_fn = partial(seeded, rank=self.grid.data.rank)
+        shards: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
+        for shard in shards:
+            if hasattr(shard, "num_processes") and hasattr(shard, "process_index"):
+                # accelerate divides batches among all processes; divide them among the replicas.
+                shard.num_processes, shard.process_index = self.grid.data.size, self.grid.data.rank
+                return loader
+        raise ConfigError(
+            "an IterableDataset is read by one process and divided among all, but tensor ranks need the same samples: "
+            'pass accelerator_config={"dispatch_batches": False}'
+        )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as transformers does; samples that tensor ranks share count once."""
+        if self.grid.tensor.size > 1:
+            if self.args.eval_use_gather_object:
+                raise ConfigError("eval_use_gather_object would count the samples of each tensor rank: leave it out")
+            self.gather_function = self._gather
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather(self, data: Any) -> Any:
+        """Gather from the replicas, one tensor rank of each, without the samples that pad the last batch."""
+        state = self.accelerator.gradient_state
+        firsts = [rank for rank in range(self.grid.size) if not self.grid.topology.coordinate(rank).tensor]
+        cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def once(everyone: Tensor) -> Tensor:
+            each = everyone.view(self.grid.size, -1, *everyone.shape[1:])
+            return each[firsts].flatten(0, 1)[:cut]
+
+        return recursively_apply(once, self.accelerator.gather(data))
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Scale transformers' count, made from this rank's parameters, to a tensor rank's share of the whole model."""
+        share = getattr(self.model, "triax_parameter_share", 1.0)
+        return super().floating_point_ops(inputs) / (share * self.grid.tensor.size)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.grid.tensor.size
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[Any, Any] | None = None) -> None:
+        if state_dict is None and self.engine is not None:
+            state_dict = full_state_dict(self.engine)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self._copy_schedule()
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        self.engine.save_checkpoint(output_dir, f"global_step{self.state.global_step}", {"lr_scheduler": schedule})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if not (folder / "latest").is_file():
+            raise ConfigError(
+                f"{folder} has no checkpoint of triax (global_step*, latest): another trainer wrote it, or "
+                "save_only_model was set. To start from its weights, build the model with from_pretrained"
+            )  # loaded by _load_optimizer_and_scheduler, with the engine
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.engine is not None and self.engine.optimizer is not None
+        _, client = self.engine.load_checkpoint(checkpoint)
+        schedule = (client or {}).get("lr_scheduler")
+        if schedule is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+            groups = self.engine.optimizer.param_groups
+            for its, mine in zip(self.lr_scheduler.optimizer.param_groups, groups, strict=True):
+                # Not the learning rate alone: some schedules also write betas.
+                its.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.axes
+        if saved == axes:
+            super()._load_rng_state(checkpoint)
+        elif saved is not None and self.grid.rank == 0:
+            # States are saved by rank number: on another grid, tensor ranks could get different dropout masks.
+            logging.getLogger("triax").warning(
+                "%s was written on the grid %s, but this grid is %s: the random generators' states (dropout) are not "
+                "loaded and start from seed=%d; resume on the checkpoint's grid to load them",
+                *(checkpoint, saved, axes, self.args.seed),
+            )
+
+    def _load_best_model(self) -> None:
+        assert self.engine is not None
+        self.engine.load_checkpoint(str(self.state.best_model_checkpoint), load_module_only=True)

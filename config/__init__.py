@@ -1,0 +1,19 @@
+"""The configuration file: DeepSpeed's JSON dialect, checked. A key acts, or is refused with the reason. No torch.
+
+config.py: ``parse_config``, from a dict or a file to a ``Config``; ``batch_sizes``. (``triax.engine.read_config``
+    checks the names of schedules and optimizers too.)
+json_comments.py: JSON with comments and trailing commas.
+base.py: a section and its three kinds of keys: active, idle, refused.
+schema.py: ``Config``, every key of the file.
+optimizer.py: ``optimizer`` and ``scheduler``.
+zero.py: ``zero_optimization``, with offload and ZeRO++.
+parallelism.py: ``pipeline`` and ``tensor_parallel``.
+precision.py: ``bf16``, ``fp16``, ``data_types``, ``torch_autocast`` and ``amp``.
+activation_checkpointing.py: ``activation_checkpointing``, recomputation.
+compression.py: ``gradient_compression``.
+local_updates.py: ``local_updates``: local SGD and DiLoCo.
+checkpoint.py: ``checkpoint``.
+monitoring.py: monitors, timeline, FLOPs profiler and communication logger.
+consistency.py: checks between sections.
+resolved.py: the configuration with all defaults, its JSON schema, and the table of keys in docs/config.md.
+"""

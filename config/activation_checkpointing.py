@@ -1,0 +1,60 @@
+"""Section ``activation_checkpointing``: which activations are recomputed in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Strict, model_validator
+
+from .base import Section, idle, setting
+
+
+class ActivationCheckpointingConfig(Section):
+    """``activation_checkpointing``: which activations the backward pass recomputes, and which it keeps."""
+
+    interval: int | None = setting(
+        None, "Recompute groups of so many layers of a stage; 0: none; null: the model's own.", ge=0
+    )
+    granularity: Literal["full", "selective", "matmul"] | None = setting(
+        None,
+        "full: keep the inputs of groups only; matmul: keep also the outputs of matrix products; selective: recompute "
+        "only the core of attention. Without an interval, every layer is a group.",
+    )
+    checkpointable_layers: tuple[Annotated[str, Strict()], ...] | None = setting(
+        None, "Classes of layers to recompute; null: the model's own, or all."
+    )
+    number_checkpoints: int | None = setting(
+        None, "Number of groups into which the layers of a rank are cut, instead of an interval.", ge=1
+    )
+    partition_activations: bool = setting(False, "Keep 1/tensor of each input that all tensor ranks hold.")
+    cpu_checkpointing: bool = setting(False, "Keep inputs in host memory.")
+    contiguous_memory_optimization: bool = setting(
+        False, "Copy inputs into one buffer; needs partition_activations and number_checkpoints."
+    )
+    synchronize_checkpoint_boundary: bool = setting(
+        False, "Synchronize with the device at the start and end of a group."
+    )
+    profile: bool = setting(False, "Log the time of recomputation after each step.")
+    preserve_rng_state: bool = setting(
+        True, "Restore the state of torch's generators for recomputation. triax's Dropout does not need it."
+    )
+    enabled: Any = idle("DeepSpeed has no such key; interval, granularity or number_checkpoints turn it on")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ActivationCheckpointingConfig:
+        if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
+            raise ValueError(
+                "contiguous_memory_optimization makes one buffer for the slices of number_checkpoints inputs: set "
+                "partition_activations to true, and number_checkpoints"
+            )
+        if self.interval and self.number_checkpoints:
+            raise ValueError(
+                f"interval {self.interval} and number_checkpoints {self.number_checkpoints} both set how layers are "
+                "grouped: give one of them"
+            )
+        if self.granularity == "selective" and (self.interval or self.number_checkpoints):
+            raise ValueError(
+                "granularity selective recomputes a part of each layer, and groups none: leave out interval and "
+                "number_checkpoints"
+            )
+        return self

@@ -1,0 +1,168 @@
+"""Base class of the sections: no unknown key, no silent conversion of a value, a reason for each refusal.
+
+A key is of one of three kinds. Most keys are active. *Idle* keys are accepted because DeepSpeed's files have them; they
+have no effect, and a note says so. *Refused* keys ask for what triax does not support; the message says what to write
+instead. Their off values (false, null, ``{"enabled": false}``) are accepted.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ..grid.errors import describe
+
+_NOTHING: Any = object()
+
+
+def setting(
+    default: Any,
+    description: str,
+    *,
+    auto: bool = False,
+    auto_is: Any = _NOTHING,
+    status: str | None = None,
+    **limits: Any,
+) -> Any:
+    """Declare an active key.
+
+    Args:
+        default: the value of a key that is not given.
+        description: one line for the JSON schema and the table of keys.
+        auto: accept "auto", as Hugging Face's files have it, for the default.
+        auto_is: accept "auto" for this value.
+        status: ``inert``: no value of the key has an effect; ``older``: an older name of another key.
+        limits: pydantic's limits of the value: ``ge``, ``gt``, ``le``, ``lt``, ...
+    """
+    extra: Any = {"x-auto": default if auto_is is _NOTHING else auto_is} if auto or auto_is is not _NOTHING else {}
+    extra |= {"x-status": status} if status else {}
+    return Field(default=default, description=description, json_schema_extra=extra, **limits)
+
+
+def idle(reason: str) -> Any:
+    """Declare a key that is accepted and has no effect; ``reason`` says why."""
+    return Field(default=None, description=reason, json_schema_extra={"x-status": "idle"})
+
+
+def refused(reason: str, *off: Any) -> Any:
+    """Declare a key that is refused. ``reason`` ends with what to write instead; the values ``off`` are accepted."""
+    extra: dict[str, Any] = {"x-status": "refused", "x-off": list(off)}
+    return Field(default=None, description=reason, json_schema_extra=extra)
+
+
+def extra_of(field: Any) -> dict[str, Any]:
+    """Return what ``setting``, ``idle`` or ``refused`` stored on a field."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+class Section(BaseModel):
+    """Section of the configuration. An unknown key, or a value of another type, is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _acts(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        field = cls.model_fields[info.field_name]
+        extra = extra_of(field)
+        if extra.get("x-status") == "refused" and not is_off(value, extra["x-off"]):
+            raise ValueError(f"refused: {field.description}")
+        if isinstance(value, str) and value == "auto" and "x-auto" in extra:
+            return extra["x-auto"]
+        kinds = kinds_of(field.annotation)
+        if kinds is not None:
+            check_kind(value, kinds)
+        return value
+
+    def notes(self) -> list[str]:
+        """Return notes on the given keys that have no effect, with the reason; those of inner sections too."""
+        notes = []
+        for key in sorted(self.model_fields_set):
+            field, value = type(self).model_fields[key], getattr(self, key)
+            if isinstance(value, Section):
+                notes += [f"{key}.{note}" for note in value.notes()]
+            elif extra_of(field).get("x-status") == "idle":
+                notes.append(f"{key} does nothing: {field.description}")
+        return notes
+
+
+class SwitchSection(Section):
+    """Section that can be switched off by ``false`` or ``null``, as by ``{"enabled": false}``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off(cls, values: Any) -> Any:
+        return {} if values is None or values is False else values
+
+
+def inner_section(annotation: Any) -> type[Section] | None:
+    """Return the section class in a key's annotation, or None if the key holds a plain value."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Section)), None)
+
+
+def check_options_of_type(section: Any, options: Mapping[str, Sequence[str]]) -> None:
+    """Check that a section has no option of a type that is not its own, unless the option has its default value.
+
+    Args:
+        section: section of the configuration with a key ``type``.
+        options: type -> keys that this type has and not every other type has.
+
+    Raises:
+        ValueError: the section sets an option that belongs to another type.
+    """
+    for key in sorted(section.model_fields_set - set(options[section.type])):
+        types = [kind for kind, keys in options.items() if key in keys]
+        if types and getattr(section, key) != type(section).model_fields[key].default:
+            raise ValueError(
+                f"{key} is an option of type {' and '.join(types)}, and the type is {section.type}: leave it out"
+            )
+
+
+def is_off(value: Any, off: Iterable[Any] = ()) -> bool:
+    """Return True if the value of a refused key switches the feature off, so that the key need not be refused."""
+    if value is None or value is False or value == {} or value == []:
+        return True
+    if isinstance(value, Mapping) and value.get("enabled") is False:
+        return True
+    return any(type(value) is type(each) and value == each for each in off)
+
+
+def kinds_of(annotation: Any) -> set[type] | None:
+    """Return the plain types that an annotation names, or None if it also allows values of other types."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return kinds_of(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        found: set[type] = set()
+        for part in get_args(annotation):
+            kinds = kinds_of(part)
+            if kinds is None:
+                return None
+            found |= kinds
+        return found
+    if origin is Literal:
+        return {type(value) for value in get_args(annotation)}
+    return {annotation} if annotation in (int, float, str, bool, type(None)) else None
+
+
+def check_kind(value: Any, kinds: set[type]) -> None:
+    """Check the type of a value without conversion: a number is not accepted for text, nor true for a number.
+
+    Raises:
+        ValueError: the value has another type.
+    """
+    words = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+    fits = (
+        (isinstance(value, bool) and bool in kinds)
+        or (isinstance(value, (int, float)) and not isinstance(value, bool) and bool(kinds & {int, float}))
+        or (isinstance(value, str) and str in kinds)
+        or (value is None and type(None) in kinds)
+    )
+    if not fits:
+        wanted = " or ".join(words[kind] for kind in (bool, int, float, str) if kind in kinds)
+        raise ValueError(f"give {wanted}, not {describe(value)}")

@@ -1,0 +1,116 @@
+"""Reading a configuration: from a dict or a JSON file to a checked ``Config``, and the three batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..grid.errors import ConfigError, describe, no_such
+from .base import Section, inner_section
+from .consistency import check_consistency
+from .json_comments import parse
+from .schema import Config
+
+
+class BatchSizes(Section):
+    """The three batch sizes: train = micro * accumulation * replicas."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def parse_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Return a configuration from a dict, or from the path of a JSON file, with its keys and values checked.
+
+    ``engine/setup/check.py`` checks the names of schedules and optimizers too.
+
+    Raises:
+        ConfigError: a key that does not exist (the message names the nearest key), a value that is not allowed, or a
+            feature that is not supported; the message says what to write instead.
+    """
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, (str, Path)):
+        source = str(config)
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the configuration {source} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the configuration {source} is not text in UTF-8: byte {error.start}") from error
+        except ValueError as error:  # not a path
+            raise ConfigError(f"the configuration {source!r} cannot be read: {error}") from error
+        config = parse(text, source)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
+    try:
+        checked = Config.model_validate(dict(config))
+    except ValidationError as error:
+        raise ConfigError("; ".join(dict.fromkeys(map(_explain, error.errors())))) from error
+    check_consistency(checked)
+    return checked
+
+
+def batch_sizes(config: Config, data: int) -> BatchSizes:
+    """Return all three batch sizes from those that the configuration gives.
+
+    Args:
+        config: gives ``train_batch_size`` or ``train_micro_batch_size_per_gpu``, or both.
+        data: size of the data axis, the number of replicas.
+
+    Raises:
+        ConfigError: no size is given, or those given contradict each other; the message shows the product.
+    """
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    rule = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas"
+    if train is None and micro is None:
+        raise ConfigError(f"no batch size: give train_batch_size or train_micro_batch_size_per_gpu ({rule})")
+    if train is None:
+        assert micro is not None
+        steps = steps or 1
+        return BatchSizes(train=micro * steps * data, micro=micro, accumulation=steps)
+    if micro is None:
+        steps = steps or 1
+        micro = max(1, train // (steps * data))
+    elif steps is None:
+        steps = max(1, train // (micro * data))
+    if micro * steps * data != train:
+        raise ConfigError(
+            f"train_batch_size {train} is not micro batch {micro} * accumulation steps {steps} * {data} replicas "
+            f"= {micro * steps * data}: change one of them ({rule})"
+        )
+    return BatchSizes(train=train, micro=micro, accumulation=steps)
+
+
+def _explain(error: Any) -> str:
+    """Return pydantic's error as one line that starts with the key."""
+    place = [str(part) for part in error["loc"] if part not in ("constrained-int", "nullable")]
+    where = ".".join(place) or "the configuration"
+    if error["type"] == "extra_forbidden":
+        section = _section(place[:-1])
+        known = [field.alias or key for key, field in section.model_fields.items()]
+        return no_such(".".join(place[:-1]) or "the configuration", place[-1], known)
+    if error["type"] == "missing":
+        return f"{where} is missing: write it"
+    given = error["input"]
+    if isinstance(given, str) and given == "auto" and place:
+        return f'{where} is "auto", which a trainer fills in from its own arguments: write a value'
+    text = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] in ("model_type", "dict_type"):
+        text = "a section {...} belongs here"
+    if isinstance(given, Mapping):
+        return text if not place else f"{where}: {text}"
+    return f"{where} = {describe(given)}: {text}"
+
+
+def _section(place: list[str]) -> type[Section]:
+    """Return the class of the section at a path of keys."""
+    found: type[Section] = Config
+    for part in place:
+        found = inner_section(found.model_fields[part].annotation) or found
+    return found

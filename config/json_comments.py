@@ -1,0 +1,57 @@
+"""JSON with comments and commas after the last entry, as DeepSpeed's files have them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ..grid.errors import ConfigError
+
+# A string, so that a comment sign inside it is not taken for a comment; then a comment, to its end.
+_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|/\*', re.DOTALL)
+_LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+
+
+def parse(text: str, source: str) -> Any:
+    """Parse a JSON text; comments (``//``, ``#``, ``/* */``) and commas before a closing bracket are left out.
+
+    Args:
+        text: content of the file.
+        source: name of the file, for messages.
+
+    Raises:
+        ConfigError: the text is not JSON (the message has the line), a section has a key twice, or a
+            number is not finite.
+    """
+
+    def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ConfigError(f"the configuration {source} has {twice!r} twice in one section: leave one of them out")
+        return found
+
+    def constant(name: str) -> float:
+        raise ConfigError(f"the configuration {source} has {name}, which is not a number in JSON: leave the key out")
+
+    def blank(match: re.Match[str]) -> str:
+        token = match[0]
+        if token.startswith('"'):
+            return token
+        if token == "/*":
+            line = text.count("\n", 0, match.start()) + 1
+            raise ConfigError(f"the configuration {source} has a comment /* in line {line} that does not end: add */")
+        return re.sub(r"[^\n]", " ", token)  # keeps line numbers
+
+    plain = _TOKEN.sub(blank, text)
+    plain = _LAST_COMMA.sub(lambda match: match[0] if match[0].startswith('"') else " ", plain)
+    try:
+        return json.loads(plain, object_pairs_hook=section, parse_constant=constant)
+    except ConfigError:
+        raise
+    except ValueError as error:  # json's own error is a ValueError
+        raise ConfigError(f"the configuration {source} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the configuration {source} is nested too deeply") from error

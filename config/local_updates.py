@@ -1,0 +1,69 @@
+"""Section ``local_updates``: local SGD and DiLoCo, replicas that step separately and synchronize now and then."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .base import Section, check_options_of_type, setting
+
+_LR, _MOMENTUM, _STALENESS = 0.7, 0.9, 2
+_OPTIONS = {
+    "local_sgd": (),
+    "diloco": ("outer_lr", "outer_momentum"),
+    "async_diloco": ("outer_lr", "outer_momentum", "max_staleness", "meet_early"),
+}
+
+
+class LocalUpdatesConfig(Section):
+    """``local_updates``: replicas step separately and synchronize every so many steps: docs/local-updates.md."""
+
+    type: Literal["local_sgd", "diloco", "async_diloco"] = Field(
+        description="Synchronization. local_sgd: average the replicas' weights; diloco: Nesterov step on the mean "
+        "difference; async_diloco: as diloco, with the differences received so far, waiting only at max_staleness.",
+    )
+    every: int = Field(description="Optimizer steps between two synchronizations.", ge=1)
+    start_step: int = setting(
+        0, "First optimizer step of local updates; earlier steps sum gradients over replicas.", ge=0
+    )
+    outer_lr: float | None = setting(
+        None, "diloco, async_diloco: learning rate of the outer step; null: 0.7.", gt=0.0, allow_inf_nan=False
+    )
+    outer_momentum: float | None = setting(
+        None, "diloco, async_diloco: momentum of the outer step; null: 0.9.", ge=0.0, lt=1.0
+    )
+    average_optimizer: bool = setting(False, "local_sgd, diloco: average the optimizer state too, in its own dtype.")
+    max_staleness: int | None = setting(
+        None,
+        "async_diloco: rounds for which another replica's difference may be missing; null: 2. 0: wait for all.",
+        ge=0,
+    )
+    meet_early: bool | None = setting(
+        None, "async_diloco: end a round early if other replicas would soon wait for this one; null: true."
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> LocalUpdatesConfig:
+        check_options_of_type(self, _OPTIONS)
+        if self.average_optimizer and self.type == "async_diloco":
+            raise ValueError(
+                "average_optimizer needs all replicas at the same step, and with async_diloco they are not: "
+                "leave it out, or write type diloco"
+            )
+        if self.meet_early and self.max_staleness == 0:
+            raise ValueError("meet_early with max_staleness 0, where every round waits for all: give 1 or more")
+        return self
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer step."""
+        if self.type == "local_sgd":
+            return 1.0, 0.0
+        lr = _LR if self.outer_lr is None else self.outer_lr
+        return lr, _MOMENTUM if self.outer_momentum is None else self.outer_momentum
+
+    @property
+    def staleness(self) -> int:
+        """Value of ``max_staleness``, or the default if the key is not given."""
+        return _STALENESS if self.max_staleness is None else self.max_staleness

@@ -1,0 +1,52 @@
+"""Sections ``pipeline`` and ``tensor_parallel``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, Strict
+
+from .base import Section, idle, refused, setting
+
+
+class PipelineConfig(Section):
+    """``pipeline``: the pipeline schedule."""
+
+    schedule: str = setting("1f1b", "Name of a schedule, auto (search for one), or path of a .csv or .json file.")
+    costs: tuple[Annotated[float, Strict(), Field(ge=0)], ...] = setting(
+        (1.0, 1.0, 1.0),
+        "For auto: measured times of F, I, W and a message, in any unit.",
+        min_length=3,
+        max_length=4,
+    )
+    memory: float | None = setting(
+        None, "For auto: limit of activations per rank, in units of one microbatch through 1/pipe of the model.", gt=0
+    )
+    stages: int | None = setting(
+        None,
+        "Expected size of the grid's pipe axis, which Grid(pipe=...) sets; another size is an error.",
+        auto=True,
+        ge=1,
+    )
+    activation_checkpoint_interval: int | None = setting(
+        None, "Another name of activation_checkpointing.interval.", ge=0
+    )
+    micro_batch_size: Any = idle("microbatches have train_micro_batch_size_per_gpu samples")
+    partition: Any = idle("PipelineModule(..., partition=...) sets how layers are cut into stages")
+    seed_layers: Any = idle("weights are drawn by the seed and their names, equal on every grid")
+    pipe_partitioned: Any = idle("each tensor rank sends its own shard to its peer in the next stage")
+    grad_partitioned: Any = idle("each tensor rank sends its own shard to its peer in the next stage")
+    use_reentrant: Any = idle("recomputation has one form")
+
+
+class TensorParallelConfig(Section):
+    """``tensor_parallel``: the expected size of the tensor axis."""
+
+    autotp_size: int | None = setting(
+        None,
+        "Expected size of the grid's tensor axis, which Grid(tensor=...) sets; another size is an error. 0: not given.",
+        ge=0,
+    )
+    tp_size: int | None = setting(None, "Another name of autotp_size.", ge=1)
+    dtype: Any = refused("bf16 and fp16 set the dtype of the model: leave it out")
+    tp_grain_size: Any = idle("Layout(unit=...) sets the units in which a dim is sharded")

@@ -1,0 +1,182 @@
+"""Every key of the configuration file, in DeepSpeed's JSON dialect: its type, default, limits and description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from .activation_checkpointing import ActivationCheckpointingConfig
+from .base import Section, idle, refused, setting
+from .checkpoint import CheckpointConfig
+from .compression import GradientCompressionConfig
+from .local_updates import LocalUpdatesConfig
+from .monitoring import CommsLoggerConfig, FlopsProfilerConfig, MonitorConfig, TimelineConfig, WandbConfig
+from .optimizer import OptimizerConfig, SchedulerConfig
+from .parallelism import PipelineConfig, TensorParallelConfig
+from .precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+from .zero import ZeroConfig
+
+_DATA = "the library does not choose data: leave it out, and pass the batches that you want to train_batch"
+
+
+class Config(Section):
+    """The configuration: all keys of ``triax.initialize(config=...)``."""
+
+    train_batch_size: int | None = setting(None, "Samples per step, over all replicas.", auto=True, ge=1)
+    train_micro_batch_size_per_gpu: int | None = setting(
+        None, "Samples per microbatch of one replica.", auto=True, ge=1
+    )
+    gradient_accumulation_steps: int | None = setting(
+        None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1
+    )
+    optimizer: OptimizerConfig | None = setting(None, "Optimizer; null: the one of initialize(optimizer=...).")
+    scheduler: SchedulerConfig | None = setting(
+        None, "Learning-rate schedule; null: constant rates, or initialize(lr_scheduler=...)."
+    )
+    gradient_clipping: float = setting(
+        0.0, "Limit of the global gradient norm; 0: no limit. auto: 1.", auto_is=1.0, ge=0.0, allow_inf_nan=False
+    )
+    prescale_gradients: bool = setting(
+        False,
+        "Divide gradients by the number of replicas before they are summed, so that the sum does not overflow in a "
+        "low-precision communication_data_type. The step is the same: the division by the batch's weight undoes it.",
+    )
+    gradient_predivide_factor: float = setting(
+        1.0, "Divide gradients by this number before they are summed.", gt=0.0, allow_inf_nan=False
+    )
+    zero_optimization: ZeroConfig = setting(ZeroConfig(), "ZeRO: what the data axis shards.")
+    pipeline: PipelineConfig = setting(PipelineConfig(), "The pipeline schedule.")
+    tensor_parallel: TensorParallelConfig = setting(TensorParallelConfig(), "Expected size of the tensor axis.")
+    activation_checkpointing: ActivationCheckpointingConfig = setting(
+        ActivationCheckpointingConfig(), "Recomputation in the backward pass."
+    )
+    bf16: Bf16Config = setting(Bf16Config(), "Weights in bfloat16, master weights in fp32.")
+    fp16: Fp16Config = setting(Fp16Config(), "Weights in float16, master weights in fp32, and a loss scale.")
+    data_types: DataTypesConfig = setting(DataTypesConfig(), "Dtypes that bf16 and fp16 determine.")
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
+        None, "Dtype in which gradients are summed over replicas; null: their own."
+    )
+    local_updates: LocalUpdatesConfig | None = setting(
+        None, "Local SGD and DiLoCo: replicas step separately and synchronize every so many steps; null: off."
+    )
+    gradient_compression: GradientCompressionConfig = setting(
+        GradientCompressionConfig(), "Compression of the sum of gradients: docs/compression.md."
+    )
+    sparse_gradients: bool = setting(
+        False, "Sum embeddings' gradients by the rows that are not zero, if that sends less. ZeRO stages 0 and 1."
+    )
+    seed: int = setting(0, "Seed of the order of data and of dropout.")
+    nan_loss: Literal["raise", "skip", "ignore"] = setting(
+        "raise",
+        "If a loss or (without fp16) a gradient is nan or infinite: raise an error on every rank before any weight "
+        "changes, skip the step, or ignore it. With fp16 the loss scale handles gradients that overflow. One process "
+        "without clipping computes no norm and checks the loss alone.",
+    )
+    steps_per_print: int | None = setting(
+        None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", ge=1
+    )
+    torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), "Forward passes under torch.autocast.")
+    amp: AmpConfig = setting(AmpConfig(), "NVIDIA apex: O1 is autocast to float16.")
+    dump_state: bool = setting(
+        False, "Print the resolved configuration and what every rank holds on rank 0, at the start."
+    )
+    flops_profiler: FlopsProfilerConfig = setting(
+        FlopsProfilerConfig(), "FLOPs and times of one step, for each module."
+    )
+    memory_breakdown: bool = setting(
+        False, "Print the memory of every rank, by kind, around forward, backward and step. Slows every step."
+    )
+    comms_logger: CommsLoggerConfig = setting(CommsLoggerConfig(), "Counts and times of collectives and messages.")
+    tensorboard: MonitorConfig = setting(MonitorConfig(), "Event files for TensorBoard, if it is installed.")
+    csv_monitor: MonitorConfig = setting(MonitorConfig(), "A CSV file for each metric, with DeepSpeed's names.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "How checkpoints are written and read.")
+
+    json_monitor: MonitorConfig = setting(
+        MonitorConfig(), "metrics.jsonl, a line per step, and run.json: triax report makes a page of them."
+    )
+    wandb: WandbConfig = setting(WandbConfig(), "Weights & Biases, if it is installed.")
+    wall_clock_breakdown: bool = setting(
+        False,
+        "Time every step; print the ranks' times by part every steps_per_print steps, or every 10: docs/monitoring.md.",
+    )
+    timeline: TimelineConfig = setting(TimelineConfig(), "Trace of one step of all ranks, for Perfetto or Chrome.")
+    peak_tflops: float | None = setting(
+        None,
+        "Peak TFLOP/s of one device in the model's dtype, for the MFU that monitors write. null: the manufacturer's "
+        "number, none on a CPU.",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
+
+    comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
+    gradient_allreduce_op: Any = refused(
+        "gradients are summed and divided by the weight of the batch: write mean", "mean"
+    )
+    disable_allgather: Any = refused("every rank needs the new weights: leave it out")
+    elasticity: Any = refused("the launcher sets the number of ranks: leave it out")
+    autotuning: Any = refused(
+        "leave it out: triax schedule --compare and triax memory compare layouts without running them"
+    )
+    sparse_attention: Any = refused("the model defines attention: leave it out, and use a layer with sparse attention")
+    compression_training: Any = refused("layers are trained as they are: leave it out")
+    quantize_training: Any = refused("layers are trained as they are: leave it out")
+    weight_quantization: Any = refused("layers are trained as they are: leave it out")
+    progressive_layer_drop: Any = refused("all layers run: leave it out")
+    eigenvalue: Any = refused("eigenvalues are not used: leave it out")
+    curriculum_learning: Any = refused(_DATA)
+    data_efficiency: Any = refused(_DATA)
+    compile: Any = refused("models are not compiled: leave it out")
+    hybrid_engine: Any = refused("leave it out: triax.init_inference(engine) generates with the weights in training")
+    nebula: Any = refused("leave it out: there is no such service here")
+    expert_parallel: Any = refused("there is no expert axis: leave it out")
+    use_data_before_expert_parallelism: Any = refused("there is no expert axis: leave it out")
+    sequence_parallel_size: Any = refused(
+        "leave it out: the models' sequence_parallel=True shards the sequence over the tensor axis", 1
+    )
+    disable_python_gc: Any = refused("leave it out, and call gc.disable() yourself")
+    managed_gradient_accumulation: Any = refused("leave it out: train_batch runs all microbatches of a step", True)
+    zero_allow_untested_optimizer: Any = idle("every elementwise optimizer runs in every stage")
+    zero_force_ds_cpu_optimizer: Any = idle("an offloaded update runs on the CPU with the named optimizer")
+    aio: Any = idle("files are mapped into memory: there are no reads to queue")
+    timers: Any = idle("wall_clock_breakdown measures times")
+    log_level: Any = idle('logging.getLogger("triax").setLevel(...) sets what is logged')
+    dataloader_drop_last: bool = setting(
+        True,
+        "Drop an incomplete last batch of an epoch of training_data; false: fill it with the epoch's first samples.",
+    )
+    seq_parallel_communication_data_type: Any = idle("shards of the sequence are sent in the dtype of the model")
+    vocabulary_size: Any = idle("the model has a vocabulary of any size")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        given = {key: value for key, value in values.items() if key != "$schema"}  # for editors
+        if "bfloat16" in given:
+            if "bf16" in given:
+                raise ValueError("bfloat16 is an older name of bf16: give the second alone")
+            given["bf16"] = given.pop("bfloat16")
+        if isinstance(given.get("steps_per_print"), float) and given["steps_per_print"] == float("inf"):
+            given["steps_per_print"] = None  # some trainers write infinity for never
+        return given
+
+    @property
+    def monitored(self) -> bool:
+        """True if any monitor writes metrics of each step."""
+        return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.json_monitor, self.wandb))
+
+    @property
+    def recomputation(self) -> ActivationCheckpointingConfig:
+        """``activation_checkpointing``, with ``pipeline.activation_checkpoint_interval`` merged in."""
+        section, other = self.activation_checkpointing, self.pipeline.activation_checkpoint_interval
+        return section.model_copy(update={"interval": other}) if other and section.interval is None else section
+
+    @property
+    def compressor(self) -> str | None:
+        """Name of the key that selects compression of the gradient sum, or None if no key selects it."""
+        if self.gradient_compression.type in ("topk", "powersgd"):
+            return f"gradient_compression.type {self.gradient_compression.type}"
+        return "sparse_gradients" if self.sparse_gradients else None

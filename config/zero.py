@@ -1,0 +1,243 @@
+"""Section ``zero_optimization``: ZeRO's stage, its collectives, offload, and ZeRO++."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from .base import Section, extra_of, idle, refused, setting
+
+# Default of reduce_bucket_size, and its "auto".
+_BUCKET = 2**22
+_Elements = Annotated[int, Field(ge=0)]
+
+_NO_BUFFERS = {
+    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), "files are memory-mapped, without buffers"),
+    "fast_init": "state is created in the first step, on disk",
+    "pipeline": "set pipeline_read and pipeline_write instead",
+    "ratio": "all optimizer state is offloaded",
+}
+
+
+class OffloadConfig(Section):
+    """``zero_optimization.offload_param``: where shards of the weights are stored."""
+
+    device: Literal["none", "cpu", "nvme"] = setting(
+        "none", "none: on the model's device; cpu: host memory; nvme: a file.", auto=True
+    )
+    nvme_path: str | None = setting(None, "Folder of the file, which is not visible there.")
+    pin_memory: bool = setting(False, "Pin host memory, if the model is on a GPU.", auto=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, values: Any) -> Any:
+        """Refuse DeepSpeed's other keys, unless their value has no effect."""
+        if values is None:
+            return {}
+        given = values if isinstance(values, dict) else {}
+        if given.get("ratio") == 1:
+            given = {key: value for key, value in given.items() if key != "ratio"}
+        for key, reason in _NO_BUFFERS.items():
+            if key in given:
+                raise ValueError(f"{key} is not supported ({reason}): leave it out")
+        if given.get("device") == "nvme":
+            if not given.get("nvme_path"):
+                raise ValueError("device nvme needs nvme_path, a folder on the disk")
+            if given.get("pin_memory"):
+                raise ValueError("pin_memory is for device cpu: pages of a file cannot be pinned")
+        return given if isinstance(values, dict) else values
+
+
+class OffloadOptimizerConfig(OffloadConfig):
+    """``zero_optimization.offload_optimizer``: where optimizer state, master weights and gradients are stored."""
+
+    pipeline_read: bool = setting(True, "nvme: read the next sub-group while one is updated.")
+    pipeline_write: bool = setting(True, "nvme: write a sub-group while the next one is updated; false: wait for it.")
+
+
+class ZeroConfig(Section):
+    """``zero_optimization``: what the data axis shards."""
+
+    stage: int = setting(
+        0, "What replicas shard. 0: nothing; 1: optimizer state; 2: gradients too; 3: weights too.", ge=0, le=3
+    )
+    reduce_bucket_size: int = setting(_BUCKET, "Gradient elements per collective.", auto=True, ge=1)
+    reduce_scatter: bool = setting(
+        True, "Reduce-scatter gradients; false: all-reduce them, with twice the bytes.", auto=True
+    )
+    reduce_each_microbatch: bool = setting(
+        True,
+        "Stages 2 and 3: reduce gradients after every backward pass; false: after the last one of a step, with whole "
+        "gradients until then.",
+    )
+    allgather_partitions: bool = setting(
+        True, "All-gather new weights after a step; false: every rank broadcasts its shard.", auto=True
+    )
+    allgather_bucket_size: _Elements | None = setting(
+        None, "Elements of new weights per all-gather after a step; auto: all.", auto=True
+    )
+    overlap_comm: bool = setting(
+        True, "Overlap collectives with computation; false: wait for each collective.", auto=True
+    )
+    contiguous_gradients: bool = setting(
+        True, "No effect: gradients are always in flat buckets.", auto=True, status="inert"
+    )
+    round_robin_gradients: bool = setting(
+        False, "No effect: every bucket is always sharded over all replicas.", status="inert"
+    )
+    ignore_unused_parameters: bool = setting(
+        True, "false: raise an error that names the parameter if a step gives a parameter no gradient."
+    )
+    stage3_keep_gathered: bool = setting(
+        False, "Stage 3: gather a layer once per step and keep it whole, instead of gathering it for each pass."
+    )
+    stage3_prefetch_bucket_size: _Elements | None = setting(
+        None, "Stage 3: elements of the next layers to prefetch; auto: one layer.", auto=True
+    )
+    stage3_param_persistence_threshold: _Elements | None = setting(
+        None, "Stage 3: parameters with at most so many elements stay whole; auto: 0.", auto=True
+    )
+    stage3_max_live_parameters: _Elements | None = setting(
+        None, "Stage 3: with more gathered elements than this, none are kept or prefetched; auto: no limit.", auto=True
+    )
+    stage3_max_reuse_distance: _Elements | None = setting(
+        None,
+        "Stage 3: a layer stays whole if it runs again within so many elements of other layers; auto: 0.",
+        auto=True,
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = setting(
+        False, "No effect: engine.gather() returns whole weights in every stage.", auto=True, status="inert"
+    )
+    offload_optimizer: OffloadOptimizerConfig = setting(
+        OffloadOptimizerConfig(), "Where optimizer state, master weights and accumulated gradients are stored."
+    )
+    offload_param: OffloadConfig = setting(OffloadConfig(), "Stage 3: where shards of the weights are stored.")
+    sub_group_size: Annotated[_Elements, Field(ge=1)] | None = setting(
+        None, "Elements per optimizer update; null: 16777216 with offload, else all.", auto=True
+    )
+    cpu_offload: bool = setting(False, 'Older name of offload_optimizer: {"device": "cpu"}.', status="older")
+    cpu_offload_params: bool = setting(False, 'Older name of offload_param: {"device": "cpu"}.', status="older")
+    cpu_offload_use_pin_memory: bool = setting(False, "Older name of pin_memory in both sections.", status="older")
+
+    stage3_max_act_size: Any = idle(
+        "DeepSpeed has no such key; activation_checkpointing sets which activations are kept"
+    )
+    stage3_gather_fp16_weights_on_model_save: Any = idle("engine.gather() returns whole weights in any stage")
+    stage3_model_persistence_threshold: Any = idle("only stage3_param_persistence_threshold sets what stays whole")
+    stage3_module_granularity_threshold: Any = idle("a layer of the list is always gathered as one")
+    stage3_allgather_sequential: Any = idle("buckets are gathered in the order of the layers")
+    stage3_use_all_reduce_for_fetch_params: Any = idle("weights are all-gathered")
+    use_multi_rank_bucket_allreduce: Any = idle("a bucket is always reduced over all replicas at once")
+    load_from_fp32_weights: Any = idle("master weights start from the fp32 weights, before rounding")
+    memory_efficient_linear: Any = idle(
+        "autograd saves views of gathered weights, which take no memory after their release"
+    )
+    override_module_apply: Any = idle('modules are built unchanged; device="meta" builds them shard by shard')
+    parameter_alignment: Any = idle("buckets are padded as the collectives need it")
+    pipeline_loading_checkpoint: Any = idle("this key loads nothing")
+    log_trace_cache_warnings: Any = idle("the order of layers is known without a trace")
+    enable_sanity_checks: Any = idle("these checks always run")
+    legacy_stage1: Any = idle("there is one stage 1")
+    compute_grad_norm: Any = idle("the norm is always computed")
+    zero_quantized_weights: bool = setting(
+        False, "ZeRO++, stage 3: gather weights in blocks of 8 bits. Shards and checkpoints are not rounded."
+    )
+    zero_quantized_nontrainable_weights: bool = setting(
+        False, "ZeRO++, stage 3: gather weights that are not trained in blocks of 8 bits."
+    )
+    zero_quantized_gradients: bool = setting(
+        False, "ZeRO++: reduce gradients in blocks of 4 bits; within hosts first, if all hosts have as many replicas."
+    )
+    zero_hpz_partition_size: int = setting(
+        1,
+        "ZeRO++, stage 3: number of consecutive replicas (those of a host) with a second copy of the weights; they "
+        "gather from it after the first gather of a step. 1: no second copy.",
+        ge=1,
+    )
+    zeropp_loco_param: Any = refused("quantized gradients have no error feedback: leave it out")
+    mics_shard_size: Any = refused("weights are sharded over the whole data axis: leave it out", -1)
+    mics_hierarchical_params_gather: Any = refused("weights are sharded over the whole data axis: leave it out")
+    elastic_checkpoint: Any = refused("every checkpoint loads on any grid: leave it out")
+    zenflow: Any = refused(
+        "updates with late gradients are not supported: leave it out; offload_optimizer overlaps by default"
+    )
+    leaf_module: Any = refused("a layer of the list is always gathered as one: leave it out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, values: Any) -> Any:
+        """Translate DeepSpeed's older keys, and true or false in place of the section."""
+        if isinstance(values, bool):
+            return {"stage": int(values)}  # DeepSpeed's first files: "zero_optimization": true
+        if not isinstance(values, Mapping):
+            return values
+        given = dict(values)
+        pin = given.get("cpu_offload_use_pin_memory") is True
+        if pin:
+            del given["cpu_offload_use_pin_memory"]
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+            if given.get(old) is True:
+                if given.get(new):
+                    raise ValueError(f"{old} is an older name of {new}: give the second alone")
+                given[new] = {"device": "cpu", "pin_memory": pin}
+                del given[old]
+        return given
+
+    @model_validator(mode="after")
+    def _check_zeropp(self) -> ZeroConfig:
+        """Refuse keys of ZeRO++ that contradict other keys."""
+        if self.zero_quantized_gradients and not self.reduce_scatter and self.stage:
+            raise ValueError(
+                "zero_quantized_gradients reduce-scatters gradients, and reduce_scatter is false: give one of them"
+            )
+        if self.zero_hpz_partition_size > 1 and self.stage == 3 and self.offload_param.device != "none":
+            raise ValueError(
+                "zero_hpz_partition_size keeps a second shard of the weights on the device, and offload_param moves "
+                "the first one off it, to save memory: give one of them"
+            )
+        return self
+
+    def notes(self) -> list[str]:
+        """Return notes on the keys that have no effect in this stage, with the reason."""
+        notes = [reason for key, (value, reason) in _NOTHING.items() if getattr(self, key) == value]
+        if self.offload_param.device != "none" and self.stage < 3:
+            notes.append(
+                f"offload_param stores shards of the weights, and in stage {self.stage} they are whole: it does "
+                "nothing; set stage 3, or leave it out"
+            )
+        kept = self.stage3_keep_gathered and self.stage3_max_live_parameters is None and self.stage == 3
+        if self.zero_hpz_partition_size > 1 and kept:
+            notes.append(
+                "zero_hpz_partition_size keeps no second shard: stage3_keep_gathered gathers weights once a step"
+            )
+        for key in sorted(self.model_fields_set):
+            stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
+            acts = "x-status" not in extra_of(type(self).model_fields[key])
+            if acts and self.stage not in stages and getattr(self, key) != type(self).model_fields[key].default:
+                notes.append(f"{key} acts in stage {' and '.join(map(str, stages))}, not in stage {self.stage}")
+        return notes + super().notes()
+
+
+_NOTHING = {
+    "contiguous_gradients": (False, "contiguous_gradients false: gradients are in flat buckets all the same"),
+    "round_robin_gradients": (
+        True,
+        "round_robin_gradients true: every bucket is sharded over all replicas, which copy equal amounts",
+    ),
+    "stage3_gather_16bit_weights_on_model_save": (
+        True,
+        "stage3_gather_16bit_weights_on_model_save true: engine.gather() returns whole weights in every stage",
+    ),
+}
+_STAGES = {
+    "zero_quantized_weights": (3,),
+    "zero_quantized_nontrainable_weights": (3,),
+    "zero_quantized_gradients": (1, 2, 3),
+    "zero_hpz_partition_size": (3,),
+    "reduce_scatter": (1, 2, 3),
+    "reduce_each_microbatch": (2, 3),
+    "allgather_partitions": (1, 2),
+    "allgather_bucket_size": (1, 2),
+}

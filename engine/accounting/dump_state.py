@@ -1,0 +1,96 @@
+"""``dump_state``: prints at start-up what each rank holds and how it will be optimized."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...pipe.module import PipelineModule
+from .memory import held_bytes
+
+if TYPE_CHECKING:
+    from ..module_engine import ModuleEngine
+    from ..pipeline_engine import PipelineEngine
+
+
+def dump(engine: PipelineEngine | ModuleEngine) -> None:
+    """Rank 0 prints ``describe(engine)`` as JSON. Collective over the grid."""
+    found = describe(engine)
+    if engine.grid.rank == 0:
+        print(json.dumps({"engine": found}, indent=2), flush=True)
+
+
+def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
+    """Return a description of an engine, ready for JSON. Collective over the grid.
+
+    It has the engine's class, module, grid and batch; the optimizer with the options of its parameter groups; the
+    learning-rate schedule; the loss scale; the number of training samples; and for each rank its coordinate, stages,
+    parameters (held and trained), dtypes, buckets and bytes.
+    """
+    grid = engine.grid
+    optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.loss_scaler
+    return {
+        "class": type(engine).__name__,
+        "module": type(engine.module).__name__,
+        "grid": {**grid.topology.axes, "device": str(grid.device), "timeout": grid.timeout},
+        "batch": engine.batch.model_dump(),
+        "optimizer": None if optimizer is None else _optimizer(optimizer, engine.data_axis.optimizer),
+        "scheduler": None if scheduler is None else _scheduler(scheduler),
+        "loss_scale": None if scaler is None else scaler.scale,
+        "training_samples": _samples(engine),
+        "ranks": grid.world.all_gather_object(_rank(engine)),
+    }
+
+
+def _rank(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
+    module, grid = engine.module, engine.grid
+    stages = {}
+    if isinstance(module, PipelineModule):
+        stages = {
+            f"stage {stage}": f"layers {module.boundaries[stage]} to {module.boundaries[stage + 1] - 1}"
+            for stage in module.stages
+        }
+    parameters = list(module.parameters())
+    buckets = engine.data_axis.buckets
+    return {
+        "rank": grid.rank,
+        "coordinate": grid.coordinate._asdict(),
+        **({"stages": stages} if stages else {}),
+        "parameters": sum(p.numel() for p in parameters),
+        "trained": sum(member.parameter.numel() for b in buckets if b.trained for member in b.members),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "buckets": len(buckets),
+        "elements_owned": sum(bucket.owned[1] - bucket.owned[0] for bucket in buckets if bucket.trained),
+        "bytes_held": held_bytes(engine.data_axis, module),
+        "bytes_offloaded": engine.data_axis.offloaded(),
+    }
+
+
+def _optimizer(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Describe an optimizer: the class of the one that ZeRO runs, and the options of the groups."""
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return {"class": type(inner or optimizer).__name__, "groups": groups}
+
+
+def _scheduler(scheduler: LRScheduler) -> dict[str, Any]:
+    values = {key: _plain(value) for key, value in vars(scheduler).items() if not key.startswith("_")}
+    return {"class": type(scheduler).__name__, **{k: v for k, v in values.items() if k != "optimizer"}}
+
+
+def _samples(engine: PipelineEngine | ModuleEngine) -> int | None:
+    loader = engine.training_dataloader
+    return None if loader is None else len(loader.dataset)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold: the value itself, a number for a tensor of one element, or its repr."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else repr(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

@@ -1,0 +1,134 @@
+"""Bytes that a rank holds, counted by kind, and the papers' formulas for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...grid.dtypes import short_name
+from ...monitor.profiler.memory_meter import MemoryMeter
+from ...pipe.module import PipelineModule
+from ...plan.formulas import STATES, ModelStates, model_states
+from ...zero.data_axis import ZeroDataAxis
+from ...zero.zeropp.options import ZeroPlusPlus
+
+
+class MemoryAccounts:
+    """Counter of the bytes that one rank holds, for ``PipelineEngine.memory_report``.
+
+    Attributes:
+        meter: counts the activations of a step while the step runs. None outside the context ``step``.
+    """
+
+    def __init__(self, data_axis: ZeroDataAxis, module: PipelineModule) -> None:
+        self._data_axis, self._module = data_axis, module
+        self.meter: MemoryMeter | None = None
+        self._activations: int | None = None
+        self._working: int | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context in which the activations and the working memory of a training step are counted."""
+        before = sum(held_bytes(self._data_axis, self._module).values())
+        buckets = self._data_axis.buckets
+        weights = [bucket.weights.untyped_storage() for bucket in buckets]
+        # Gradients of the last step, which may be freed when this one begins.
+        made = {bucket.gradients.untyped_storage() for bucket in buckets if bucket.gradients is not None}
+        old = [(weakref.ref(storage), storage.nbytes()) for storage in made]
+        del made
+
+        def elsewhere() -> int:
+            return sum(w.nbytes() for w in weights) + sum(size for exists, size in old if exists() is not None)
+
+        self.meter = meter = MemoryMeter(elsewhere)
+        try:
+            with meter.counting():
+                yield
+        finally:
+            self.meter = None
+        # State that the optimizer makes in its first step is not working memory.
+        after = sum(held_bytes(self._data_axis, self._module).values())
+        self._activations = meter.activations
+        self._working = max(0, before + meter.peak - after - meter.activations)
+
+    def report(self) -> dict[str, Any]:
+        """Return this rank's memory report, as ``PipelineEngine.memory_report`` documents."""
+        held: dict[str, int | None] = {**held_bytes(self._data_axis, self._module)}
+        held |= {"activations": self._activations, "working": self._working}
+        return {
+            "held": held,
+            "offloaded": self._data_axis.offloaded(),
+            "formula": self._formula(),
+            "peak": self._module.grid.peak_memory(),
+        }
+
+    def _formula(self) -> dict[str, float]:
+        """Return the bytes by the papers' formulas, for this rank's trained and frozen parameters."""
+        options, replicas = self._data_axis.options, self._module.grid.data.size
+        total = dict.fromkeys(ModelStates._fields, 0.0)
+        trained = {m.parameter for bucket in self._data_axis.buckets if bucket.trained for m in bucket.members}
+        optimizer = self._data_axis.optimizer
+        for parameter in self._module.parameters():
+            states = model_states(
+                parameter.numel(),
+                replicas,
+                options.stage,
+                short_name(parameter.dtype) or "fp32",
+                states_kept(optimizer) if optimizer is not None else 0,
+            )
+            for name, value in states._asdict().items():
+                if name == "parameters" or parameter in trained:
+                    total[name] += value
+        zeropp, gatherer = options.zeropp, self._data_axis.gatherer
+        if isinstance(zeropp, ZeroPlusPlus) and gatherer is not None and gatherer.kept_bytes:
+            shards = (zeropp.kept(p.numel(), p.dtype, p in trained) for p in self._module.parameters())
+            total["secondary"] = sum(shards)
+        return total
+
+
+def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, int]:
+    """Return the bytes that this rank holds between two steps, by kind.
+
+    A storage with several views counts once. Weights count as shards in stage 3 and as full weights in other stages. An
+    fp32 master copy that shares its storage with the weight shard does not count again. Offloaded tensors do not count,
+    because ``ZeroDataAxis.offloaded`` counts them.
+    """
+
+    def on_device(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().nbytes() if data_axis.place(tensor) == "none" else 0
+
+    held = {"parameters": 0, "gradients": 0, "masters": 0, "optimizer": 0, "buffers": 0}
+    managed: set[Any] = set()
+    for bucket in data_axis.buckets:
+        managed.update(member.parameter for member in bucket.members)
+        whole = bucket.weights.untyped_storage().nbytes()
+        apart = bucket.shard.untyped_storage().data_ptr() != bucket.weights.untyped_storage().data_ptr()
+        held["parameters"] += whole + (on_device(bucket.shard) if apart else 0)
+        gradient = bucket.gradients if bucket.gradients is not None else bucket.owned_gradient
+        held["gradients"] += on_device(gradient)
+        if bucket.master is not None and bucket.master.data_ptr() != bucket.shard.data_ptr():
+            held["masters"] += on_device(bucket.master)
+    held["parameters"] += sum(_size(p) for p in module.parameters() if p not in managed)
+    held["buffers"] = sum(_size(buffer) for buffer in module.buffers())
+    if data_axis.gatherer is not None and data_axis.gatherer.kept_bytes:
+        held["secondary"] = data_axis.gatherer.kept_bytes
+    if data_axis.exchange is not None:
+        held["compression"] = sum(_size(t) for flats in data_axis.exchange.state().values() for t in flats)
+    if data_axis.optimizer is not None:
+        states = [t for state in data_axis.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        held["optimizer"] = sum(_size(t) for t in states if t.dim() and data_axis.place(t) == "none")
+    return held
+
+
+def states_kept(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of state tensors per parameter that a torch optimizer keeps with its options (Adam: 2)."""
+    name, options = type(optimizer).__name__.lower(), optimizer.defaults
+    return STATES.get(name, 0) + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,160 @@
+"""``memory_breakdown``: prints the bytes that every rank holds around forward, backward and step, by kind.
+
+The kinds are those of ``PipelineEngine.memory_report``: what is held between two steps (parameters, gradients, masters,
+optimizer, buffers), activations (all that autograd saved), and working: other memory that a step made and still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...grid import Grid
+from ...monitor import format as units
+from ...monitor.method_hooks import hook_method
+from ...monitor.profiler.memory_meter import MemoryMeter
+from ...pipe.program.ops import COMPUTE, Op
+from ...zero.data_axis import ZeroDataAxis
+from ..module_engine import ModuleEngine
+from ..pipeline_engine import PipelineEngine
+from .memory import held_bytes
+
+BytesByKind = dict[str, int]
+
+
+class MemoryBreakdown:
+    """Bytes that this rank held at each point of one step.
+
+    Attributes:
+        rows: point of the step -> bytes by kind.
+    """
+
+    def __init__(self, grid: Grid, data_axis: ZeroDataAxis, module: nn.Module) -> None:
+        self._grid, self._data_axis, self._module = grid, data_axis, module
+        self.rows: dict[str, BytesByKind] = {}
+        self._start, self._gathered = 0, 0
+
+    def weights(self) -> int:
+        """Return the bytes of the unsharded weights on this rank, which stage 3 gathers and releases."""
+        return sum(bucket.weights.untyped_storage().nbytes() for bucket in self._data_axis.buckets)
+
+    def note(self, point: str, meter: MemoryMeter | None = None, most: bool = False) -> None:
+        """Record the bytes held now.
+
+        Args:
+            point: name of the point of the step. An earlier record of the same point is replaced.
+            meter: counts the bytes that the step allocates. None between two steps.
+            most: keep the earlier record if more activations were held then.
+        """
+        held = held_bytes(self._data_axis, self._module)
+        total = sum(held.values())
+        if meter is None:
+            row: BytesByKind = {**held, "activations": 0, "working": 0}
+            self._start, self._gathered = total, self.weights()
+        else:
+            # The meter counts all that the step made; what the kinds above count already is not working memory.
+            kinds = total - self._start - (self.weights() - self._gathered)
+            row = {**held, "activations": meter.saved, "working": max(0, meter.live - meter.saved - max(0, kinds))}
+        if most and point in self.rows and self.rows[point]["activations"] >= row["activations"]:
+            return
+        row["process peak"] = self._grid.peak_memory()
+        self.rows[point] = row
+
+    def end_step(self, step: int, print_every: int | None) -> None:
+        """Print the step's table on rank 0 if one is due, then delete the records. Collective if a table is due."""
+        self.note("after step")
+        if print_every is None or step % print_every == 0:
+            everyone = self._grid.world.all_gather_object(self.rows)
+            if self._grid.rank == 0:
+                print(table(step, self._grid, everyone), flush=True)
+        self.rows = {}
+
+
+def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
+    """Return a text with a line for each rank and point, and a column for each kind."""
+    kinds = list(next(row for rows in everyone for row in rows.values()))
+    width = max(len(point) for rows in everyone for point in rows) + 2
+    lines = [f"memory at step {step}, by kind", " " * width + "".join(f"{kind:>14}" for kind in kinds)]
+    for rank, rows in enumerate(everyone):
+        lines.append(grid.describe(rank))
+        for point, row in rows.items():
+            lines.append(f"{point:<{width}}" + "".join(f"{units.size(row.get(kind, 0)):>14}" for kind in kinds))
+    return "\n".join(lines)
+
+
+def install(engine: PipelineEngine | ModuleEngine) -> None:
+    """Record and print the bytes held in each step of an engine."""
+    breakdown = MemoryBreakdown(engine.grid, engine.data_axis, engine.module)
+    if isinstance(engine, PipelineEngine):
+        _observe_pipeline(engine, breakdown)
+    else:
+        _observe_module(engine, breakdown)
+
+
+def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> None:
+    """Record the bytes held around each op of the pipeline program.
+
+    Of all forward passes in a step, only the bytes after the one with the most activations are kept.
+    """
+
+    @contextmanager
+    def noted(op: Op) -> Iterator[None]:
+        yield
+        if (meter := engine.accounts.meter) is not None:  # None in an evaluation
+            breakdown.note("after forward" if op.kind == "F" else "after backward", meter, most=op.kind == "F")
+
+    def train_batch(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        breakdown.rows = {}
+        breakdown.note("before forward")
+        recorded, engine.record_memory = engine.record_memory, True
+        try:
+            loss = call(*args, **kwargs)
+        finally:
+            engine.record_memory = recorded
+        breakdown.end_step(engine.global_steps, engine.config.steps_per_print)
+        return loss
+
+    for kind in COMPUTE:
+        engine.executor.wrap(kind, noted)
+    hook_method(engine, "train_batch", train_batch)
+
+
+def _observe_module(engine: ModuleEngine, breakdown: MemoryBreakdown) -> None:
+    """Record the bytes held around the passes of a step's last microbatch.
+
+    Tensors made outside the engine's calls, such as the loss, do not count.
+    """
+    meters: list[MemoryMeter] = []  # the meter of this step, from its first forward pass on
+
+    def forward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and engine.module.training):
+            return call(*args, **kwargs)
+        if not meters:
+            breakdown.note("before forward")
+            meters.append(MemoryMeter(breakdown.weights))
+        with meters[0].counting():
+            result = call(*args, **kwargs)
+        breakdown.note("after forward", meters[0])
+        return result
+
+    def backward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with meters[0] if meters else nullcontext():
+            result = call(*args, **kwargs)
+        if meters:
+            breakdown.note("after backward", meters[0])
+        return result
+
+    def step(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        last = engine.is_gradient_accumulation_boundary()
+        with meters[0] if meters else nullcontext():
+            call(*args, **kwargs)
+        if last and meters:
+            meters.clear()
+            breakdown.end_step(engine.global_steps, engine.config.steps_per_print)
+
+    for name, hook in (("forward", forward), ("backward", backward), ("step", step)):
+        hook_method(engine, name, hook)

@@ -1,0 +1,62 @@
+"""Record of a run for ``run.json``: parameters, memory and traffic of each rank, and the description of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...grid import Grid, layout_of
+from ...monitor.protocol import RunRecord
+from ...pipe.module import PipelineModule
+from ..setup.check import resolve_config
+
+
+def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None) -> RunRecord | None:
+    """Return the record of the run so far on rank 0, None on the others. Collective.
+
+    Args:
+        engine: a ``PipelineEngine`` or a ``ModuleEngine``. The latter has no memory and traffic reports.
+        grid: the ranks to record.
+        flops: FLOPs of the model in one step.
+        peak: peak TFLOP/s of one device.
+    """
+    steps = engine.global_steps
+    pipelined = isinstance(engine.module, PipelineModule)
+    mine = {
+        "name": grid.describe(),
+        **grid.coordinate._asdict(),
+        "parameters": _parameters(engine.module),
+        "memory": engine.memory_report() if pipelined and steps else None,
+        "traffic": engine.traffic_report() if pipelined and steps else None,
+    }
+    ranks = grid.world.all_gather_object(mine)
+    if grid.rank != 0:
+        return None
+    return RunRecord(
+        after_steps=steps,
+        device=grid.device_name(),
+        grid={name: grid.axis(name).size for name in ("pipe", "data", "tensor")},
+        model=type(engine.module).__name__,
+        # A parameter counts whole on each tensor rank and on each replica: count the first of both.
+        parameters=sum(rank["parameters"] for rank in ranks if rank["data"] == rank["tensor"] == 0),
+        zero=engine.config.zero_optimization.stage,
+        batch=engine.batch.model_dump(),
+        schedule=engine.program.schedule.to_dict() if pipelined else None,
+        flops_per_step=flops,
+        peak_tflops=peak,
+        config=resolve_config(engine.config, engine.batch),
+        ranks=ranks,
+    )
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    """Return the unsharded number of elements of this rank's parameters.
+
+    A tied parameter counts on one pipe rank only.
+    """
+    if isinstance(module, PipelineModule):
+        shapes = [placed.layout.shape for placed in module.local_parameters() if placed.counted]
+    else:
+        shapes = [layout_of(p).shape for p in module.parameters()]
+    return sum(torch.Size(shape).numel() for shape in shapes)

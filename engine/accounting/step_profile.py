@@ -1,0 +1,191 @@
+"""``flops_profiler``: counts and times one step of an engine, and prints the report of the whole model.
+
+FLOPs are counted in the step's first microbatch and time is measured in the others, because counting slows down a
+forward pass. If the step has a single microbatch, it is both counted and timed. At the end of the step the ranks
+exchange their measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import layout_of
+from ...monitor.method_hooks import hook_method
+from ...monitor.profiler.module_counter import ModuleCounter
+from ...monitor.profiler.step_report import RankProfile, head, whole_model
+from ...monitor.profiler.tree_report import report, show
+from ..module_engine import ModuleEngine
+from ..pipeline_engine import PipelineEngine
+
+
+class StepProfile:
+    """Measures FLOPs and times of the step ``profile_step`` of an engine.
+
+    Args:
+        engine: the engine.
+        counted: the parameters that this rank adds to the model's parameter count.
+    """
+
+    def __init__(self, engine: PipelineEngine | ModuleEngine, counted: set[nn.Parameter]) -> None:
+        self._engine, self._section, self._counted = engine, engine.config.flops_profiler, counted
+        self.modules = ModuleCounter(engine.module)
+        self._hooks = ExitStack()
+        self.active = False  # the step is being measured
+        self.forward: list[float] = []  # seconds of each forward pass or op that was timed
+        self.backward: list[float] = []
+        self.update: list[float] = []
+        self._begin = 0.0
+
+    @property
+    def due(self) -> bool:
+        """True if the next step is the one to profile."""
+        return not self.active and self._engine.global_steps == self._section.profile_step
+
+    def start(self) -> None:
+        """Install hooks on the module and begin to measure a step."""
+        self.modules.reset()
+        self.forward, self.backward, self.update = [], [], []
+        self._hooks.enter_context(self.modules.hooked())
+        self.active, self._begin = True, self._now()
+
+    def stop(self) -> None:
+        """Remove all hooks from the module."""
+        self._hooks.close()
+        self.active = False
+
+    def microbatch(self, index: int) -> AbstractContextManager[None]:
+        """Return the context in which a microbatch's forward pass is counted or timed."""
+        if not self.active:
+            return nullcontext()
+        return self.modules.measured(flops=index == 0, seconds=self.times(index))
+
+    def times(self, index: int) -> bool:
+        """Return True if this microbatch is timed."""
+        return index > 0 or self._engine.batch.accumulation == 1
+
+    @contextmanager
+    def timed(self, into: list[float]) -> Iterator[None]:
+        """Context whose duration in seconds is appended to the list ``into``."""
+        begin = self._now()
+        yield
+        into.append(self._now() - begin)
+
+    def finish(self) -> None:
+        """End the step; rank 0 prints the report. Collective."""
+        seconds, engine, section = self._now() - self._begin, self._engine, self._section
+        self.stop()
+        timed = max(1, engine.batch.accumulation - 1)
+        mine = RankProfile(
+            self.modules.entries(self._whole_numel, timed=timed),
+            sum(p.numel() for p in engine.module.parameters()),
+            sum(self.forward) / timed,
+            sum(self.backward) / timed if self.backward else None,
+            sum(self.update),
+            seconds,
+        )
+        everyone = engine.grid.world.all_gather_object(mine)
+        if engine.grid.rank == 0:
+            root = whole_model(engine.grid, everyone)
+            rows = head(engine.grid, everyone, root, engine.get_batch_info(), section.recompute_fwd_factor)
+            step, depth = engine.global_steps - 1, section.module_depth
+            show(report(step, rows, root, depth, section.top_modules, section.detailed), section.output_file)
+
+    def _whole_numel(self, parameter: Tensor) -> int:
+        """Return the elements of the unsharded parameter if this rank counts it, else 0."""
+        return math.prod(layout_of(parameter).shape) if parameter in self._counted else 0
+
+    def _now(self) -> float:
+        self._engine.grid.synchronize()
+        return time.perf_counter()
+
+
+def install(engine: PipelineEngine | ModuleEngine) -> None:
+    """Profile one step of an engine."""
+    if isinstance(engine, PipelineEngine):
+        _profile_pipeline(engine)
+    else:
+        _profile_module(engine)
+
+
+def _profile_pipeline(engine: PipelineEngine) -> None:
+    """Profile a call of ``train_batch``."""
+    profile = StepProfile(engine, {p.parameter for p in engine.module.local_parameters() if p.counted})
+
+    def run_stage(call: Callable[..., Any], *args: Any) -> Any:
+        with profile.modules.within(""):
+            return call(*args)
+
+    def update(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with profile.timed(profile.update):
+            call(*args, **kwargs)
+
+    def train_batch(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not profile.due:
+            return call(*args, **kwargs)
+        recorded, engine.record_timeline = engine.record_timeline, True
+        removers = [
+            hook_method(engine.module, "run_stage", run_stage),
+            hook_method(engine.data_axis, "step", update),
+        ]
+        profile.start()
+        try:
+            loss = call(*args, **kwargs)
+        except BaseException:
+            profile.stop()
+            raise
+        finally:
+            for remove in removers:
+                remove()
+            engine.record_timeline = recorded
+        assert engine.timeline is not None
+        for op, start, end in engine.timeline.rows[engine.grid.pipe.rank]:
+            if profile.times(op.microbatch):
+                (profile.forward if op.kind == "F" else profile.backward).append(end - start)
+        profile.finish()
+        return loss
+
+    engine.executor.wrap("F", lambda op: profile.microbatch(op.microbatch))
+    hook_method(engine, "train_batch", train_batch)
+
+
+def _profile_module(engine: ModuleEngine) -> None:
+    """Profile a step of ``forward``, ``backward`` and ``step``."""
+    profile = StepProfile(engine, set(engine.module.parameters()))
+
+    def trains() -> bool:
+        return bool(engine.module.training and torch.is_grad_enabled())  # an evaluation in between does not count
+
+    def timed(into: list[float]) -> AbstractContextManager[None]:
+        wanted = profile.active and trains() and profile.times(engine.microbatch)
+        return profile.timed(into) if wanted else nullcontext()
+
+    def forward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if profile.due and trains():
+            profile.start()
+        try:
+            with timed(profile.forward), profile.microbatch(engine.microbatch) if trains() else nullcontext():
+                return call(*args, **kwargs)
+        except BaseException:
+            profile.stop()
+            raise
+
+    def backward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with timed(profile.backward):
+            return call(*args, **kwargs)
+
+    def step(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        last = profile.active and engine.is_gradient_accumulation_boundary()
+        with profile.timed(profile.update) if last else nullcontext():
+            call(*args, **kwargs)
+        if last:
+            profile.finish()
+
+    for name, hook in (("forward", forward), ("backward", backward), ("step", step)):
+        hook_method(engine, name, hook)

@@ -1,0 +1,535 @@
+"""Engine: base class of ``PipelineEngine`` and ``ModuleEngine``, with DeepSpeed's method names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from ..config.config import BatchSizes, batch_sizes
+from ..config.schema import Config
+from ..data.dataloader import Loader, make_loader
+from ..grid import Grid, Layout
+from ..grid.assemble import Shard, assemble
+from ..grid.errors import ConfigError
+from ..grid.replica_grid import ReplicaGrid
+from ..monitor.monitor import Monitor
+from ..monitor.trace import comms_logger as comms
+from ..zero.data_axis import ZeroDataAxis
+from ..zero.gathered_parameters import gathered
+from .local_updates import LocalReplicas
+from .loss_scale import LossScaler
+from .observer import StepObserver
+from .optimizer_step import OptimizerStep
+from .replicas import SynchronousReplicas
+from .snapshot.capture import ReplicaState
+from .snapshot.checkpointer import Checkpointer
+from .snapshot.local_updates import ReplicaCheckpoints
+
+
+class Engine:
+    """Base class of ``PipelineEngine`` and ``ModuleEngine``: batch sizes, weights by name, DeepSpeed's accessors.
+
+    The work is done by its members.
+
+    Attributes:
+        data_axis: ZeRO over the data axis: buckets of weights and gradients, and the optimizer's shards.
+        optimizer_step: the end of a training step.
+        replicas: replica strategy, which is synchronous data parallelism or local updates.
+        replica_state: saves and loads each replica's state in a checkpoint. None if all replicas have equal state.
+        checkpointer: saves and loads checkpoints.
+        observer: records, prints and traces steps.
+        loss_scaler: fp16's loss scale; None without fp16.
+    """
+
+    config: Config
+    grid: Grid
+    batch: BatchSizes
+    module: Any
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    data_axis: ZeroDataAxis
+    optimizer_step: OptimizerStep
+    replicas: SynchronousReplicas | LocalReplicas
+    replica_state: ReplicaState | None
+    checkpointer: Checkpointer
+    observer: StepObserver
+    loss_scaler: LossScaler | None
+    _samples_before = 0  # samples of the steps before the batch got its present size
+    _batch_size_since = 0  # the step from which the batch has its present size
+
+    def _make_step(
+        self,
+        step_grid: Grid,
+        make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
+        training_data: Dataset[Any] | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        """Make the members that need the optimizer: step, schedule, data loader, replica strategy, checkpointer."""
+        self.checkpointer = Checkpointer(self)
+        self.optimizer_step = OptimizerStep(self.config, self.data_axis, self.loss_scaler)
+        self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
+        self.training_dataloader = None
+        if training_data is not None:
+            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
+        if isinstance(step_grid, ReplicaGrid):
+            self.replicas = local = LocalReplicas(self, step_grid)
+            self.replica_state = ReplicaCheckpoints(self, local)
+        else:
+            self.replicas, self.replica_state = SynchronousReplicas(self.grid), None
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of the steps so far, over all replicas."""
+        return self._samples_before + (self.global_steps - self._batch_size_since) * self.batch.train
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far: overflows in fp16, and losses that are not finite under ``nan_loss: skip``."""
+        return self.optimizer_step.nonfinite.skipped + (0 if self.loss_scaler is None else self.loss_scaler.skipped)
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches of this replica so far, computed from the present batch size."""
+        return self.global_steps * self.batch.accumulation
+
+    def train_batch_size(self) -> int:
+        """Return the samples per step, over all replicas."""
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples per microbatch."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the microbatches per step and replica."""
+        return self.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return samples per step, samples per microbatch, and microbatches per step and replica."""
+        return self.batch.train, self.batch.micro, self.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples per step from the next step on, by the number of microbatches; their size stays.
+
+        Every rank calls this, between two steps.
+
+        Raises:
+            ConfigError: not a whole number of microbatches; no schedule for that many; or the batches come from
+                ``training_data``, whose order is made for one batch size.
+        """
+        if self.training_dataloader is not None:
+            raise ConfigError(
+                "training_data is in the order of batches of one size: set_train_batch_size needs a loader of your own"
+            )
+        sizes = {
+            "train_batch_size": train_batch_size,
+            "train_micro_batch_size_per_gpu": self.batch.micro,
+            "gradient_accumulation_steps": None,
+        }
+        config = self.config.model_copy(update=sizes)
+        batch = batch_sizes(config, self.grid.replicas)
+        self._reschedule(batch.accumulation)
+        self._samples_before, self._batch_size_since = self.global_samples, self.global_steps
+        self.config, self.batch = config, batch
+        self._resized()
+
+    def synchronize(self) -> None:
+        """Give all replicas the same weights now. Without ``local_updates`` this does nothing.
+
+        Every rank of every replica calls this, between two steps or after the last step. Under local SGD the new
+        weights are the weights averaged over the replicas. Under DiLoCo they are the weights after the outer step.
+
+        Raises:
+            RuntimeError: on every rank, if replicas have taken different numbers of steps since the last
+                synchronization. Training can continue after this error. ``async_diloco`` allows different numbers.
+        """
+        with self.all_or_none("synchronize"):
+            self.replicas.synchronize()
+
+    def leave(self) -> bool:
+        """End this replica's training. Every rank of the replica calls this once, after its last step.
+
+        The steps since the last synchronization count as a last, shorter round. Under ``async_diloco``, from now on no
+        replica waits for this one, and the call returns when the other replicas have left too and all replicas have
+        the same weights. Under other types the call does the same as ``synchronize``.
+
+        Returns:
+            True if all replicas have left. False if a replica sent no message for the grid's ``timeout``.
+
+        Raises:
+            RuntimeError: in the same case as ``synchronize``.
+        """
+        with self.all_or_none("leave"):
+            return self.replicas.leave()
+
+    @property
+    def present(self) -> list[int]:
+        """Indices of the replicas that have not left the training, as far as this replica was told.
+
+        Without ``async_diloco`` these are all replicas.
+        """
+        return self.replicas.present
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the weights of the last synchronization, not this replica's present weights.
+
+        Nothing is sent. Without ``local_updates``, and before ``start_step``, the two are equal.
+        """
+        return self.replicas.common_weights()
+
+    def traffic_report(self) -> dict[str, Any]:
+        """Return ``local`` under ``local_updates``: what this rank sends to other replicas. Else {}.
+
+        ``steps`` and ``meetings`` so far; ``sent``: bytes since this process began, or loaded a checkpoint, and
+        ``per_step`` on average; ``formula``: bytes of a synchronization by the formula of an all-reduce, divided by the
+        steps between two; ``uncompressed``: bytes of a step that all-reduces gradients in the masters' dtype (steps
+        before ``start_step`` do, in ``communication_data_type``). ``async_diloco`` sends each replica a message of its
+        own, N/2 times the formula, and adds ``staleness``, the rounds that the slowest was behind at the last
+        synchronization, and ``waited_s``, seconds at the bound.
+        """
+        return self.replicas.traffic()
+
+    def gather(self, what: str = "weights") -> dict[str, Tensor]:
+        """Return the model's unsharded tensors by whole-model name, on every rank. Collective.
+
+        Use it for inspection and small exports. Under ``local_updates`` the tensors are those of this replica, and the
+        call is collective over the replica's ranks.
+
+        Args:
+            what: ``"weights"`` or ``"gradients"``. Gradients are those of the last step for all trained parameters,
+                divided by the batch's weight and clipped. They are available until the next step begins.
+        """
+        with self.replicas.reading() as grid:
+            return assemble(grid, self.shards(what))
+
+    def shards(self, what: str = "weights") -> dict[str, Shard]:
+        """Return this rank's shards of the tensors that ``gather`` returns. Collective over the data axis.
+
+        Returns:
+            Name -> (layout, shard).
+        """
+        if what == "gradients":
+            return {member.layout.name: (member.layout, value) for member, value in self.data_axis.gradients()}
+        if what != "weights":
+            raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
+        with self.data_axis.gathered_weights():
+            return {name: (layout, p.detach().clone()) for name, layout, p in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
+        """Yield the whole-model name, the layout and the shard of each parameter on this rank."""
+        raise NotImplementedError
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Context in which all weights are gathered, also in stage 3 of ZeRO. Collective over the data axis."""
+        return self.data_axis.gathered_weights()
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Context in which these parameters are gathered, also in stage 3 of ZeRO. Collective over the data axis."""
+        return gathered(parameters)
+
+    @torch.no_grad()
+    def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a parameter new values. Its fp32 master copy gets them unrounded; its optimizer state does not change.
+
+        Every replica assigns the same values.
+
+        Args:
+            parameter: a parameter of this rank's module.
+            value: the new values of this tensor rank's shard of the parameter, in any dtype.
+
+        Raises:
+            ValueError: if the value and the parameter have different shapes.
+        """
+        if value.shape != parameter.shape:
+            raise ValueError(f"values {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
+        if not self.data_axis.fill(parameter, value.to(self.data_axis.device)):
+            parameter.data.copy_(value)  # frozen, and whole on every replica
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the module."""
+        return self.grid.device
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process's device, for ``tensor.to(engine.local_rank)``; prefer ``engine.device``."""
+        return self.grid.device.index or 0
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        pin_memory: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader:
+        """Return a loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
+
+        Args:
+            dataset: with a length, or an ``IterableDataset``, which has its own order.
+            pin_memory: as in torch's loader; only with a GPU.
+            collate_fn: makes a microbatch of a list of samples.
+            num_local_io_workers: processes that read ahead; None or 0: this process reads.
+        """
+        return make_loader(
+            dataset,
+            self.batch.train,
+            self.batch.micro,
+            self.grid.replica,
+            self.grid.replicas,
+            self.config.seed,
+            drop_last=self.config.dataloader_drop_last,
+            collate=collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+        )
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas, or the momentum, of each parameter group; 0 for a group that has neither."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's whole gradient, before clipping; None before the first step.
+
+        A single process computes it if clipping, fp16 or a monitor needs it, else in this call. Call this before the
+        next step's first forward. The first call that comes later returns None; from then on every step computes it.
+        """
+        return self.optimizer_step.global_norm() if self.global_steps else None
+
+    def loss_scale(self) -> float | None:
+        """Return fp16's loss scale; None without fp16."""
+        return None if self.loss_scaler is None else self.loss_scaler.scale
+
+    def gradient_clipping(self) -> float:
+        """Return the limit of the global gradient norm; 0: no limit."""
+        return self.config.gradient_clipping
+
+    def log_summary(self, show_straggler: bool = False) -> str:
+        """Print on rank 0, and return, the table of ``comms_logger`` on this rank."""
+        return comms.summary(self.grid, show_straggler)
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writer of numbers: ``engine.monitor.write_events([("Validation/loss", loss, engine.global_samples)])``."""
+        return self.observer.monitor
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return True if every step is recorded."""
+        return self.config.wall_clock_breakdown
+
+    def time_report(self) -> dict[str, Any]:
+        """Return the seconds of each part of the last recorded step on this rank: axis -> part -> seconds.
+
+        The parts add up to ``seconds``. Steps are recorded under ``wall_clock_breakdown``, and if a trace is made.
+        ``bubble`` is the idle share of the busiest pipe rank, as ``Timeline.bubble``; None for a plain module. {}
+        before the first recorded step.
+        """
+        return dict(self.observer.report)
+
+    def record_trace(self, file: str | Path) -> None:
+        """Write a trace of the next step, of all ranks, into ``file``, for ui.perfetto.dev.
+
+        Every rank calls this, between two steps.
+
+        Raises:
+            ConfigError: on every rank: the file's folder cannot be made.
+        """
+        self.observer.record_trace(file)
+
+    def zero_optimization(self) -> bool:
+        """Return True if ZeRO's stage is above 0."""
+        return self.config.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return ZeRO's stage, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Return True if weights are float16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Return True if weights are bfloat16."""
+        return self.config.bf16.enabled
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True: ``train_batch`` runs all microbatches of a step."""
+        return True
+
+    def all_or_none(self, call: str) -> AbstractContextManager[None]:
+        """Context for a call: if a rank fails inside it, this rank reports the error and leaves the process group.
+
+        The other ranks then stop with an error and do not hang.
+
+        Args:
+            call: name of the call, for the message.
+        """
+        raise NotImplementedError
+
+    def _step_grid(self) -> Grid:
+        """Return the grid of a step: the whole one, or this replica's under ``local_updates``. Collective."""
+        return self.grid if self.config.local_updates is None else ReplicaGrid(self.grid)
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint of the run as it is after its last step. Collective.
+
+        Every rank writes its part, and nothing is gathered. The checkpoint gets its name when all of it is on the disk;
+        until then, and if that fails, the one before is the last. With ``checkpoint.async`` this returns when there is
+        a copy in host memory, which is written while training goes on; the next save, or load, waits for it.
+
+        Args:
+            save_dir: a folder that every rank sees.
+            tag: the checkpoint's folder within it; None: ``global_step`` and the number of steps.
+            client_state: values that ``load_checkpoint`` returns: numbers, text, tensors, lists and dicts. Rank 0's
+                counts.
+            save_latest: name it in the file ``latest``.
+            exclude_frozen_parameters: leave out parameters that are not trained; such a checkpoint is loaded with
+                ``load_module_strict=False``.
+
+        Returns:
+            True if it was written. If it could not be written, every rank logs why, and the run goes on; or raises it,
+            where ``checkpoint.on_failure`` is ``stop``.
+
+        Raises:
+            CheckpointError: on every rank: a tag or a client state that cannot be saved.
+            RuntimeError: ranks did not call this within ``checkpoint.patience`` seconds.
+        """
+        with self.all_or_none("save_checkpoint"):
+            return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Return when no checkpoint is being written: None, or why the last asynchronous one was not written."""
+        return self.checkpointer.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        strict: bool | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, of whatever grid. Collective.
+
+        Args:
+            load_dir: as ``save_dir``.
+            tag: which one; None: the one that ``latest`` names.
+            load_module_strict: names and shapes must be the model's. False: what fits is loaded, and a line in the log
+                says what was not.
+            load_optimizer_states: load the optimizer's state, the options of its groups and the loss scale too.
+            load_lr_scheduler_states: load the learning-rate schedule too.
+            load_module_only: load weights and buffers alone: neither of these, nor counters, nor the data's position.
+            strict: another name of ``load_module_strict``.
+
+        Returns:
+            The checkpoint's path, and the client state; two times None where ``tag`` is not given and there is no
+            ``latest``.
+
+        Raises:
+            CheckpointError: on every rank, and nothing was changed: there is none of that tag, it is damaged, or it is
+                not of this model.
+            RuntimeError: ranks did not call this within ``checkpoint.patience`` seconds.
+        """
+        with self.all_or_none("load_checkpoint"):
+            options = self.checkpointer.load_options(
+                strict=load_module_strict if strict is None else strict,
+                optimizer=load_optimizer_states,
+                schedule=load_lr_scheduler_states,
+                weights_only=load_module_only,
+            )
+            return self.checkpointer.load(load_dir, tag, options)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights and buffers to one safetensors file: in bf16 or fp16 if the engine's weights are, else in
+        bfloat16. Collective.
+
+        Nothing is gathered: every rank writes its boxes into the file, which all must see.
+
+        Args:
+            save_dir: a folder.
+            save_filename: of the file; its ending becomes ``.safetensors``, since nothing is pickled.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Raises:
+            CheckpointError: on every rank, where one could not write.
+        """
+        with self.all_or_none("save_16bit_model"):
+            self.checkpointer.export(save_dir, save_filename, exclude_frozen_parameters)
+            return True
+
+    @property
+    def client_state(self) -> Mapping[str, Any] | None:
+        """Client state that automatic checkpoints keep; see ``save_checkpoint``."""
+        return self.checkpointer.client_state
+
+    @client_state.setter
+    def client_state(self, value: Mapping[str, Any] | None) -> None:
+        self.checkpointer.client_state = value
+
+    @property
+    def resumed(self) -> tuple[str | None, dict[str, Any] | None]:
+        """Path and client state of the checkpoint that ``checkpoint.resume`` loaded; two times None without one."""
+        return self.checkpointer.resumed
+
+    def start_checkpointing(self) -> None:
+        """Resume, and save automatically from now on, as the section ``checkpoint`` says. Called by ``initialize``.
+
+        Raises:
+            CheckpointError: on every rank: the newest checkpoint is undamaged, and of another model.
+        """
+        settings = self.config.checkpoint
+        if settings.resume == "auto" and settings.dir is not None:
+            with self.all_or_none("resume"):
+                self.checkpointer.resume(Path(settings.dir))
+        saver = self.checkpointer.auto_saver()
+        if saver is None:
+            return
+        name = "train_batch" if hasattr(self, "train_batch") else "step"
+        take_step = getattr(self, name)
+
+        def step_and_save(*args: Any, **kwargs: Any) -> Any:
+            result = take_step(*args, **kwargs)
+            with self.all_or_none("checkpoint"):
+                saver.after_call(self.global_steps, self.checkpointer.may_save)
+            return result
+
+        setattr(self, name, step_and_save)
+
+    def set_position(self, steps: int, samples: int) -> None:
+        """Set the counters to those of a checkpoint, and forget the gradients of an unfinished step."""
+        self.global_steps = self._batch_size_since = steps
+        self._samples_before = samples
+
+    def _reschedule(self, microbatches: int) -> None:
+        """Run this number of microbatches per step from now on."""
+        raise NotImplementedError
+
+    def _resized(self) -> None:
+        """Adapt the engine to a new batch size. Subclasses override this hook; ``set_train_batch_size`` calls it."""

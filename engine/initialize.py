@@ -1,0 +1,200 @@
+"""``triax.initialize``: from a model and a configuration to an engine, with DeepSpeed's signature."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from ..config.config import batch_sizes
+from ..config.schema import Config
+from ..data.dataloader import Loader
+from ..grid import Grid
+from ..grid.errors import ConfigError
+from ..pipe.module import PipelineModule
+from ..pipe.program.schedule import Schedule
+from .instrument import instrument
+from .module_engine import ModuleEngine
+from .pipeline_engine import PipelineEngine, training_schedule
+from .setup.arguments import check_grid, choose_grid, config_source, parameter_groups
+from .setup.check import read_config, resolve_config
+from .setup.compression import require_one_momentum
+from .setup.optimizer import choose_optimizer, choose_scheduler
+from .setup.rank_consistency import require_same
+from .setup.recomputation import configure_recomputation
+
+
+@overload
+def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.Module too
+    args: Any = ...,
+    *,
+    model: PipelineModule,
+    optimizer: Any = ...,
+    model_parameters: Iterable[Any] | None = ...,
+    training_data: Any = ...,
+    lr_scheduler: Any = ...,
+    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    config: Any = ...,
+    config_params: Any = ...,
+    grid: Grid | None = ...,
+    mpu: Any = ...,
+    distributed_port: int | None = ...,
+    dist_init_required: bool | None = ...,
+) -> tuple[PipelineEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]: ...
+
+
+@overload
+def initialize(
+    args: Any = ...,
+    model: nn.Module | None = ...,
+    optimizer: Any = ...,
+    model_parameters: Iterable[Any] | None = ...,
+    training_data: Any = ...,
+    lr_scheduler: Any = ...,
+    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    config: Any = ...,
+    config_params: Any = ...,
+    *,
+    grid: Grid | None = ...,
+    mpu: Any = ...,
+    distributed_port: int | None = ...,
+    dist_init_required: bool | None = ...,
+) -> tuple[ModuleEngine, torch.optim.Optimizer | None, Loader | None, LRScheduler | None]: ...
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config_params: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    grid: Grid | None = None,
+    mpu: Any = None,
+    distributed_port: int | None = None,
+    dist_init_required: bool | None = None,
+) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Make an engine. Every rank calls this, with the same arguments.
+
+    Args:
+        args: object whose ``deepspeed_config`` is the path of the configuration, used if ``config`` is not given.
+        model: a ``PipelineModule``, for a ``PipelineEngine`` and its ``train_batch``; or any other ``nn.Module``, for a
+            ``ModuleEngine`` and DeepSpeed's loop of forward, ``backward`` and ``step``, which moves to the grid's
+            device.
+        optimizer: a torch optimizer over the model's parameters (the engine makes another of its class and options for
+            flat parameters), or a function from parameter groups to an optimizer. None: ``config["optimizer"]``.
+        model_parameters: the parameters to train, or parameter groups; by default all that require gradients.
+        training_data: a dataset of ``(inputs, labels)``; its order depends only on the configuration's seed.
+        lr_scheduler: a function from the optimizer to a torch scheduler, or a scheduler over ``optimizer``; it is
+            stepped after each step. None: ``config["scheduler"]``.
+        collate_fn: batches samples in the data loader, as in torch.
+        config: a dict, or the path of a JSON file, in DeepSpeed's dialect: docs/config.md.
+        config_params: an older name of ``config``.
+        grid: the grid of a plain module; None: every process is a replica. A ``PipelineModule`` has its own.
+        mpu: refused: ``grid`` takes its place.
+        distributed_port, dist_init_required: arguments of DeepSpeed without effect. The grid makes the process group
+            from the launcher's environment, if there is none yet.
+
+    Returns:
+        engine, optimizer, dataloader, lr_scheduler. The last three are None if there is none.
+
+    Raises:
+        ConfigError: the configuration, or its combination with the other arguments, cannot be used.
+        TypeError: an argument of the wrong kind; the message says what to pass.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass model=, a module of torch's")
+    checked = read_config(config_source(args, config, config_params))
+    grid = choose_grid(model, grid, mpu, checked)
+    check_grid(grid, checked)
+    batch = batch_sizes(checked, grid.data.size)
+    if checked.dump_state and grid.rank == 0:
+        print(json.dumps(resolve_config(checked, batch), indent=2), flush=True)
+    schedule, notes = _place_model(model, grid, checked, batch.accumulation)
+    _warn(grid, notes)
+    groups = parameter_groups(model, optimizer, model_parameters)
+    make = choose_optimizer(optimizer, checked, grid)
+    make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
+    require_same(grid, checked, model, groups, optimizer)
+    parts = (make, groups, training_data, make_scheduler, collate_fn)
+    engine = _make_engine(model, grid, checked, schedule, *parts)
+    require_one_momentum(checked, engine.optimizer)
+    instrument(engine)
+    engine.start_checkpointing()
+    note = getattr(engine.lr_scheduler, "note", None)
+    _warn(grid, [] if note is None else [note])
+    engine.observer.install()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _place_model(model: nn.Module, grid: Grid, config: Config, microbatches: int) -> tuple[Schedule | None, list[str]]:
+    """Put the model on this rank's device, and a ``PipelineModule``'s stages on the ranks of its schedule.
+
+    Returns:
+        The schedule of a ``PipelineModule``, and notes on keys that do nothing.
+    """
+    if isinstance(model, PipelineModule):
+        schedule = training_schedule(model, config.pipeline, microbatches)
+        model.require_untouched()
+        model.move(schedule.placement)
+        return schedule, config.notes() + configure_recomputation(model, config.recomputation, schedule)
+    notes = config.notes() + _pipeline_notes(config)
+    _to_device(model, grid)
+    return None, notes
+
+
+def _pipeline_notes(config: Config) -> list[str]:
+    """Return notes on the keys that do nothing for a model that is no ``PipelineModule``.
+
+    Raises:
+        ConfigError: recomputation, asked for by keys that DeepSpeed's scripts do not have.
+    """
+    section = config.activation_checkpointing
+    how = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward"
+    if section.interval or section.granularity or config.pipeline.activation_checkpoint_interval:
+        raise ConfigError(
+            f"activation_checkpointing groups the layers of a PipelineModule, and this model is none: list its layers "
+            f"in one, or leave interval and granularity out and {how}"
+        )
+    notes = []
+    if section.model_fields_set:
+        notes.append(f"activation_checkpointing does nothing for a model that is no PipelineModule: {how}")
+    if config.pipeline.model_fields_set - {"stages", "activation_checkpoint_interval"}:
+        notes.append("pipeline does nothing: the model is no PipelineModule, and runs as one stage")
+    return notes
+
+
+def _to_device(model: nn.Module, grid: Grid) -> None:
+    away = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if away is not None:
+        raise ConfigError(
+            f"{away} is on the meta device, without values: build the model on {grid.device}, or list its layers in a "
+            'PipelineModule(..., device="meta"), which is built shard by shard'
+        )
+    model.to(grid.device)
+
+
+def _make_engine(
+    model: nn.Module, grid: Grid, config: Config, schedule: Schedule | None, *parts: Any
+) -> PipelineEngine | ModuleEngine:
+    if isinstance(model, PipelineModule):
+        assert schedule is not None
+        return PipelineEngine(model, config, schedule, *parts)
+    return ModuleEngine(model, grid, config, *parts)
+
+
+def _warn(grid: Grid, notes: Iterable[str]) -> None:
+    """Log notes as warnings, on rank 0."""
+    for note in notes if grid.rank == 0 else ():
+        logging.getLogger("triax").warning("%s", note)

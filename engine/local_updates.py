@@ -1,0 +1,237 @@
+"""Local updates: each replica trains alone and synchronizes its weights every few steps (``local_updates``).
+
+A local step runs on the grid of one replica, whose data axis has size 1 (``grid/replica_grid.py``). Loss, gradient norm
+and overflow check then include only this replica's ranks, and nothing is sent over the data axis. The other calls of
+the engine, such as those for data and checkpoints, use the whole grid. The steps before ``start_step`` use the whole
+grid too, because they sum gradients over the replicas.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..config.schema import Config
+from ..grid import Grid
+from ..grid.dtypes import dtype_of
+from ..grid.errors import AgreedError, ConfigError
+from ..grid.replica_grid import ReplicaGrid
+from ..zero.data_axis import ZeroDataAxis
+from ..zero.local_sgd.async_diloco import AsyncOuterOptimizer
+from ..zero.local_sgd.outer_optimizer import NesterovStep, OuterOptimizer
+
+
+class LocalReplicas:
+    """Replica strategy of local SGD, DiLoCo and asynchronous DiLoCo. Made on every rank, after the engine's optimizer.
+
+    ``train_batch`` (``backward`` and ``step``) return the loss of this replica over its own part of the batch. Before
+    ``start_step`` they return the loss of all replicas. ``eval_batch`` runs each replica's weights on that replica's
+    data and returns the loss over the data of all replicas (with ``async_diloco``, over the data of this replica).
+    ``gather`` returns the weights of this replica.
+
+    Args:
+        engine: an engine with a section ``local_updates`` in its configuration.
+        grid: the grid of this replica, on which the engine's data axis is laid out.
+
+    Attributes:
+        outer: the weights after the last synchronization, and the outer optimizer.
+        steps_since_sync: steps of this replica since the last synchronization.
+        steps: steps so far, including those before a checkpoint that was loaded.
+        steps_restored: number of the steps before that checkpoint.
+        sent: bytes that this rank sent to other replicas for the steps after that checkpoint.
+        just_synchronized: True if the last step ended with a synchronization, or was synchronous over all replicas.
+        diverged: True if replicas have made local steps, after which their optimizer states may differ.
+        left: True if this replica has left the training.
+    """
+
+    def __init__(self, engine: Any, grid: ReplicaGrid) -> None:
+        config: Config = engine.config
+        data_axis: ZeroDataAxis = engine.data_axis
+        assert config.local_updates is not None
+        self.section, self.grid = config.local_updates, grid
+        self._engine, self._data_axis = engine, data_axis
+        self.steps_since_sync = self.steps = self.steps_restored = 0
+        self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
+        if engine.optimizer is None:
+            raise ConfigError("local_updates has nothing to step: give optimizer, or leave it out")
+        if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
+            raise ConfigError("local_updates with ReduceLROnPlateau: each replica has its own loss; go by steps")
+        if data_axis.options.exchange is not None:
+            raise ConfigError(
+                "local_updates sums no gradients over replicas, so there is nothing to compress of them: leave one of "
+                "them out (communication_data_type says how differences travel)"
+            )
+        step = NesterovStep(*self.section.outer)
+        if self.section.average_optimizer and data_axis.stepper is not None and data_axis.stepper.whole_tensors:
+            name = type(data_axis.optimizer).__name__
+            raise ConfigError(f"average_optimizer averages element by element, and {name} does not work so: leave it")
+        dtype = dtype_of(config.communication_data_type)
+        whole = grid.full_grid
+        if self.section.type == "async_diloco":
+            posts = whole.subgroup("data", range(whole.data.size), purpose=" local")
+            assert posts is not None
+            early = self.section.meet_early is not False
+            self.outer: OuterOptimizer = AsyncOuterOptimizer(
+                data_axis, grid, posts, step, dtype, self.section.staleness, early
+            )
+        else:
+            self.outer = OuterOptimizer(data_axis, whole.data, step, dtype, self.section.average_optimizer)
+
+    @property
+    def steps_together(self) -> bool:
+        """True if the next step sums gradients over all replicas, because it comes before ``start_step``."""
+        return bool(self._engine.global_steps < self.section.start_step)
+
+    @property
+    def collective_grid(self) -> Grid:
+        """Grid for collectives: the whole grid, or under ``async_diloco`` the grid of this replica.
+
+        Under ``async_diloco`` no replica waits for another.
+        """
+        return self.grid if self.outer.asynchronous else self.grid.full_grid
+
+    @property
+    def present(self) -> list[int]:
+        """Indices of the replicas that have not left the training, as far as this replica was told.
+
+        Without ``async_diloco`` these are all replicas.
+        """
+        return self.outer.present
+
+    @contextmanager
+    def stepping(self) -> Iterator[Grid]:
+        """Context for a training step of this replica, or of all replicas before ``start_step``.
+
+        If a synchronization of the weights is due, it runs at the end of the context.
+
+        Raises:
+            AgreedError: if this replica has left the training.
+            RuntimeError: if an ``AgreedError`` was raised in a local step, as ``_on`` describes.
+        """
+        if self.left:
+            raise AgreedError("this replica has left: there is no step after leave()")
+        if not self.steps_together:
+            with self._on(self.grid):
+                yield self.grid
+            self._end_local_step()
+            return
+        whole = self.grid.full_grid
+        self._data_axis.extra_axis = whole.data if whole.data.size > 1 else None
+        try:
+            with self._count_sent():
+                yield whole
+        finally:
+            self._data_axis.extra_axis = None
+        self.steps, self.just_synchronized = self.steps + 1, True
+        if not self.steps_together:
+            self.outer.restart()
+
+    def evaluating(self) -> AbstractContextManager[Grid]:
+        """Context for an evaluation on ``collective_grid``."""
+        return self._on(self.collective_grid)
+
+    def reading(self) -> AbstractContextManager[Grid]:
+        """Context in which this replica's weights are read. Collective over the replica's ranks."""
+        return self._on(self.grid)
+
+    @contextmanager
+    def _on(self, grid: Grid) -> Iterator[Grid]:
+        """Context for a call that all ranks of a grid make together.
+
+        Raises:
+            RuntimeError: in place of an ``AgreedError`` that only this replica's ranks raised. Because the other
+                replicas would wait for these ranks, they leave the process group, as a failed rank does.
+        """
+        try:
+            yield grid
+        except AgreedError as error:
+            if grid is self.grid.full_grid or self.grid.replicas == 1:
+                raise
+            raise RuntimeError(f"replica {self.grid.replica} of {self.grid.replicas} cannot go on: {error}") from error
+
+    def _end_local_step(self) -> None:
+        self.steps_since_sync, self.steps, self.diverged = self.steps_since_sync + 1, self.steps + 1, True
+        self.just_synchronized = self.outer.end_step() or self.steps_since_sync >= self.section.every
+        if self.just_synchronized:
+            with self._count_sent():
+                self.outer.synchronize()
+            self.steps_since_sync = 0
+
+    def synchronize(self) -> None:
+        """Give all replicas the same weights now. Collective over the whole grid.
+
+        Raises:
+            AgreedError: on every rank, if replicas have taken different numbers of steps since the last
+                synchronization. ``async_diloco`` allows different numbers.
+        """
+        if self.steps_together:  # all have the same
+            self.outer.restart()
+        else:
+            try:
+                with self._count_sent():
+                    self.outer.synchronize_all(self.steps_since_sync)
+            except ValueError as error:
+                raise AgreedError(str(error)) from error
+        self.steps_since_sync = 0
+
+    def leave(self) -> bool:
+        """End this replica's training. Returns True if all replicas have left."""
+        if not isinstance(self.outer, AsyncOuterOptimizer):
+            self.synchronize()
+            return True
+        if self.left:
+            return True
+        if self.steps_together:
+            self.outer.restart()
+        with self._count_sent():
+            complete = self.outer.leave(self.steps_since_sync, self.grid.timeout)
+        self.steps_since_sync, self.left = 0, True
+        if not complete:
+            logging.getLogger("triax").warning(
+                "%s: replicas %s gave no sign for %g s: this one leaves with the common weights that it knows",
+                self.grid.describe(),
+                ", ".join(map(str, self.outer.present)),
+                self.grid.timeout,
+            )
+        return complete
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the weights of the last synchronization. Nothing is sent.
+
+        Before ``start_step`` these are the model's present weights."""
+        return nullcontext() if self.steps_together else self.outer.common_weights()
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of the common weights and the state of the outer optimizer."""
+        return {"common": self.outer.memory()}
+
+    def traffic(self) -> dict[str, Any]:
+        """Return ``formula`` and ``local`` of ``Engine.traffic_report``."""
+        synchronization, plain = self.outer.traffic_formula()
+        local: dict[str, Any] = {
+            "steps": self.steps,
+            "meetings": self.outer.synchronizations,
+            "sent": self.sent,
+            "per_step": self.sent / max(self.steps - self.steps_restored, 1),
+            "formula": synchronization / self.section.every,
+            "uncompressed": plain,
+        }
+        local |= self.outer.report()
+        return {"formula": {"data": local["formula"]}, "local": local}
+
+    @contextmanager
+    def _count_sent(self) -> Iterator[None]:
+        """Context in which the bytes that are sent count as traffic between replicas."""
+        traffic = self.grid.traffic
+        before = _sent(traffic.report())
+        yield
+        self.sent += _sent(traffic.report()) - before
+
+
+def _sent(report: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return the bytes sent over the data axis."""
+    return float(sum(entry.bytes for entry in report.get("data", {}).values()))

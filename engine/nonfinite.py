@@ -1,0 +1,117 @@
+"""Losses and gradients that are NaN or infinite: raise, skip the step, or go on (``nan_loss`` in the configuration)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from ..grid import Grid
+from ..grid.agreement import number
+from ..grid.errors import AgreedError
+
+Policy = Literal["raise", "skip", "ignore"]
+MicrobatchLosses = Mapping[int, Sequence[Tensor | float]]  # index of a microbatch -> its loss, and maybe its weight
+
+
+class NonFinitePolicy:
+    """Checks the loss and the gradient norm of a step before the weights change.
+
+    Every rank decides from the same sums, so that all decide the same. Under fp16, gradients overflow regularly and the
+    loss scaler skips these steps; the loss itself is not scaled and is checked here.
+
+    Args:
+        policy: ``raise`` an error, ``skip`` the step, or ``ignore``, with which the weights are updated anyway.
+        scaled: True if a loss scaler checks the gradients.
+
+    Attributes:
+        skipped: number of steps that this policy skipped.
+    """
+
+    def __init__(self, policy: Policy, scaled: bool) -> None:
+        self._policy, self._scaled = policy, scaled
+        self.skipped = 0
+
+    def skips(
+        self,
+        grid: Grid,
+        loss: float | None,
+        norm: float | None,
+        losses: Callable[[], MicrobatchLosses],
+        squares: Sequence[Tensor],
+    ) -> bool:
+        """Return True if the optimizer step must be skipped because the loss or the gradient norm is not finite.
+
+        Collective if one of them is not finite, unless the policy is ``ignore``.
+
+        Args:
+            grid: the grid whose ranks take the step together.
+            loss: the step's loss, summed over all ranks. None if the engine was not given a loss.
+            norm: the norm of the model's gradient over all ranks. None if it was not computed.
+            losses: function that returns this rank's losses. It is called only if something is not finite.
+            squares: the sum of squares of this rank's gradients. Empty if it was not computed.
+
+        Raises:
+            AgreedError: on every rank, if something is not finite and the policy is ``raise``.
+        """
+        if self._policy == "ignore":
+            return False
+        if all(value is None or math.isfinite(value) for value in (loss, None if self._scaled else norm)):
+            return False
+        if loss is not None and not math.isfinite(loss):
+            what = f"the loss is {loss}"
+        else:
+            what = f"the norm of the gradient is {norm}"
+        found = [each for each in grid.world.all_gather_object(_describe(grid, losses(), squares)) if each]
+        where = f": {'; '.join(found[:4])}" if found else ""
+        if self._policy == "raise":
+            raise AgreedError(
+                f"{what}{where}. No weight was changed. Look at these samples, and the learning rate; or set nan_loss "
+                'to "skip", which leaves such steps out, or "ignore"'
+            )
+        self.skipped += 1
+        if grid.rank == 0:
+            logging.getLogger("triax").warning("%s%s: step skipped (%d so far)", what, where, self.skipped)
+        return True
+
+
+class StepLosses:
+    """Losses of a step's microbatches on this rank, for an engine that receives one loss at a time."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor | float] = []
+
+    @property
+    def count(self) -> int:
+        """Number of losses so far."""
+        return len(self._losses)
+
+    def add(self, loss: Tensor) -> Tensor:
+        """Append the loss of one microbatch to this step's losses; return that loss."""
+        self._losses.append(number(loss))
+        return loss
+
+    def sum(self) -> Tensor | float:
+        """Sum of this step's losses so far, in float64. A tensor on GPU, so that nothing synchronizes."""
+        total: Tensor | float = 0.0
+        for loss in self._losses:
+            total = total + loss
+        return total
+
+    def by_microbatch(self) -> MicrobatchLosses:
+        """Losses by the index of their microbatch."""
+        return {index: (loss,) for index, loss in enumerate(self._losses)}
+
+
+def _describe(grid: Grid, losses: MicrobatchLosses, squares: Sequence[Tensor]) -> str | None:
+    """Describe the first value on this rank that is not finite: a loss, else its gradients; None if all are finite."""
+    for index, (loss, *_) in sorted(losses.items()):
+        if not math.isfinite(loss):
+            return f"{grid.describe()}: the loss of microbatch {index} is {float(loss)}"
+    if all(math.isfinite(square) for square in squares):
+        return None
+    summed = ", summed over the replicas," if grid.data.size > 1 else ""
+    return f"{grid.describe()}: the gradients that it holds{summed} are not finite"

@@ -1,0 +1,364 @@
+"""Observer of an engine's steps: records, prints and traces them if the configuration asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.schema import Config
+from ..grid import Grid
+from ..grid.agreement import agreed
+from ..grid.comm.clock import Clock, Mark
+from ..grid.errors import ConfigError
+from ..monitor.files import TIMELINE
+from ..monitor.method_hooks import hook_method
+from ..monitor.mfu import MfuMeter, slowest_peak, tokens_in
+from ..monitor.monitor import Monitor
+from ..monitor.protocol import StepMetrics, StepRecord
+from ..monitor.run_record import write_run
+from ..monitor.step_record import time_parts
+from ..monitor.step_timer import StepTimer
+from ..monitor.trace.trace import trace_step
+from ..monitor.wall_clock import PartMeans, deepspeed_times, print_table
+from ..monitor.writers import csv_writer, json_writer, tensorboard_writer, wandb_writer
+from ..pipe.executor import Executor
+from ..pipe.microbatches import MicrobatchFeed
+from ..pipe.program.ops import COMPUTE
+from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
+from .accounting.run_record import run_record
+
+_PRINT_EVERY = 10  # steps between two tables of wall_clock_breakdown without steps_per_print, as in DeepSpeed
+_MEMORY_STEP = 2  # step whose memory run.json holds: the optimizer has made its state in the step before
+
+
+class StepObserver:
+    """Base class of ``PipelineObserver`` and ``ModuleObserver``: observes the steps of one engine.
+
+    The engine calls ``begin_step`` and ``end_step``. If nothing is to be observed they return at once.
+
+    Args:
+        engine: the engine.
+        phases: the methods to time in a step: owner, name, kind of the phase.
+        forward: the method that runs forward passes: owner, name.
+
+    Attributes:
+        monitor: writes the numbers of each step on rank 0; does nothing on other ranks.
+        report: times of the last recorded step, as ``engine.time_report`` returns them.
+        trace: file for a trace of the next step; None: no trace.
+        mfu: counts the model's FLOPs; None if nothing is written or the devices' peak is not known.
+    """
+
+    def __init__(self, engine: Any, phases: list[tuple[Any, str, str]], forward: tuple[Any, str]) -> None:
+        self._engine, self._grid = engine, engine.grid
+        self._phases, self._forward = phases, forward
+        self.monitor = Monitor()
+        self.report: dict[str, Any] = {}
+        self.trace: Path | None = None
+        self.mfu: MfuMeter | None = None
+        self._active = False
+        self._timer, self._means = StepTimer(engine.grid), PartMeans()
+        self._began = 0.0
+        self._tokens = 0  # of this step, on this replica
+
+    def install(self) -> None:
+        """Install the monitors, timers and traces that the configuration enables. Collective if it enables any.
+
+        Raises:
+            ConfigError: on every rank, if a monitor's package is missing or a folder cannot be made.
+        """
+        engine, config = self._engine, self._engine.config
+        self.monitor = make_monitor(config, self._grid, engine.batch.train)
+        if config.monitored:
+            peak = config.peak_tflops if config.peak_tflops is not None else slowest_peak(self._grid, engine.module)
+            if self._grid.rank == 0:
+                self._hook_batches()
+            if peak is not None:
+                self.mfu = MfuMeter(self._grid, peak, engine.module, *self._forward)
+        if config.wall_clock_breakdown or config.timeline.step is not None or config.monitored:
+            self._active = True
+            self._prepare()
+        if config.timeline.step is not None:
+            _make_folder(_trace_file(config), self._grid)
+        if config.json_monitor.enabled:
+            self._write_run(self._grid)
+
+    def record_trace(self, file: str | Path) -> None:
+        """Trace the next step into a file; ``Engine.record_trace``."""
+        self.trace = _make_folder(Path(file), self._grid)
+        self._active = True
+        self._prepare()
+
+    def begin_step(self) -> None:
+        """Begin a step; record it if its record is wanted."""
+        if self._active:
+            self._began = time.perf_counter()
+            self._timer.begin()
+
+    def end_step(self, grid: Grid, loss: Tensor) -> None:
+        """End a step: write its loss and other numbers, and prepare for the next step.
+
+        Args:
+            grid: the grid whose ranks took the step.
+            loss: the loss of the step.
+        """
+        engine, clock = self._engine, self._timer.clock
+        record = self._timer.end(engine.global_steps, self._ops())
+        if not self._active:
+            self._write_metrics(loss, {})
+            return
+        if record is not None and clock is not None:
+            self.report = {"step": record.step, "seconds": record.seconds, "bubble": self._bubble(record, clock)}
+            self.report |= time_parts(record)
+        if self.monitor.enabled:
+            float(loss)  # on a GPU this waits for the step
+        seconds = time.perf_counter() - self._began
+        if self.mfu is not None:
+            self.mfu.end_step()
+        self._write_metrics(loss, self._timings(seconds) if self.monitor.enabled else {})
+        if record is not None:
+            self._show(record)
+        self._end_memory()
+        if engine.config.json_monitor.enabled and (engine.global_steps <= _MEMORY_STEP or self.trace is not None):
+            self._write_run(grid)
+        self.trace, self._tokens = None, 0
+        self._prepare()
+
+    # ---------------------------------------------------------------------------- defined by each kind of observer
+
+    def _hook_batches(self) -> None:
+        """Count the tokens of the microbatches of each step."""
+        raise NotImplementedError
+
+    def _ops(self) -> list[OpMarks]:
+        """Return the marks of the program's ops in this step."""
+        return []
+
+    def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
+        """Return the bubble of a step; None for a plain module. Collective over the pipe axis."""
+        return None
+
+    def _about(self) -> dict[str, Any]:
+        """Return the description of the program for a trace."""
+        return {}
+
+    def _begin_memory(self) -> None:
+        """Count the memory of the next step, for ``run.json``."""
+
+    def _end_memory(self) -> None:
+        """Stop counting the memory for ``run.json`` after the step that ``_begin_memory`` prepared."""
+
+    # ------------------------------------------------------------------------------------------- before a step
+
+    def _prepare(self) -> None:
+        """Install the hooks that the next step needs, and remove those it does not need."""
+        config, step = self._engine.config, self._engine.global_steps + 1
+        if config.timeline.step == step and self.trace is None:
+            self.trace = _trace_file(config)
+        if config.json_monitor.enabled and step == _MEMORY_STEP:
+            self._begin_memory()
+        if config.wall_clock_breakdown or self.trace is not None:
+            self._timer.install(self._phases)
+        else:
+            self._timer.remove()
+
+    # -------------------------------------------------------------------------------------------- after a step
+
+    def _write_metrics(self, loss: Tensor, timings: Mapping[str, float]) -> None:
+        engine = self._engine
+        if self.monitor.needs(engine.global_steps):
+            metrics = StepMetrics(
+                step=engine.global_steps,
+                samples=engine.global_samples,
+                loss=loss,
+                lr=engine.get_lr(),
+                loss_scale=engine.loss_scale(),
+                grad_norm=engine.get_global_grad_norm() if self.monitor.enabled else None,
+                skipped_steps=engine.skipped_steps,
+                timings=timings,
+            )
+            self.monitor.write_step(metrics)
+
+    def _timings(self, seconds: float) -> dict[str, float]:
+        """Return step time, throughput, memory, bubble and MFU of a step that took ``seconds``."""
+        engine, grid = self._engine, self._grid
+        recorded = self.report if self.report.get("step") == engine.global_steps else {}
+        timings = {"step_time_ms": 1e3 * seconds, "samples_per_second": engine.batch.train / seconds}
+        if self._tokens:
+            timings["tokens_per_second"] = self._tokens * grid.data.size / seconds
+        timings["peak_memory_gb"] = grid.peak_memory() / 1e9
+        if recorded.get("bubble") is not None:
+            timings["bubble"] = recorded["bubble"]
+        mfu = None if self.mfu is None else self.mfu.utilization(seconds)
+        if mfu is not None:
+            timings["mfu"] = mfu
+        if recorded and engine.config.wall_clock_breakdown:
+            timings |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in deepspeed_times(recorded).items()}
+        return timings
+
+    def _show(self, record: StepRecord) -> None:
+        """Print the table of ``wall_clock_breakdown`` if it is due; write the trace if one is wanted."""
+        config, grid = self._engine.config, self._engine.replicas.collective_grid
+        if config.wall_clock_breakdown:
+            self._means.add(time_parts(record), self.report["bubble"])
+            if record.step % (config.steps_per_print or _PRINT_EVERY) == 0:
+                print_table(grid, self._means, record.step)
+        if self.trace is not None:
+            about = {"step": record.step, "bubble": self.report["bubble"], **self._about()}
+            trace_step(grid, record, about, self.trace)
+
+    def _write_run(self, grid: Grid) -> None:
+        """Write ``run.json``. Collective; rank 0 writes."""
+        flops, peak = (None, None) if self.mfu is None else (self.mfu.flops, self.mfu.peak)
+        record = run_record(self._engine, grid, flops, peak)
+        if record is not None:
+            write_run(self._engine.config.json_monitor.folder, record)
+
+
+class PipelineObserver(StepObserver):
+    """Observer of a ``PipelineEngine``.
+
+    Args:
+        engine: the engine.
+        executor: runs its programs.
+        feed: fetches its microbatches.
+    """
+
+    def __init__(self, engine: Any, executor: Executor, feed: MicrobatchFeed) -> None:
+        phases = [
+            (feed, "fetch", "batch"),
+            (executor, "run", "program"),
+            (engine.data_axis, "finish", "reduce"),
+            (engine.data_axis, "step", "optimizer"),
+        ]
+        super().__init__(engine, phases, (engine.module, "run_stage"))
+        self._executor, self._feed = executor, feed
+        self._record_memory: bool | None = None  # what engine.record_memory was before _begin_memory
+
+    def program_clock(self, record_timeline: bool) -> Clock | None:
+        """Return the clock that marks the ops of this step's program. None if the ops are not recorded."""
+        return self._timer.recorder.clock if record_timeline else self._timer.clock
+
+    def measure_timeline(self, grid: Grid) -> Timeline:
+        """Return the timeline of the program that just ran on the pipe ranks of a grid. Collective over them."""
+        recorder, executor = self._timer.recorder, self._executor
+        recorder.clock.settle()
+        origin = recorder.clock.at(executor.origin)
+
+        def at(mark: Mark) -> float:
+            return recorder.clock.at(mark) - origin
+
+        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in executor.marks if op.kind in COMPUTE)
+        collectives = tuple(
+            CollectiveSpan(c.collective, at(c.start), at(c.waited), at(c.end))
+            for c in recorder.collectives
+            if c.axis.split()[0] == "data"  # ZeRO++'s "data within" and "data between" too
+        )
+        ranks = grid.pipe.all_gather_object((ops, collectives))
+        return Timeline(tuple(spans for spans, _ in ranks), tuple(spans for _, spans in ranks))
+
+    def _hook_batches(self) -> None:
+        def count_tokens(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            microbatches, changed = call(*args, **kwargs)
+            self._tokens = sum(tokens_in(microbatch.inputs) for microbatch in microbatches)
+            return microbatches, changed
+
+        hook_method(self._feed, "fetch", count_tokens)
+
+    def _ops(self) -> list[OpMarks]:
+        return self._executor.marks
+
+    def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
+        """Return ``Timeline.bubble`` of this replica's pipe ranks, from three numbers of each rank."""
+        spans = [s for s in record.slices if s.kind in COMPUTE]
+        origin = clock.at(self._executor.origin)
+        mine = [sum(s.end - s.start for s in spans), spans[-1].end - origin, origin - spans[0].start]
+        most = torch.tensor(mine, dtype=torch.float64, device=self._grid.device)
+        self._grid.pipe.all_reduce(most, op="max")
+        busy, last, first = most.tolist()
+        return float(1 - busy / (last + first))
+
+    def _timings(self, seconds: float) -> dict[str, float]:
+        timings, engine = super()._timings(seconds), self._engine
+        if "bubble" not in timings and engine.record_timeline and engine.timeline is not None:
+            timings["bubble"] = engine.timeline.bubble
+        return timings
+
+    def _about(self) -> dict[str, Any]:
+        program = self._engine.program
+        return {"program": [list(map(str, ops)) for ops in program.ops], "schedule": program.schedule.to_dict()}
+
+    def _begin_memory(self) -> None:
+        self._record_memory, self._engine.record_memory = self._engine.record_memory, True
+
+    def _end_memory(self) -> None:
+        if self._record_memory is not None and self._engine.global_steps >= _MEMORY_STEP:
+            self._engine.record_memory, self._record_memory = self._record_memory, None
+
+
+class ModuleObserver(StepObserver):
+    """Observer of a ``ModuleEngine``. A step begins where the one before ends."""
+
+    def __init__(self, engine: Any) -> None:
+        phases = [
+            (engine, "forward", "forward"),
+            (engine, "backward", "backward"),
+            (engine.backward_passes, "reduce", "reduce"),
+            (engine.data_axis, "step", "optimizer"),
+        ]
+        super().__init__(engine, phases, (engine, "forward"))
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.begin_step()
+
+    def _hook_batches(self) -> None:
+        def count_tokens(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if self._engine.module.training:
+                self._tokens += tokens_in((*args, *kwargs.values()))
+            return result
+
+        hook_method(self._engine, "forward", count_tokens)
+
+
+def make_monitor(config: Config, grid: Grid, batch: int) -> Monitor:
+    """Return the monitor of a run: with writers on rank 0, an empty one elsewhere. Collective if numbers are written.
+
+    Raises:
+        ConfigError: on every rank: a package is not installed, or a folder cannot be made.
+    """
+    writers = []
+    with agreed(grid, ConfigError) if config.monitored else nullcontext():
+        if grid.rank == 0:
+            if config.csv_monitor.enabled:
+                writers.append(csv_writer(config.csv_monitor.folder))
+            if config.tensorboard.enabled:
+                writers.append(tensorboard_writer(config.tensorboard.folder))
+            if config.json_monitor.enabled:
+                writers.append(json_writer(config.json_monitor.folder))
+            if config.wandb.enabled:
+                writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
+    return Monitor(writers, config.steps_per_print if grid.rank == 0 else None, batch)
+
+
+def _trace_file(config: Config) -> Path:
+    if config.timeline.file is not None:
+        return Path(config.timeline.file)
+    return config.json_monitor.folder / TIMELINE if config.json_monitor.enabled else Path(TIMELINE)
+
+
+def _make_folder(file: Path, grid: Grid) -> Path:
+    """Make the folder of a trace, and return the file's path. Collective."""
+    with agreed(grid, ConfigError):
+        if grid.rank == 0:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"the timeline {file} cannot be written: {error}") from error
+    return file

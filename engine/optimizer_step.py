@@ -1,0 +1,161 @@
+"""The end of a training step, on both engines: from the gradients of the batch to the new weights.
+
+sum over all ranks    loss, weight and |gradient|^2, in one all-reduce          ``totals``
+divide                by the weight of the batch, once; so also the norm         ``take``
+leave out             a loss or a norm that is not finite (``nan_loss``), an overflow in fp16
+exchange              compressed gradients are summed over the replicas only here
+clip                  gradient_clipping / norm
+update                the optimizer, the learning-rate schedule, fp16's loss scale
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..config.schema import Config
+from ..grid import Grid, agreement
+from ..grid.errors import AgreedError
+from ..optim.schedulers import advance, follow
+from ..zero.data_axis import ZeroDataAxis
+from ..zero.norm import clip_factor
+from .loss_scale import LossScaler
+from .nonfinite import MicrobatchLosses, NonFinitePolicy
+
+
+class OptimizerStep:
+    """Turns the gradients that ``data_axis`` holds into a step of the weights.
+
+    Args:
+        config: the engine's configuration, for ``gradient_clipping`` and ``nan_loss``.
+        data_axis: holds the gradients, as sums over microbatches and replicas.
+        loss_scaler: fp16's loss scale; None without fp16.
+
+    Attributes:
+        norm: norm of the last step's gradient before clipping. None if it was not computed.
+        nonfinite: the policy for a loss or a gradient that is not finite.
+    """
+
+    def __init__(self, config: Config, data_axis: ZeroDataAxis, loss_scaler: LossScaler | None) -> None:
+        self._clipping, self._data_axis, self._loss_scaler = config.gradient_clipping, data_axis, loss_scaler
+        self.nonfinite = NonFinitePolicy(config.nan_loss, scaled=loss_scaler is not None)
+        self.norm: float | None = None
+        self._norm_wanted_late = False  # asked for once when the gradients were gone: from then on each step has it
+        self._squares: list[Tensor] = []  # this rank's share of |gradient|^2, if this step computes it
+        self._square: list[float] = []  # their sum over all ranks
+
+    @property
+    def scale(self) -> float:
+        """Factor of the loss before the backward pass: fp16's loss scale, or 1."""
+        return 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+
+    def totals(self, grid: Grid, values: Sequence[Tensor | float]) -> list[float]:
+        """Sum numbers over all ranks of a grid, together with the square of the gradient's norm. Collective.
+
+        One process computes the norm only if clipping, fp16, compression or ``global_norm`` needs it.
+        """
+        wanted = grid.size > 1 or self._clipping or self._loss_scaler is not None or self._norm_wanted_late
+        self._squares = [self._data_axis.squares()] if wanted or self._data_axis.exchange is not None else []
+        sums = agreement.totals(grid, [*values, *self._squares])
+        self._square = sums[len(values) :]
+        return sums[: len(values)]
+
+    def take(
+        self,
+        grid: Grid,
+        loss: float | None,
+        weight: float,
+        unused: float,
+        losses: Callable[[], MicrobatchLosses],
+        update: Callable[[float, Collection[Tensor]], None],
+        schedule: Callable[[], None],
+    ) -> None:
+        """Update the weights with the batch's gradients, unless the step must be skipped. Collective.
+
+        ``totals`` must have been called before.
+
+        Args:
+            grid: the grid whose ranks take the step together.
+            loss: the loss summed over all ranks. None if the engine was not given a loss.
+            weight: the weight of the batch, by which the summed gradients are divided.
+            unused: number of parameters without a gradient, summed over all ranks.
+            losses: function that returns this rank's losses by microbatch, for the error message.
+            update: function that runs the optimizer. It is given the factor by which gradients are multiplied, and the
+                parameters that are not updated.
+            schedule: function that advances the learning-rate schedule.
+
+        Raises:
+            AgreedError: on every rank, if the loss or the norm is not finite and ``nan_loss`` is ``raise``.
+        """
+        divisor = weight * self._data_axis.options.prescale * self.scale
+        self.norm = math.sqrt(self._square[0]) / divisor if self._square else None
+        skipped = self.nonfinite.skips(grid, loss, self.norm, losses, self._squares)
+        overflow = (
+            not skipped and self._loss_scaler is not None and self.norm is not None and not math.isfinite(self.norm)
+        )
+        if not (skipped or overflow):
+            factor = self._exchange(grid, divisor)
+            if self._clipping and self.norm is not None:
+                factor *= clip_factor(self.norm, self._clipping)
+            # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
+            update(factor, self._data_axis.without_gradient() if unused > 0 else ())
+            schedule()
+        if self._loss_scaler is not None and not skipped:
+            self._loss_scaler.update(overflow, report=grid.rank == 0)
+
+    def global_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping.
+
+        If the step did not compute the norm, it is computed now, as long as the gradients still exist.
+        """
+        if self.norm is None:
+            if self._data_axis.stepped:
+                self.norm = math.sqrt(float(self._data_axis.squares()))  # gradients are divided already
+            else:
+                self._norm_wanted_late = True
+        return self.norm
+
+    def _exchange(self, grid: Grid, divisor: float) -> float:
+        """Sum compressed gradients over the replicas. Returns the factor that gradients still need. Collective."""
+        if self._data_axis.exchange is None:
+            return 1.0 / divisor
+        self._data_axis.exchange_gradients(1.0 / divisor)
+        (square,) = agreement.totals(grid, [self._data_axis.squares()])
+        self.norm = math.sqrt(square)
+        return 1.0
+
+
+def advance_schedule(
+    schedule: LRScheduler | None,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor | None,
+    arguments: Mapping[str, Any] | None = None,
+) -> None:
+    """Advance a learning-rate schedule by one step.
+
+    Args:
+        schedule: the schedule. If it is None, nothing is done.
+        optimizer: the optimizer whose learning rate the schedule sets.
+        loss: the step's loss. None if the engine was not given a loss.
+        arguments: arguments of the schedule's ``step`` method, in place of the loss.
+
+    Raises:
+        AgreedError: if the schedule depends on the loss, and there is no loss.
+    """
+    if schedule is None:
+        return
+    if arguments:
+        schedule.step(**arguments)
+        follow(schedule, optimizer)
+    elif isinstance(schedule, ReduceLROnPlateau) and loss is None:
+        raise AgreedError(
+            "ReduceLROnPlateau goes by the loss, which only engine.backward(loss) tells: call that, or "
+            'engine.step(lr_kwargs={"metrics": loss})'
+        )
+    else:
+        advance(schedule, loss, optimizer)

@@ -1,0 +1,375 @@
+"""PipelineEngine: trains a ``PipelineModule`` over the pipe, data and tensor axes.
+
+train_batch    fetch microbatches -> run the program (1F1B or another schedule) -> optimizer step
+eval_batch     fetch microbatches -> run a forward-only program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from ..config.config import batch_sizes
+from ..config.parallelism import PipelineConfig
+from ..config.schema import Config
+from ..data.dataloader import RepeatingLoader
+from ..grid import Grid, Layout, layout_of
+from ..grid.agreement import mean, totals
+from ..grid.comm.traffic import Sent
+from ..grid.errors import AgreedError, ConfigError
+from ..grid.failure import all_or_none
+from ..pipe.executor import Executor
+from ..pipe.microbatches import MicrobatchFeed
+from ..pipe.module import PipelineModule
+from ..pipe.program.forward_only import forward_only
+from ..pipe.program.passes import lower
+from ..pipe.program.program import Program
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import Costs
+from ..pipe.program.timeline import Timeline
+from ..pipe.program.verify import verify
+from ..pipe.schedules.choose import make_schedule
+from ..pipe.schema import Schema, flatten, unflatten
+from ..zero.bucketing import cast
+from ..zero.data_axis import ZeroDataAxis
+from ..zero.managed import ManagedParameter
+from ..zero.protocols import MakeOptimizer
+from .accounting.memory import MemoryAccounts
+from .accounting.traffic import traffic_formulas
+from .base import Engine
+from .observer import PipelineObserver
+from .optimizer_step import advance_schedule
+from .setup.precision import make_loss_scaler, weight_dtype
+from .setup.recomputation import log_profile
+from .setup.zero import zero_options
+
+
+class PipelineEngine(Engine):
+    """Trains a ``PipelineModule``. ``triax.initialize`` makes it.
+
+    Args:
+        module: the model.
+        config: the checked configuration.
+        schedule: the pipeline schedule of a training step.
+        make_optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
+        groups: parameter groups, (options, parameters).
+        training_data, make_scheduler, collate_fn: see ``initialize``.
+
+    Attributes:
+        module: the model, of which this rank holds its stages.
+        grid, config, batch: grid, configuration, and the three batch sizes.
+        optimizer: torch's, over this rank's range of the parameters; None without an optimizer.
+        lr_scheduler: stepped after each ``train_batch``; None without one.
+        training_dataloader: microbatches of ``training_data``; None without it.
+        global_steps: optimizer steps taken.
+        record_timeline: set it to True to measure the next batches; ``timeline`` then holds the last one's.
+        record_memory: set it to True to count the memory of the next batches while they run, for ``memory_report``.
+        timeline: times of the ops of the last measured batch, on all pipe ranks.
+        feed: reads this rank's microbatches.
+        program: the lowered schedule of a training step.
+        executor: runs programs.
+        accounts: counts this rank's memory.
+    """
+
+    observer: PipelineObserver
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        config: Config,
+        schedule: Schedule,
+        make_optimizer: MakeOptimizer | None,
+        groups: list[tuple[dict[str, Any], list[nn.Parameter]]],
+        training_data: Dataset[Any] | None = None,
+        make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.module, self.config, self.grid = module, config, module.grid
+        self.batch = batch_sizes(config, self.grid.replicas)
+        self.global_steps = 0
+        self.record_timeline = self.record_memory = False
+        self.timeline: Timeline | None = None
+        self._sent: dict[str, dict[str, Sent]] = {}
+        self._evaluations: dict[int, Program] = {}
+        step_grid = self._step_grid()
+        self.feed = MicrobatchFeed(module, weight_dtype(config))
+        module.dropout_state.seed = config.seed
+
+        module.training_started = True
+        self._trainable_at_start = {parameter for parameter in module.parameters() if parameter.requires_grad}
+        # The dict that holds each parameter: a step checks that it still does, without a walk over the modules.
+        modules = list(module.modules())
+        self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        options = zero_options(config, step_grid, module)
+        self.loss_scaler = make_loss_scaler(config)
+        self.data_axis = ZeroDataAxis(
+            _managed(module, groups),
+            step_grid,
+            module.tie_axes,
+            {stage: module.layers_of(stage) for stage in module.stages},
+            options,
+            config.zero_optimization.reduce_bucket_size,
+            keep=config.zero_optimization.stage3_keep_gathered,
+            make=make_optimizer,
+            groups=[group for group, _ in groups],
+        )
+        module.fill(self.data_axis.fill)
+        self.accounts = MemoryAccounts(self.data_axis, module)
+        cast((), module, options.weight_dtype)
+        module.run_hook, module.prefetch_hook = self.data_axis.run_hook, self.data_axis.prefetch_hook
+        self.optimizer = self.data_axis.optimizer
+        self.executor = Executor(module, self.data_axis)
+        self._make_step(step_grid, make_scheduler, training_data, collate_fn)
+        loader = self.training_dataloader
+        self._own_data = None if loader is None else RepeatingLoader(loader)
+        # A schedule that cannot run raises here, before the first step.
+        self.program = self._lower(schedule)
+        self.observer = PipelineObserver(self, self.executor, self.feed)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Take one optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.
+
+        Args:
+            data_iter: each ``next`` returns one microbatch ``(inputs, labels)``. It is called on ranks of the first and
+                the last stage only. None: the engine's own loader over ``training_data``.
+
+        Returns:
+            The loss, 0-dim float64, equal on every rank: the sum over the whole batch, divided by the batch's weight.
+
+        Raises:
+            RuntimeError: on every rank. After an ``AgreedError`` (for instance if the data failed) the engine can go
+                on; if one rank failed, it leaves the process group, so that no other rank waits for it.
+        """
+        with self.all_or_none("train_batch"):
+            with self.accounts.step() if self.record_memory else nullcontext():
+                self.observer.begin_step()
+                loss = self._train_batch(data_iter)
+            log_profile(self.module)
+            return loss
+
+    def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise AgreedError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
+        self.grid.traffic.clear()
+        with self.replicas.stepping() as grid:
+            loss = self._step(grid, optimizer, data_iter)
+        if self.replicas.just_synchronized:
+            self._sent = self.grid.traffic.report()
+        return loss
+
+    def _step(self, grid: Grid, optimizer: torch.optim.Optimizer, data_iter: Iterator[Any] | None) -> Tensor:
+        """Take a training step with the ranks of a grid."""
+        source = self._own_data if data_iter is None else data_iter
+        microbatches, changed = self.feed.fetch(grid, source, self.batch.accumulation, self._untrainable())
+        if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
+            self.training_dataloader.advance(self.batch.accumulation)
+        if changed:
+            self.executor.forget_schemas()
+        if not self.module.training:
+            self.module.train()
+        self.module.dropout_state.step = self.global_steps
+        self.executor.clock = self.observer.program_clock(self.record_timeline)
+        self.data_axis.begin()
+        self.executor.loss_scale = self.optimizer_step.scale
+        result = self.executor.run(self.program, microbatches)
+        self.data_axis.finish()
+        if self.record_timeline:
+            self.timeline = self.observer.measure_timeline(grid)
+
+        # Tensor ranks hold the same loss: the first one counts.
+        counts = float(grid.tensor.is_first)
+        mine = [number * counts for number in result.sums()]
+        loss, weight, unused = self.optimizer_step.totals(grid, [*mine, self.data_axis.unused()])
+        if not weight > 0:
+            raise AgreedError(f"the batch's weight is {weight}: no label of it counts, so it has no loss")
+        value = mean(grid, loss, weight)
+        self.optimizer_step.take(
+            grid,
+            loss,
+            weight,
+            unused,
+            losses=lambda: result.losses,
+            update=self.data_axis.step,
+            schedule=lambda: advance_schedule(self.lr_scheduler, optimizer, value),
+        )
+        self.global_steps += 1
+        self._sent = self.grid.traffic.report()
+        self.observer.end_step(grid, value)
+        return value
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Compute the loss of a batch without a step, and the model's outputs if asked for.
+
+        Args:
+            data_iter: as in ``train_batch``; microbatches may be of any size.
+            return_logits: return the outputs too, on every rank.
+            compute_loss: False ignores the labels.
+            num_micro_batches: number of microbatches to read; by default ``gradient_accumulation_steps``.
+
+        Returns:
+            The loss, 0-dim float64, equal on every rank (None without ``compute_loss``). With ``return_logits`` a pair
+            of it and the outputs: a list with one entry per microbatch of this replica, which is the output of the last
+            layer, or of the module's ``output_fn`` on that.
+
+        Raises:
+            RuntimeError: as ``train_batch``.
+        """
+        with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
+            return self._evaluate(grid, data_iter, return_logits, compute_loss, num_micro_batches)
+
+    def _evaluate(
+        self,
+        grid: Grid,
+        data_iter: Iterator[Any],
+        return_logits: bool,
+        compute_loss: bool,
+        num_micro_batches: int | None,
+    ) -> Any:
+        count = num_micro_batches or self.batch.accumulation
+        microbatches, changed = self.feed.fetch(grid, data_iter, count)
+        if changed:
+            self.executor.forget_schemas()
+        training = self.module.training
+        self.module.eval()
+        self.executor.clock = None
+        try:
+            result = self.executor.run(self._evaluation(count), microbatches, outputs=return_logits, loss=compute_loss)
+        finally:
+            self.module.train(training)
+        loss = None
+        if compute_loss:
+            counts = float(grid.tensor.is_first)
+            loss = mean(grid, *totals(grid, [number * counts for number in result.sums()]))
+        if not return_logits:
+            return loss
+        return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
+
+    def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
+        return ((placed.layout.name, placed.layout, placed.parameter) for placed in self.module.local_parameters())
+
+    def traffic_report(self) -> dict[str, Any]:
+        """Return the bytes that this rank sent in the last ``train_batch``.
+
+        ``sent``: counted: axis -> collective -> calls and bytes. ``formula``: for the data axis, the formula of ZeRO's
+        paper, or of the gradient compression, or of ZeRO++. ``uncompressed``: ZeRO's formula for gradients in their own
+        dtype. Under ``local_updates`` see ``Engine.traffic_report`` for ``local`` and ``formula``.
+        """
+        sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
+        zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
+        formulas = traffic_formulas(self.data_axis, self.grid.data.size, zero, self.program, rank)
+        return {"sent": sent, **formulas} | self.replicas.traffic()
+
+    def memory_report(self) -> dict[str, Any]:
+        """Return the bytes that this rank holds, beside the papers' formula and the process's peak.
+
+        ``held``: counted between two steps: parameters, gradients, masters, optimizer, buffers; ``common``, the common
+        weights and the outer optimizer's state, under ``local_updates``. If ``record_memory`` was set in the last
+        batch, also the peak of what it added: ``activations`` (tensors saved by autograd) and ``working`` (tensors
+        that live within one operation: temporaries, gathered weights, gradients and messages in flight).
+        ``offloaded``: ``cpu`` or ``nvme`` -> kind -> bytes. ``formula``: model states by ZeRO's formula.
+        ``peak``: ``Grid.peak_memory``.
+        """
+        report = self.accounts.report()
+        return {**report, "held": report["held"] | self.replicas.memory()}
+
+    def _evaluation(self, microbatches: int) -> Program:
+        """Return the verified program of a forward pass; made once for each number of microbatches."""
+        if microbatches not in self._evaluations:
+            self._evaluations[microbatches] = self._lower(forward_only(self.module.placement, microbatches))
+        return self._evaluations[microbatches]
+
+    def _reschedule(self, microbatches: int) -> None:
+        schedule = training_schedule(self.module, self.config.pipeline, microbatches)
+        if tuple(schedule.placement) != tuple(self.module.placement):
+            raise ConfigError(f"the schedule of {microbatches} microbatches has its stages on other ranks")
+        if self.config.activation_checkpointing.contiguous_memory_optimization:
+            raise ConfigError(
+                "contiguous_memory_optimization has one buffer, for the microbatches of the first schedule"
+            )
+        self.program = self._lower(schedule)
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's weights under its own names, on every rank: ``gather()``. Collective."""
+        return self.gather()
+
+    def _lower(self, schedule: Schedule) -> Program:
+        zero = self.config.zero_optimization
+        each = None if zero.reduce_each_microbatch else False
+        program = lower(schedule, zero.stage, [tie.stages for tie in self.module.ties], each)
+        verify(program)
+        return program
+
+    def _share_outputs(self, outputs: list[Any]) -> list[Any]:
+        """Broadcast the last stage's outputs to every stage."""
+        pipe, source = self.grid.pipe, self.module.placement[-1]
+        tensors, schema = flatten(outputs) if self.module.is_last else ([], None)
+        encoded = pipe.all_gather_object(schema.encode() if schema else None)[source]
+        schema = Schema.decode(encoded)
+        if not self.module.is_last:
+            tensors = [torch.empty(s.shape, dtype=s.dtype, device=self.grid.device) for s in schema.tensors]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            pipe.broadcast(tensor, source=source)
+        shared: list[Any] = unflatten(schema, tensors)
+        return shared
+
+    def _untrainable(self) -> str | None:
+        """Return the reason for which a step would not update a parameter. None if it updates all parameters."""
+        name = self.data_axis.displaced()
+        if name is not None:
+            return (
+                f"{self.grid.describe()}: {name} is no longer where this engine steps it: the model went to another "
+                "engine, was moved or cast, or its parameters were assigned. Do that before triax.initialize"
+            )
+        for owner, key, parameter in self._owners:
+            if owner.get(key) is not parameter:
+                return f"{self.grid.describe()}: {key} was put in place after triax.initialize: do it before"
+            if parameter.requires_grad and parameter not in self._trainable_at_start:
+                return (
+                    f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so "
+                    "nothing would step it: let all that will ever train require gradients at triax.initialize, and "
+                    "freeze it then"
+                )
+        return None
+
+    def all_or_none(self, call: str) -> AbstractContextManager[None]:
+        return all_or_none(self.grid, self._abandon, call)
+
+    def _abandon(self) -> None:
+        self.executor.abandon()
+        self.data_axis.abandon()
+
+
+def training_schedule(module: PipelineModule, config: PipelineConfig, microbatches: int) -> Schedule:
+    """Return the schedule that the configuration asks for, for the model's stages.
+
+    Raises:
+        ConfigError: the schedule does not run the model's chunks, or is of another size.
+    """
+    costs = Costs(*config.costs)
+    try:
+        return make_schedule(config.schedule, module.grid.pipe.size, microbatches, module.chunks, costs, config.memory)
+    except ValueError as error:
+        raise ConfigError(f"pipeline.schedule: {error} (chunks are PipelineModule(..., chunks=))") from error
+
+
+def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[ManagedParameter]:
+    """Return this rank's parameters for the data axis, in the order of the model."""
+    group_of = {p: i for i, (_, parameters) in enumerate(groups) for p in parameters if p.requires_grad}
+    return [
+        ManagedParameter(p.parameter, p.layout, p.stages, p.layers, p.tie, p.counted, group_of.get(p.parameter))
+        for p in module.local_parameters()
+    ]

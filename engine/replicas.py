@@ -1,0 +1,64 @@
+"""Replica strategy of synchronous data parallelism. ``local_updates.py`` has the strategy of local SGD and DiLoCo."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ..grid import Grid
+
+
+class SynchronousReplicas:
+    """Replica strategy of data parallelism: gradients are summed in every step, so weights are always equal.
+
+    ``LocalReplicas`` has the same methods.
+
+    Args:
+        grid: the engine's grid.
+
+    Attributes:
+        just_synchronized: True if the last step ended with a synchronization of the replicas' weights under local
+            updates.
+        collective_grid: grid for collectives of the whole run, such as an evaluation or a table of times.
+    """
+
+    just_synchronized = False
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = self.collective_grid = grid
+
+    @property
+    def present(self) -> list[int]:
+        """Indices of the replicas that have not left the training. In this strategy these are all replicas."""
+        return list(range(self.grid.replicas))
+
+    def stepping(self) -> AbstractContextManager[Grid]:
+        """Context for a training step; yields the grid whose ranks take the step together."""
+        return nullcontext(self.grid)
+
+    def evaluating(self) -> AbstractContextManager[Grid]:
+        """Context for an evaluation; yields the grid over which the loss is summed."""
+        return nullcontext(self.grid)
+
+    def reading(self) -> AbstractContextManager[Grid]:
+        """Context in which weights or gradients are read; yields the grid whose replicas have equal weights."""
+        return nullcontext(self.grid)
+
+    def synchronize(self) -> None:
+        """Do nothing, because the replicas' weights are always equal in this strategy."""
+
+    def leave(self) -> bool:
+        """End this replica's training; returns True if all replicas have left, and they end together."""
+        return True
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the weights of the last synchronization, here its present weights."""
+        return nullcontext()
+
+    def traffic(self) -> dict[str, Any]:
+        """Return additional entries for ``traffic_report``. This strategy has none."""
+        return {}
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held for the strategy, by name, for ``memory_report``. This strategy holds none."""
+        return {}

@@ -1,0 +1,104 @@
+"""Arguments of ``triax.initialize``: where the configuration comes from, the grid, and the parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.schema import Config
+from ...grid.errors import ConfigError
+from ...grid.grid import Grid
+from ...pipe.module import PipelineModule
+
+Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
+
+
+def config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the configuration that was passed under one of its three names."""
+    if config is not None and config_params is not None:
+        raise ConfigError("config_params is an older name of config: give the second alone")
+    given = config if config is not None else config_params
+    source = given if given is not None else getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
+    return source
+
+
+def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -> Grid:
+    """Return the grid to train on: the model's own, the one given, or all processes as replicas."""
+    if mpu is not None:
+        raise ConfigError("mpu is Megatron's: leave it out, and pass grid=triax.Grid(tensor=...), which makes the axes")
+    if isinstance(model, PipelineModule):
+        if grid is not None and grid is not model.grid:
+            raise ConfigError("the PipelineModule has a grid already: leave grid= out")
+        return model.grid
+    if grid is None:
+        sizes = [config.tensor_parallel.autotp_size, config.tensor_parallel.tp_size]
+        wanted = max((size for size in sizes if size), default=1)
+        if wanted > 1:
+            raise ConfigError(
+                f"tensor_parallel asks for {wanted} tensor ranks: make grid = triax.Grid(tensor={wanted}), shard the "
+                "model with triax.parallelize(model, grid), and pass initialize(grid=grid)"
+            )
+        return Grid()
+    if grid.pipe.size > 1:
+        raise ConfigError(
+            f"the grid has {grid.pipe.size} pipe stages, and a {type(model).__name__} is one: list its layers in a "
+            "PipelineModule(layers, grid=grid, loss_fn=...), or make the grid without pipe"
+        )
+    return grid
+
+
+def check_grid(grid: Grid, config: Config) -> None:
+    """Refuse a grid whose axes have other sizes than the configuration says."""
+    parallel = config.tensor_parallel
+    for key, wanted, axis in (
+        ("pipeline.stages", config.pipeline.stages, "pipe"),
+        ("tensor_parallel.autotp_size", parallel.autotp_size, "tensor"),
+        ("tensor_parallel.tp_size", parallel.tp_size, "tensor"),
+    ):
+        size = getattr(grid, axis).size
+        if wanted and wanted != size:
+            raise ConfigError(
+                f"{key} is {wanted}, but the model's grid has {size} on its {axis} axis: make it with "
+                f"Grid({axis}={wanted}), or leave the key out"
+            )
+
+
+def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Groups:
+    """Return parameter groups as (options, parameters): the optimizer's own, those given, or one of everything."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        given: list[Any] = optimizer.param_groups
+    elif model_parameters is not None:
+        given = list(model_parameters)
+    else:
+        given = list(model.parameters())
+    if not any(isinstance(item, Mapping) for item in given):
+        given = [{"params": given}]
+    groups: Groups = []
+    seen: set[nn.Parameter] = set()
+    known = set(model.parameters())
+    for group in given:
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        strangers = sum(parameter not in known for parameter in parameters)
+        if strangers:
+            where = ""
+            if isinstance(model, PipelineModule):
+                placement = list(model.placement)
+                where = (
+                    f" (The schedule has its stages on ranks {placement}; pass PipelineModule(..., "
+                    f"placement={placement}) and they are there from the start.)"
+                )
+            raise ConfigError(
+                f"{strangers} parameters to train are not the model's: take them from model.parameters().{where}"
+            )
+        twice = sum(parameter in seen for parameter in parameters)
+        if twice:
+            raise ConfigError(f"{twice} parameters are in more than one parameter group: put each into one")
+        seen.update(parameters)
+        groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
+    return groups

@@ -1,0 +1,87 @@
+"""Setup of a plain module's engine: its optimizer, equal weights on all replicas, and dropout's random key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid, layout_of
+from ...grid.nest import map_tensors
+from ...grid.random import Dropout, DropoutState
+from ...zero.modules.module_optimizer import ZeroModuleOptimizer
+
+
+class ModuleOptimizer(ZeroModuleOptimizer):
+    """Optimizer of a ``ModuleEngine``: for learning-rate schedules, for its state, and for ``zero_grad``."""
+
+    _next: tuple[float, Collection[Tensor]] | None = None  # arguments of the engine's ``update``
+
+    def update(self, factor: float, without: Collection[Tensor]) -> None:
+        """Run the optimizer with the reduced gradients times ``factor``. Collective.
+
+        The parameters in ``without`` are not updated. This method calls ``step``, because learning-rate schedules and
+        other libraries wrap ``step``.
+        """
+        self._next = factor, without
+        self.step()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Called by ``update`` only.
+
+        Raises:
+            RuntimeError: called by other code: gradients would be neither reduced nor divided.
+        """
+        if self._next is None:
+            raise RuntimeError("the engine reduces, clips and steps: call engine.step(), not optimizer.step()")
+        factor, without = self._next
+        self._next = None
+        self.apply(factor, set(without))
+
+
+def bind_dropout(module: nn.Module, seed: int) -> DropoutState | None:
+    """Bind the module's ``triax`` dropouts to a common state, the key of their masks; return that state.
+
+    The result is None if the module has no such dropout.
+    """
+    found = [(name, part) for name, part in module.named_modules() if isinstance(part, Dropout)]
+    state = DropoutState(seed)
+    for name, part in found:
+        part.bind(name, state)
+    return state if found else None
+
+
+def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int) -> None:
+    """Key the dropout masks by the step and by the samples' indices in the global batch, from ``first`` on."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, inputs)
+    state.step = step
+    state.samples = range(first, first + tensors[0].shape[0]) if tensors and tensors[0].dim() else None
+
+
+@torch.no_grad()
+def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]) -> None:
+    """Broadcast parameters and buffers from the first replica, and unsharded ones from the first tensor rank.
+
+    Replicas do not receive the parameters in ``laid_out``: they receive them when these are put into buckets.
+    """
+    for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
+        if tensor.device != grid.device:
+            continue  # an error, told on every rank where parameters are laid out
+        axes = [] if layout_of(tensor).sharded else [grid.tensor]
+        if not (isinstance(tensor, nn.Parameter) and tensor in laid_out):
+            axes.append(grid.data)
+        for axis in axes:
+            if axis.size > 1:
+                whole = tensor.detach().contiguous()
+                axis.broadcast(whole)
+                tensor.data.copy_(whole)
+
+
+def describe_loss(value: Any) -> str:
+    """Describe a value that is not a loss, for messages."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"one of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a graph'}"

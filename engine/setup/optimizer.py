@@ -1,0 +1,140 @@
+"""Optimizer over ZeRO's flat ranges, and its learning-rate schedule: by name, by instance or by function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...config.schema import Config
+from ...grid.errors import ConfigError
+from ...grid.grid import Grid
+from ...optim import optimizers, schedulers
+from ...optim.schedulers import MakeScheduler
+from ...zero.onebit.adam import OneBit, OneBitAdam, ZeroOneAdam
+from ...zero.onebit.lamb import OneBitLamb
+from ...zero.onebit.stepper import stepped_by
+from ...zero.optimizer import ELEMENTWISE, needs_whole_tensors
+from ...zero.protocols import MakeOptimizer
+from ...zero.whole_tensors import WholeTensors
+
+ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
+
+
+def choose_optimizer(optimizer: Any, config: Config, grid: Grid) -> MakeOptimizer | None:
+    """Return a function that makes the optimizer over flat ranges. None if there is no optimizer.
+
+    Args:
+        optimizer: the argument of ``triax.initialize``, which is an instance or a function from parameter groups. If it
+            is None, the optimizer is the one named in the configuration.
+        config: the configuration, which may name an optimizer.
+        grid: the grid, whose tensor axis may shard parameters.
+
+    Raises:
+        ConfigError: if the optimizer cannot be used in this setup.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        make = _like_instance(optimizer)
+        require_whole_tensors(type(optimizer), config, grid.tensor.size)
+        return make
+    if optimizer is not None:
+        return _from_function(optimizer)
+    if config.optimizer is None:
+        return None
+    cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
+    require_whole_tensors(cls, config, grid.tensor.size)
+    return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
+
+
+def choose_scheduler(lr_scheduler: Any, optimizer: Any, config: Config, stepped: bool) -> MakeScheduler | None:
+    """Return a function that makes the learning-rate schedule over the optimizer. None if there is no schedule.
+
+    Args:
+        lr_scheduler: the argument of ``triax.initialize``, which is an instance over ``optimizer`` or a function. If it
+            is None, the schedule is the one named in the configuration.
+        optimizer: the argument of ``triax.initialize``.
+        config: the configuration, which may name a schedule.
+        stepped: True if there is an optimizer.
+
+    Raises:
+        ConfigError: if there is a schedule but no optimizer.
+        TypeError: if ``lr_scheduler`` is over another optimizer.
+    """
+    if lr_scheduler is not None:
+        return lr_scheduler if callable(lr_scheduler) else schedulers.over_another(lr_scheduler, optimizer)
+    if config.scheduler is None:
+        return None
+    if not stepped:
+        raise ConfigError("scheduler has no optimizer to set the learning rate of: give optimizer, or leave it out")
+    return schedulers.make_scheduler(config.scheduler.type, config.scheduler.params)
+
+
+def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
+    """Return a function that makes another of the same class, with the same options, from other parameter groups.
+
+    Raises:
+        ConfigError: if the optimizer needs unsharded tensors, or if it has already made a step.
+    """
+    cls = type(optimizer)
+    if cls.__name__ not in optimizers.WHOLE_TENSOR:
+        require_elementwise(cls)
+    if optimizer.state:
+        raise ConfigError(
+            f"this {cls.__name__} has state already, which cannot follow its parameters into flat shards: pass one "
+            "that has not stepped"
+        )
+    known = inspect.signature(cls).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    return _with_stepper(cls, lambda groups: cls(groups, **defaults))
+
+
+def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> MakeOptimizer:
+    """Return the user's function, with a check of the optimizer that it makes.
+
+    Raises:
+        ConfigError: by the returned function, if it made an optimizer that needs unsharded tensors or a 1-bit one.
+    """
+
+    def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = make(groups)
+        require_elementwise(type(optimizer))
+        if isinstance(optimizer, OneBit):
+            name = type(optimizer).__name__
+            raise ConfigError(
+                f"a function made a {name}, which is stepped in a way of its own: pass optimizer={name}"
+                f"(model.parameters(), ...) itself, or name it in the configuration"
+            )
+        return optimizer
+
+    return checked
+
+
+def require_whole_tensors(cls: type[torch.optim.Optimizer], config: Config, tensor: int = 1) -> None:
+    """Refuse an optimizer that needs unsharded tensors if the configuration or the tensor axis shards them.
+
+    Raises:
+        ConfigError: as ``optim.optimizers.require_whole_tensors``.
+    """
+    zero = config.zero_optimization
+    offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
+    optimizers.require_whole_tensors(cls.__name__, zero.stage, offload, tensor)
+
+
+def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that needs unsharded tensors.
+
+    Raises:
+        ConfigError: if the class is an optimizer of torch whose update is not elementwise.
+    """
+    if needs_whole_tensors(cls):
+        raise ConfigError(
+            f"{cls.__name__} needs whole tensors, but optimizer state lives on flat ranges here; use one of "
+            f"{', '.join((*ELEMENTWISE, 'Lion'))}"
+        )
+
+
+def _with_stepper(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
+    """Mark the function with the stepper that its optimizer needs."""
+    return WholeTensors(make) if cls.__name__ in optimizers.WHOLE_TENSOR else stepped_by(cls, make)

@@ -1,0 +1,119 @@
+"""Check, before an engine is made, that every rank has the same configuration, code and model.
+
+Ranks that differ would hang, or train another model than intended. Each rank describes what it has by names and
+numbers. Ranks first compare one hash of these, so that ranks that agree send a few bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.schema import Config
+from ...grid import Grid, layout_of
+from ...grid.agreement import require_equal
+from ...pipe.module import PipelineModule
+from ...pipe.schedules.choose import FILES
+
+Facts = dict[str, str]  # name, as messages have it -> value
+
+_MAY_DIFFER = ("dump_state", "log_level")
+# Each host may have its own disk, and only rank 0 writes these outputs.
+_PATHS = ("nvme_path", "output_path", "output_file", "job_name")
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, optimizer: Any) -> None:
+    """Check that all ranks agree. Collective; does nothing on one process. Starts the hang watch: see ``Grid.watch``.
+
+    Raises:
+        ConfigError: on every rank, if any rank differs; the message names the rank and the difference.
+    """
+    if grid.size == 1:
+        return
+    grid.start_hang_watch()
+    common = settings(config)
+    common["the versions of Python and torch"] = f"{platform.python_version()}, {torch.__version__}"
+    common["the optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
+    kinds, sources = layers(model)
+    loss = getattr(getattr(model, "loss_fn", None), "__module__", None)
+    common |= {**kinds, **code({*sources, loss} if loss else sources)}
+    require_equal(grid, grid.world, common)
+    # Stages hold different layers, and tensor ranks different shards: replicas are those that hold the same.
+    require_equal(grid, grid.data, parameters(model, groups))
+
+
+def settings(config: Config) -> Facts:
+    """Return every key of the configuration that must be equal on all ranks, as ``section.key``."""
+    found: Facts = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if prefix or key not in _MAY_DIFFER:
+                    walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        elif prefix == "pipeline.schedule" and value.endswith(FILES) and (file := Path(value)).is_file():
+            # Each host may have the file at another path.
+            found["the file that pipeline.schedule names"] = _hash(value, file.stat().st_mtime_ns)
+        elif not prefix.endswith(_PATHS):
+            found[prefix] = repr(value)
+
+    walk("", config.model_dump())
+    return found
+
+
+def layers(model: nn.Module) -> tuple[Facts, set[str]]:
+    """Return the class of every layer, or of every module of a plain model, and the names of their Python modules."""
+    if isinstance(model, PipelineModule):
+        listed = {f"the class of layer {i}": getattr(layer, "cls", layer) for i, layer in enumerate(model.specs)}
+    else:
+        listed = {f"the class of {name or 'the model'}": type(module) for name, module in model.named_modules()}
+    kinds = {name: each if hasattr(each, "__qualname__") else type(each) for name, each in listed.items()}
+    return {name: kind.__qualname__ for name, kind in kinds.items()}, {kind.__module__ for kind in kinds.values()}
+
+
+def code(modules: set[str]) -> Facts:
+    """Return hashes of the files of Python modules, of the program's own file, and of triax."""
+    found = {"triax": _package()}
+    for name in sorted({*modules, "__main__"}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and name.partition(".")[0] not in ("torch", "triax") and Path(file).is_file():
+            found[Path(file).name] = _hash(file, Path(file).stat().st_mtime_ns)
+    return found
+
+
+def parameters(model: nn.Module, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> Facts:
+    """Return shape, dtype and parameter group of each parameter on this rank."""
+    group_of = {p: i for i, (_, listed) in enumerate(groups) for p in listed}
+    found = {"the number of parameters": str(sum(1 for _ in model.parameters()))}
+    for name, parameter in model.named_parameters():
+        found[f"the parameter {layout_of(parameter).name or name}"] = _description(parameter, group_of.get(parameter))
+    return found
+
+
+def _description(parameter: Tensor, group: int | None) -> str:
+    kind = f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+    return f"{kind}{'' if parameter.requires_grad else ', frozen'}{'' if group is None else f', group {group}'}"
+
+
+@functools.cache
+def _package() -> str:
+    """Return a hash of triax's own files, computed once: a process does not load them again."""
+    digest = hashlib.sha256()
+    folders = (each.parent for each in _PACKAGE.glob("*/__init__.py"))  # tests, examples and benchmarks have none
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def _hash(file: str, date: int) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]

@@ -1,0 +1,9 @@
+"""Saving and loading of an engine's state as a ``Snapshot``. ``checkpoint/`` writes and reads the files.
+
+checkpointer.py: ``Checkpointer``: ``save_checkpoint``, ``load_checkpoint``, automatic checkpoints.
+capture.py: copies weights, optimizer state, buffers and counters from an engine into a Snapshot.
+restore.py: loads a Snapshot into an engine.
+residuals.py: saves and loads the residuals (error feedback) of gradient compression.
+local_updates.py: saves and loads the state of each replica under local SGD and DiLoCo.
+load_weights.py: ``load_weights`` loads a checkpoint's weights into a model that has no engine.
+"""

@@ -1,0 +1,254 @@
+"""Copies an engine's weights, optimizer state, buffers, counters and schedules into a ``Snapshot``.
+
+``restore.py`` does the reverse. The files of this folder use an engine through the two protocols below.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.convert.formats import describe
+from ...checkpoint.format.json_values import encode
+from ...checkpoint.matching import Shape
+from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
+from ...checkpoint.random_states import random_states
+from ...checkpoint.reader import LoadOptions
+from ...grid import Grid, layout_of
+from ...grid.layout import FlatRange
+from ...pipe.module import PipelineModule
+from ...zero.data_axis import ZeroDataAxis
+from ...zero.shard_ranges import NamedParameter
+from ...zero.state_shards import StateShards
+from ..loss_scale import LossScaler
+from . import residuals
+
+# Options of a parameter group that say how an optimizer computes, and not what: the grid, the machine and the
+# optimizer's class decide them.
+NOT_SAVED = (
+    "params",
+    "param_names",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "decoupled",
+)
+
+
+class ReplicaState(Protocol):
+    """Protocol: the methods with which checkpoints save and load replicas under local updates (local SGD, DiLoCo).
+
+    ``snapshot/local_updates.py`` implements it.
+    """
+
+    def shards(self) -> StateShards:
+        """Return the weights and optimizer state averaged over the replicas."""
+
+    def add_to(self, snapshot: Snapshot) -> None:
+        """Add to a snapshot the part of this replica's own state that this rank writes."""
+
+    def run_state(self) -> dict[str, Any]:
+        """Return the outer optimizer's counters for the checkpoint's header. They are equal on every rank."""
+
+    def require_loadable(self, snapshot: Snapshot, options: LoadOptions) -> None:
+        """Raise ValueError if replicas with different states would train synchronously after this load."""
+
+    def restore(self, snapshot: Snapshot, options: LoadOptions, usable: Mapping[str, Shape]) -> list[str]:
+        """Load each replica's own state after the state averaged over the replicas. Collective.
+
+        Returns:
+            Notes for the log.
+        """
+
+    def may_save_after(self, step: int, every: int) -> bool:
+        """Return True if an automatic checkpoint may be saved, and signals are checked, after this step."""
+
+
+class Checkpointed(Protocol):
+    """Protocol: the attributes and methods of an engine that saving and loading a checkpoint use."""
+
+    config: Any
+    grid: Grid
+    module: Any
+    batch: Any
+    global_steps: int
+    lr_scheduler: Any
+    training_dataloader: Any
+    data_axis: ZeroDataAxis
+    loss_scaler: LossScaler | None
+    replica_state: ReplicaState | None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer as users see it. None if the engine has no optimizer."""
+
+    @property
+    def global_samples(self) -> int:
+        """Number of samples trained on so far."""
+
+    def set_position(self, steps: int, samples: int) -> None:
+        """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
+
+
+@torch.no_grad()
+def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exclude_frozen: bool = False) -> Snapshot:
+    """Return a snapshot of an engine's state. On each rank it has the part of the state that this rank writes.
+
+    The snapshot's tensors are views of the engine's tensors, without a copy.
+
+    Args:
+        engine: the engine, between two steps.
+        tag: the checkpoint's name.
+        client_state: the user's own values to save with the checkpoint.
+        exclude_frozen: leave out the parameters that are not trained.
+
+    Raises:
+        TypeError: if the client state, the optimizer or the dataloader has a value that JSON cannot hold.
+    """
+    shards = state_shards(engine)
+    header = {
+        "tag": tag,
+        "step": engine.global_steps,
+        "written": time.time(),
+        "versions": {"triax": version("triax"), "torch": torch.__version__},
+        "grid": engine.grid.topology.axes,
+        "config": engine.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "dtype": str(engine.data_axis.options.weight_dtype or "").removeprefix("torch.") or None,
+        "model": describe(engine.module),
+        "run": run_state(engine),
+    }
+    snapshot = Snapshot(header=header, after_write=shards.evict)
+    add_tensors(snapshot, engine, shards, engine.grid)
+    for name, state in random_states(engine.grid).items():
+        snapshot.add(f"{RANDOM}/{name}/{engine.grid.rank:05}", state)
+    if engine.grid.data.is_first and engine.grid.tensor.is_first:
+        snapshot.numbers = optimizer_numbers(shards)
+    if engine.replica_state is not None:
+        engine.replica_state.add_to(snapshot)
+    if exclude_frozen:
+        _remove_frozen(snapshot, shards)
+    snapshot.set_client_state(client_state, add_tensors=engine.grid.rank == 0)
+    return snapshot
+
+
+@torch.no_grad()
+def capture_weights(engine: Checkpointed, exclude_frozen: bool = False) -> Snapshot:
+    """Return a snapshot of an engine's weights and buffers only, with the part that this rank writes."""
+    shards, snapshot = state_shards(engine), Snapshot()
+    add_tensors(snapshot, engine, shards, engine.grid)
+    snapshot.tensors = {n: each for n, each in snapshot.tensors.items() if n.partition("/")[0] in (WEIGHTS, BUFFERS)}
+    if exclude_frozen:
+        _remove_frozen(snapshot, shards)
+    return snapshot
+
+
+def state_shards(engine: Checkpointed) -> StateShards:
+    """Return this rank's shards of an engine's weights and optimizer state."""
+    if engine.replica_state is not None:
+        return engine.replica_state.shards()
+    return StateShards(engine.data_axis, named_parameters(engine), engine.grid)
+
+
+def named_parameters(engine: Checkpointed) -> list[NamedParameter]:
+    """Return this rank's parameters with their whole-model names."""
+    module = engine.module
+    if isinstance(module, PipelineModule):
+        return [NamedParameter(each.parameter, each.layout, each.counted) for each in module.local_parameters()]
+    found = {}
+    for name, parameter in module.named_parameters():
+        layout = layout_of(parameter)
+        found[parameter] = NamedParameter(parameter, replace(layout, name=layout.name or name), True)
+    for bucket in engine.data_axis.buckets:
+        for member in bucket.members:  # a parameter may be the optimizer's and not the module's
+            found.setdefault(member.parameter, NamedParameter(member.parameter, member.layout, True))
+    return [*found.values()]
+
+
+def _remove_frozen(snapshot: Snapshot, shards: StateShards) -> None:
+    """Remove from a snapshot the weights of parameters that are not trained."""
+    for named in shards.parameters:
+        if not named.parameter.requires_grad:
+            snapshot.tensors.pop(f"{WEIGHTS}/{named.layout.name}", None)
+
+
+def buffers(module: nn.Module, rank: int) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield a module's persistent buffers.
+
+    Yields:
+        Name in the whole model, buffer, and True if this pipe rank writes the buffer to the checkpoint.
+    """
+    if not isinstance(module, PipelineModule):
+        yield from ((name, buffer, True) for name, buffer in _persistent(module))
+        return
+    for source, layer in module.layers.items():
+        stage = bisect.bisect_right(module.boundaries, int(source)) - 1
+        for name, buffer in _persistent(layer):
+            yield f"layers.{source}.{name}", buffer, module.placement[stage] == rank
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    known = module.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in known)
+
+
+def add_tensors(snapshot: Snapshot, engine: Checkpointed, shards: StateShards, grid: Grid) -> None:
+    """Add to a snapshot the tensors that this rank writes: shards of weights, optimizer state, residuals, buffers.
+
+    Over all ranks of ``grid``, each element of the model is written once.
+    """
+    for part in shards.values(mine=True):
+        snapshot.add_range(f"{WEIGHTS}/{part.name}", part, grid.tensor)
+    for key, part in shards.states():
+        snapshot.add_range(f"{OPTIMIZER}/{key}/{part.name}", part, grid.tensor)
+    for name, part in residuals.ranges(grid, shards):
+        snapshot.add_range(name, part, grid.tensor)
+    for name, value in residuals.whole_tensors(grid, shards):
+        snapshot.add(name, value)
+    for name, key, value in shards.odd_shaped_state():
+        snapshot.add(f"{OPTIMIZER}/{key}/{name}", value)
+    for name, buffer, writes in buffers(engine.module, grid.pipe.rank):
+        if writes and grid.data.is_first and (layout_of(buffer).sharded or grid.tensor.is_first):
+            layout, flat = layout_of(buffer), buffer.detach().contiguous().view(-1)
+            snapshot.add_range(f"{BUFFERS}/{name}", FlatRange(name, layout, 0, flat.numel(), flat), grid.tensor)
+
+
+def optimizer_numbers(shards: StateShards) -> dict[str, Any]:
+    """Return the plain numbers (no tensors) of each parameter's optimizer state, by parameter name, for JSON."""
+    return {name: encode(state, None, f"the optimizer's state of {name}") for name, state in shards.scalars().items()}
+
+
+def run_state(engine: Checkpointed) -> dict[str, Any]:
+    """Return the run's counters, optimizer options and schedules for JSON. They are equal on every rank."""
+    scaler, schedule, loader = engine.loss_scaler, engine.lr_scheduler, engine.training_dataloader
+    state: dict[str, Any] = {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "train_batch_size": engine.batch.train,
+        "seed": engine.config.seed,
+        **residuals.numbers(engine.grid, engine.data_axis),
+    }
+    if engine.optimizer is not None:
+        groups = [{k: v for k, v in group.items() if k not in NOT_SAVED} for group in engine.optimizer.param_groups]
+        state["optimizer"] = type(engine.data_axis.optimizer).__name__
+        state["param_groups"] = encode(groups, None, "optimizer.param_groups")
+    if scaler is not None:
+        state["loss_scaler"] = scaler.state_dict()
+    if schedule is not None:
+        state["lr_scheduler"] = {
+            "type": type(schedule).__name__,
+            "state": encode(schedule.state_dict(), None, f"the state of {type(schedule).__name__}"),
+        }
+    if engine.replica_state is not None:
+        state["local_updates"] = engine.replica_state.run_state()
+    if hasattr(loader, "state_dict"):
+        state["loader"] = encode(loader.state_dict(), None, "the state of training_dataloader")
+    return state

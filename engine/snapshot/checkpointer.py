@@ -1,0 +1,196 @@
+"""Checkpointer: saves and loads an engine's checkpoints, on the user's call and automatically."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.async_writer import AsyncWriter, failure_message, log_failure
+from ...checkpoint.auto import AutoSaver, open_newest
+from ...checkpoint.convert.export import write_model
+from ...checkpoint.format import folder as folders
+from ...checkpoint.protocol import Snapshot
+from ...checkpoint.reader import LoadOptions, open_checkpoint
+from ...checkpoint.rendezvous import agreed_tag, rendezvous
+from ...checkpoint.writer import Writer
+from ...grid.agreement import agreed
+from ...grid.errors import CheckpointError
+from .capture import Checkpointed, capture, capture_weights
+from .restore import apply
+
+Loaded = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path and its client state; None: nothing was loaded
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one engine. ``Engine`` documents the methods that users call.
+
+    Args:
+        engine: the engine whose state is saved and loaded.
+
+    Attributes:
+        client_state: the user's values that are saved with automatic checkpoints.
+        resumed: path and client state that ``checkpoint.resume`` loaded.
+        writer: writes asynchronous checkpoints. None before the first one.
+    """
+
+    def __init__(self, engine: Checkpointed) -> None:
+        self._engine = engine
+        self.client_state: Mapping[str, Any] | None = None
+        self.resumed: Loaded = (None, None)
+        self.writer: AsyncWriter | None = None
+
+    def save(
+        self,
+        save_dir: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen: bool,
+    ) -> bool:
+        """Write a checkpoint, as ``Engine.save_checkpoint`` documents."""
+        settings = self._engine.config.checkpoint
+        chosen = tag if tag is not None else f"global_step{self._engine.global_steps}"
+        chosen = self._rendezvous("save_checkpoint", str(save_dir), str(chosen))
+        problem = self._write(Path(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
+        if problem is not None and settings.on_failure == "stop":
+            raise CheckpointError(failure_message(save_dir, chosen, problem))
+        log_failure(save_dir, chosen, problem)
+        return problem is None
+
+    def wait(self) -> str | None:
+        """Wait until an asynchronous checkpoint is written, as ``Engine.wait_for_checkpoint`` documents."""
+        return None if self.writer is None else self.writer.wait()
+
+    def load(self, load_dir: str | Path, tag: str | None, options: LoadOptions) -> Loaded:
+        """Load a checkpoint into the engine, as ``Engine.load_checkpoint`` documents."""
+        grid, folder = self._engine.grid, Path(load_dir)
+        self.wait()
+        given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag))
+        with agreed(grid):
+            chosen = given or folders.latest(folder)
+        chosen = grid.world.all_gather_object(chosen)[0]
+        if chosen is None:
+            if grid.rank == 0:
+                logging.getLogger("triax").warning(
+                    "%s has no file 'latest', and no tag was given: nothing is loaded. Checkpoints there: %s",
+                    folder,
+                    ", ".join(folders.tags(folder)) or "none",
+                )
+            return None, None
+        path = grid.world.all_gather_object(folders.readable_path(folder, chosen))[0]
+        return self._apply(open_checkpoint(grid, path, options), options)
+
+    def export(self, save_dir: str | Path, save_filename: str, exclude_frozen: bool) -> None:
+        """Write weights and buffers to one file, as ``Engine.save_16bit_model`` documents."""
+        engine = self._engine
+        rendezvous(engine.grid, engine.config.checkpoint.patience, "save_16bit_model", str(save_dir), save_filename)
+        path = (Path(save_dir) / save_filename).with_suffix(".safetensors")
+        with agreed(engine.grid):
+            snapshot = capture_weights(engine, exclude_frozen)
+        write_model(engine.grid, snapshot, path, engine.data_axis.options.weight_dtype or torch.bfloat16)
+
+    def resume(self, folder: Path) -> None:
+        """Load the newest undamaged checkpoint of a folder, if there is one. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint is of another model.
+        """
+        engine = self._engine
+        options = self.load_options()
+        snapshot = open_newest(engine.grid, folder, options)
+        if snapshot is not None:
+            self.resumed = self._apply(snapshot, options)
+            if engine.grid.rank == 0:
+                logging.getLogger("triax").warning(
+                    "goes on from %s, after step %d", snapshot.source, engine.global_steps
+                )
+
+    def auto_saver(self) -> AutoSaver | None:
+        """Return the object that saves a checkpoint every ``checkpoint.every`` steps. None if the key is not set."""
+        engine, settings = self._engine, self._engine.config.checkpoint
+        if settings.every is None:
+            return None
+        folder = Path(settings.dir).absolute()
+
+        def save(tag: str, done: Callable[[], None]) -> str | None:
+            return self._write(folder, tag, self.client_state or {}, True, False, done)
+
+        return AutoSaver(
+            engine.grid,
+            folder,
+            every=settings.every,
+            keep=settings.keep,
+            stop=settings.on_failure == "stop",
+            step=engine.global_steps,
+            save=save,
+            wait=self.wait,
+        )
+
+    def may_save(self) -> bool:
+        """Return True if an automatic checkpoint may be saved now.
+
+        Under local updates it may be saved only after a synchronization, or after every ``checkpoint.every`` steps.
+        """
+        engine = self._engine
+        every = engine.config.checkpoint.every
+        return engine.replica_state is None or engine.replica_state.may_save_after(engine.global_steps, every)
+
+    def load_options(self, **options: bool) -> LoadOptions:
+        """Return ``LoadOptions`` with the given options and those that follow from the engine's configuration."""
+        engine = self._engine
+        return LoadOptions(verify=engine.config.checkpoint.verify, local=engine.replica_state is not None, **options)
+
+    def _rendezvous(self, call: str, *arguments: str) -> str:
+        """Wait until every rank has made the same call. Returns rank 0's last argument, which all ranks then use."""
+        engine, settings = self._engine, self._engine.config.checkpoint
+        given = rendezvous(engine.grid, settings.patience, call, *arguments)
+        return agreed_tag(engine.grid, given, settings.tag_validation.lower())
+
+    def _write(
+        self,
+        folder: Path,
+        tag: str,
+        client_state: Mapping[str, Any],
+        save_latest: bool,
+        exclude_frozen: bool,
+        done: Callable[[], None] = lambda: None,
+    ) -> str | None:
+        """Write a checkpoint, or start to write it in a thread. Collective.
+
+        Args:
+            folder, tag, client_state, save_latest, exclude_frozen: the arguments of ``save``.
+            done: called when the checkpoint is complete.
+
+        Returns:
+            None, or the reason for which the checkpoint was not written. With ``checkpoint.async`` it is the reason
+            for which the previous checkpoint was not written, if such a failure stops the run.
+        """
+        grid, settings = self._engine.grid, self._engine.config.checkpoint
+        before = self.wait()
+        with agreed(grid):
+            folders.check_tag(tag)
+            snapshot = capture(self._engine, tag, client_state, exclude_frozen)
+        if not settings.async_:
+            problem = Writer(grid, snapshot, folder, tag, grid.world.all_gather_object, save_latest).run()
+            if problem is None:
+                done()
+            return problem
+
+        def written(problem: str | None) -> None:
+            log_failure(folder, tag, problem)
+            if problem is None:
+                done()
+
+        self.writer = self.writer or AsyncWriter(grid)
+        self.writer.write(snapshot, folder, tag, save_latest, written)
+        return before if settings.on_failure == "stop" else None
+
+    def _apply(self, snapshot: Snapshot, options: LoadOptions) -> tuple[str, dict[str, Any]]:
+        with agreed(self._engine.grid):
+            client_state = snapshot.client_state()
+        apply(self._engine, snapshot, options)
+        return snapshot.source, client_state

@@ -1,0 +1,86 @@
+"""Loading of a checkpoint's weights into a model without an engine, for inference, conversion or inspection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.format import folder as folders
+from ...checkpoint.format.index import NAME
+from ...checkpoint.matching import listed
+from ...checkpoint.protocol import BUFFERS, WEIGHTS
+from ...checkpoint.reader import LoadOptions, open_checkpoint
+from ...grid import Grid, Layout, layout_of
+from ...grid.agreement import agreed
+from ...pipe.module import PipelineModule
+from .capture import buffers
+
+
+@torch.no_grad()
+def load_weights(
+    module: nn.Module, path: str | Path, *, grid: Grid | None = None, strict: bool = True, verify: bool = True
+) -> None:
+    """Load a checkpoint's weights and buffers into a model. Any grid may have written the checkpoint. Collective.
+
+    Each rank reads its own part. Weights are cast to the model's dtype.
+
+    Args:
+        module: a ``PipelineModule`` or any other module. For a module with an engine use ``engine.load_checkpoint``.
+        path: a checkpoint, or a folder of checkpoints. In a folder the checkpoint that ``latest`` names is loaded.
+        grid: the grid over which a module is sharded that is not a ``PipelineModule``. None if every rank has the
+            complete module.
+        strict: require every parameter and buffer to be in the checkpoint with the same shape. If False, only the
+            tensors whose names and shapes match are loaded.
+        verify: compare the bytes that are read with their checksums before anything is loaded.
+
+    Raises:
+        CheckpointError: on every rank, with nothing changed, if there is no such checkpoint, if it is damaged, or if
+            it is of another model.
+        ValueError: if an engine trains the model in stage 3 of ZeRO, because the weights are then sharded.
+    """
+    if isinstance(module, PipelineModule):
+        grid = module.grid
+        if module.run_hook is not None:
+            raise ValueError("an engine holds these weights in shards: call its load_checkpoint(load_module_only=True)")
+        module.fill()
+    grid = grid or Grid()
+    with agreed(grid):
+        folder = Path(path)
+        if not (folder / NAME).is_file() and (tag := folders.latest(folder)) is not None:
+            folder = folders.readable_path(folder, tag)
+    tensors = open_checkpoint(grid, folder, LoadOptions(weights_only=True, verify=verify)).tensors
+    targets = {name: (layout, tensor) for name, layout, tensor in _targets(module, grid)}
+    away = next((name for name, (_, tensor) in targets.items() if tensor.is_meta), None)
+    if away is not None:
+        raise ValueError(
+            f"{away.partition('/')[2]} is on the meta device, without values: model.to_empty(device=...) before; or "
+            'list the layers in a PipelineModule(..., device="meta"), which is built shard by shard'
+        )
+    with agreed(grid):
+        unfit = [n for n, (layout, _) in targets.items() if n not in tensors or tensors[n].shape != layout.shape]
+        if unfit and strict:
+            raise ValueError(
+                f"{folder} does not have {listed([f'{name} {targets[name][0].shape}' for name in unfit])}: build the "
+                "model that was saved, or pass strict=False for what fits"
+            )
+    for name, (layout, tensor) in targets.items():
+        if name not in unfit:
+            tensors[name].read_shard(tensor.data, layout, grid.tensor)
+
+
+def _targets(module: nn.Module, grid: Grid) -> Iterator[tuple[str, Layout, Tensor]]:
+    """Yield the name in a checkpoint, the layout and the tensor of each weight and buffer on this rank."""
+    if isinstance(module, PipelineModule):
+        yield from (
+            (f"{WEIGHTS}/{each.layout.name}", each.layout, each.parameter) for each in module.local_parameters()
+        )
+    else:
+        for name, parameter in module.named_parameters():
+            layout = layout_of(parameter)
+            yield f"{WEIGHTS}/{layout.name or name}", replace(layout, name=layout.name or name), parameter
+    for name, buffer, _ in buffers(module, grid.pipe.rank):
+        yield f"{BUFFERS}/{name}", layout_of(buffer), buffer

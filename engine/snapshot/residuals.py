@@ -1,0 +1,110 @@
+"""Saving and loading of gradient compression's residuals (error feedback), one set for each replica.
+
+``exchange/residual/00002/layers.0.weight`` is the part of the gradient that replica 2 had not sent. The sum of all
+residuals must be kept, because the optimizer has not applied it yet. If the run continues with n replicas and n has
+changed, new replica i mod n adds the residuals of each old replica i; replicas that get none start from zero. If n is
+the same, each replica gets its own residuals, bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.protocol import EXCHANGE, Snapshot
+from ...grid import Axis, Grid
+from ...grid.layout import FlatRange
+from ...zero.compression.compressor import Compressor, ReplicatedTensor
+from ...zero.data_axis import ZeroDataAxis
+from ...zero.state_shards import StateShards
+
+
+def ranges(grid: Grid, shards: StateShards) -> Iterator[tuple[str, FlatRange]]:
+    """Yield this replica's residuals that this rank writes, as (checkpoint name, flat range of the parameter)."""
+    for key, part in shards.residuals():
+        yield f"{EXCHANGE}/{key}/{grid.data.rank:05}/{part.name}", part
+
+
+def whole_tensors(grid: Grid, shards: StateShards) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, tensor) for the compressor's replicated tensors that this rank writes."""
+    for kept in _replicated(shards.data_axis):
+        if shards.writes(kept.member.layout.name):
+            yield _name(grid.tensor, kept), kept.value
+
+
+def numbers(grid: Grid, data_axis: ZeroDataAxis) -> dict[str, Any]:
+    """Return the compressor's class and step counter for JSON. They are equal on every rank."""
+    exchange = data_axis.exchange
+    if exchange is None:
+        return {}
+    steps = exchange.steps if isinstance(exchange, Compressor) else None
+    return {EXCHANGE: {"type": type(exchange).__name__, "replicas": grid.data.size, "steps": steps}}
+
+
+@torch.no_grad()
+def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: Snapshot) -> list[str]:
+    """Load a compressor's residuals and replicated tensors from a snapshot. Collective.
+
+    Returns:
+        Notes about the tensors that could not be loaded.
+    """
+    tensors, saved = snapshot.tensors, snapshot.header["run"].get(EXCHANGE)
+    exchange, axis = data_axis.exchange, grid.data
+    saved_keys = {name.split("/")[1].partition(".")[0] for name in tensors if name.startswith(f"{EXCHANGE}/")}
+    if exchange is None and not saved_keys:
+        return []
+    used: set[str] = set()
+    new: set[str] = set()
+    saved_replicas = 0 if saved is None else int(saved["replicas"])
+    for key, part in shards.residual_targets():
+        part.value.zero_()
+        names = [
+            f"{EXCHANGE}/{key}/{replica:05}/{part.name}" for replica in range(axis.rank, saved_replicas, axis.size)
+        ]
+        fitting = [name for name in names if name in tensors and tensors[name].shape == part.layout.shape]
+        for number, name in enumerate(fitting):
+            into = part.value if not number else torch.empty_like(part.value)
+            tensors[name].read_range(part._replace(value=into), grid.tensor)
+            if number:
+                part.value.add_(into)
+        (used if f"{EXCHANGE}/{key}/00000/{part.name}" in tensors else new).add(key)
+    for kept in _replicated(data_axis):
+        name = _name(grid.tensor, kept)
+        fits = name in tensors and tensors[name].shape == tuple(kept.value.shape)
+        if fits:
+            kept.value.copy_(tensors[name].read_all())
+        (used if fits else new).add(kept.key)
+    if isinstance(exchange, Compressor) and saved is not None and saved["steps"] is not None:
+        exchange.steps = int(saved["steps"])
+    gathered = grid.world.all_gather_object((used, new))
+    unused = saved_keys.difference(*(each for each, _ in gathered))
+    missing = set().union(*(each for _, each in gathered))
+    notes = []
+    if unused:
+        what = "compression" if saved is None else saved["type"]
+        notes.append(f"what {what} kept ({', '.join(sorted(unused))}) has no place here: it is left out")
+    if missing:
+        notes.append(
+            f"{', '.join(sorted(missing))} of {type(exchange).__name__} is not there, or not all: it begins anew"
+        )
+    return notes
+
+
+def _replicated(data_axis: ZeroDataAxis) -> Iterator[ReplicatedTensor]:
+    """Yield the compressor's tensors that are replicated over the data axis."""
+    if isinstance(data_axis.exchange, Compressor):
+        yield from data_axis.exchange.replicated()
+
+
+def _name(axis: Axis, kept: ReplicatedTensor) -> str:
+    """Return the checkpoint name of a compressor's tensor that does not have the shape of a parameter.
+
+    For a tensor-parallel shard the name contains the tensor rank and the tensor degree. With another tensor degree the
+    name is therefore not found, and the tensor starts from zero.
+    """
+    layout = kept.member.layout
+    of = f".{axis.rank}of{axis.size}" if layout.sharded and axis.size > 1 else ""
+    return f"{EXCHANGE}/{kept.key}{of}/{layout.name}"

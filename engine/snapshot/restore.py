@@ -1,0 +1,201 @@
+"""Loads into an engine the weights, buffers, optimizer state, counters and schedules that ``capture.py`` saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.format.json_values import decode
+from ...checkpoint.matching import Shape, listed, match_model
+from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
+from ...checkpoint.random_states import set_random_states
+from ...checkpoint.reader import LoadOptions
+from ...grid import Axis, layout_of
+from ...grid.agreement import agreed
+from ...optim.schedulers import follow
+from ...zero.state_shards import StateShards
+from . import residuals
+from .capture import NOT_SAVED, Checkpointed, buffers, state_shards
+
+_ADAM = ("Adam", "AdamW", "UncorrectedAdam")  # they keep equal state, and use it in three ways
+
+
+@torch.no_grad()
+def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> None:
+    """Load a snapshot's state into an engine. Collective.
+
+    Args:
+        engine: the engine, between two steps.
+        snapshot: read from a checkpoint that any grid may have written.
+        options: which parts of the state to load.
+
+    Raises:
+        CheckpointError: on every rank, before anything was changed, if the snapshot is of another model and
+            ``options.strict`` is set, or if it cannot be loaded at this point of the run.
+    """
+    grid, shards, run = engine.grid, state_shards(engine), snapshot.header["run"]
+    loads_optimizer = options.optimizer and not options.weights_only and engine.data_axis.optimizer is not None
+    with agreed(grid):
+        gathered = shards.gathered_parameter()
+        if gathered is not None:
+            raise ValueError(f"{gathered} is lent out whole: load_checkpoint outside of whole_weights() and gathered()")
+        if engine.replica_state is not None:
+            engine.replica_state.require_loadable(snapshot, options)
+    shapes = {f"{WEIGHTS}/{named.layout.name}": named.layout.shape for named in shards.parameters}
+    shapes |= {
+        f"{BUFFERS}/{name}": layout_of(buffer).shape for name, buffer, _ in buffers(engine.module, grid.pipe.rank)
+    }
+    problems = []
+    if loads_optimizer and not same_optimizer_state(snapshot, engine):
+        problems.append(
+            f"the optimizer was a {run['optimizer']}, and this one is a {type(engine.data_axis.optimizer).__name__} "
+            "(load_optimizer_states=False loads the rest)"
+        )
+    usable = match_model(grid, snapshot, shapes, options.strict, problems)
+    read_weights(engine, shards, snapshot, usable)
+    notes: list[str] = []
+    if not options.weights_only:
+        if loads_optimizer:
+            if not problems:
+                read_optimizer(shards, snapshot, usable, grid.tensor)
+                notes += set_optimizer(engine, run)
+            else:
+                notes.append(f"the optimizer was a {run['optimizer']}: its state is not loaded")
+            notes += residuals.restore(grid, engine.data_axis, shards, snapshot)
+        if options.schedule:
+            notes += set_schedule(engine, run)
+        with agreed(grid):  # a loader may be of other data
+            notes += set_position(engine, run)
+    if engine.replica_state is not None:
+        notes += engine.replica_state.restore(snapshot, options, usable)
+    if not options.weights_only and snapshot.header["grid"] == grid.topology.axes:
+        states = snapshot.under(f"{RANDOM}/").tensors.items()
+        mine = {name.split("/")[0]: state.read_all() for name, state in states if name.endswith(f"/{grid.rank:05}")}
+        set_random_states(grid, mine)
+    if grid.rank == 0:
+        for note in notes:
+            logging.getLogger("triax").warning("%s: %s", snapshot.source, note)
+
+
+def read_weights(engine: Checkpointed, shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape]) -> None:
+    """Load the weights and buffers named in ``usable`` from a snapshot. Collective over the data axis."""
+    grid = engine.grid
+    names = usable.keys() & snapshot.tensors.keys()
+    for part in shards.values(mine=False):
+        if f"{WEIGHTS}/{part.name}" in names:
+            snapshot.tensors[f"{WEIGHTS}/{part.name}"].read_range(part, grid.tensor)
+    shards.publish()
+    for name, buffer, _ in buffers(engine.module, grid.pipe.rank):
+        if f"{BUFFERS}/{name}" in names:
+            snapshot.tensors[f"{BUFFERS}/{name}"].read_shard(buffer, layout_of(buffer), grid.tensor)
+
+
+def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape], axis: Axis) -> None:
+    """Load the optimizer state of the parameters named in ``usable``; all other parameters start with empty state."""
+    tensors = snapshot.tensors
+    shapes = {name.partition("/")[2]: shape for name, shape in usable.items() if name.startswith(f"{WEIGHTS}/")}
+    keys = list(dict.fromkeys(name.split("/", 2)[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")))
+
+    def saved_dtype(name: str, key: str) -> torch.dtype | None:
+        tensor = tensors.get(f"{OPTIMIZER}/{key}/{name}")
+        return tensor.dtype if tensor is not None and shapes.get(name) == tensor.shape else None
+
+    shards.reset_optimizer()
+    for key, part in shards.load_targets(saved_dtype, keys):
+        tensors[f"{OPTIMIZER}/{key}/{part.name}"].read_range(part, axis)
+    for name, shape in shapes.items():
+        for key in keys:
+            tensor = tensors.get(f"{OPTIMIZER}/{key}/{name}")
+            if tensor is not None and tensor.shape != shape:
+                shards.set_odd_shaped_state(name, key, tensor.read_all())
+    saved = snapshot.numbers
+    unlike = shards.set_scalars({name: decode(saved[name]) for name in shapes if name in saved})
+    shards.resume()
+    if unlike:
+        logging.getLogger("triax").warning(
+            "%s: parameters beside %s had taken unlike numbers of steps, or none: they count the most from here on",
+            snapshot.source,
+            listed(unlike),
+        )
+
+
+def same_optimizer_state(snapshot: Snapshot, engine: Checkpointed) -> bool:
+    """Return True if the engine's optimizer can use the optimizer state in the snapshot."""
+    saved, own = snapshot.header["run"].get("optimizer"), type(engine.data_axis.optimizer).__name__
+    return saved is None or saved == own or (saved in _ADAM and own in _ADAM)
+
+
+def set_optimizer(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
+    """Load the options of the parameter groups and the loss scale. Returns notes about values that did not fit."""
+    notes = []
+    saved = decode(run.get("param_groups") or [])
+    for groups in _all_groups(engine) if "param_groups" in run else ():
+        if len(groups) != len(saved):
+            notes = [f"{len(saved)} parameter groups were saved, and there are {len(groups)}: their options stay"]
+            continue
+        for group, options in zip(groups, saved, strict=True):
+            for key, value in options.items():
+                if key in group and key not in NOT_SAVED:
+                    _set(group, key, value)
+    if engine.loss_scaler is not None and "loss_scaler" in run:
+        engine.loss_scaler.load_state_dict(run["loss_scaler"])
+    return notes
+
+
+def set_schedule(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
+    """Load the state of the learning-rate schedule. Returns notes about values that did not fit."""
+    schedule, saved = engine.lr_scheduler, run.get("lr_scheduler")
+    if schedule is None or saved is None:
+        return [] if schedule is None else ["no lr_scheduler was saved: this one begins anew"]
+    if saved["type"] != type(schedule).__name__:
+        return [f"the lr_scheduler was a {saved['type']}, and this one is a {type(schedule).__name__}: it begins anew"]
+    schedule.load_state_dict(decode(saved["state"]))
+    groups = decode(run.get("param_groups") or [])
+    for mine in _all_groups(engine):
+        if len(mine) == len(groups):
+            for group, options in zip(mine, groups, strict=True):
+                for key in ("lr", "initial_lr", "betas", "momentum"):  # what schedules write
+                    if key in options and key in group:
+                        _set(group, key, options[key])
+    if engine.optimizer is not None:
+        follow(schedule, engine.optimizer)
+    return []
+
+
+def set_position(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
+    """Load the counters of steps and samples and the dataloader's position. Returns notes about differences."""
+    notes = []
+    for key, now in (("seed", engine.config.seed), ("train_batch_size", engine.batch.train)):
+        if run.get(key, now) != now:
+            notes.append(f"{key} was {run[key]}, and is {now}: what comes is not what would have come")
+    steps = run["global_steps"]
+    samples = run.get("global_samples", steps * engine.batch.train)
+    engine.set_position(steps, samples)
+    loader = engine.training_dataloader
+    try:
+        if hasattr(loader, "load_state_dict") and "loader" in run:
+            loader.load_state_dict(decode(run["loader"]))
+        elif loader is not None:
+            loader.seek(samples // engine.batch.train)
+    except ValueError as error:  # other data: the weights are loaded all the same
+        notes.append(f"training_data begins anew: {error}")
+    return notes
+
+
+def _all_groups(engine: Checkpointed) -> Iterator[list[dict[str, Any]]]:
+    """Yield the parameter groups of the user's optimizer, of the optimizer that steps, and of the schedule."""
+    schedule = engine.lr_scheduler
+    optimizers = (engine.optimizer, engine.data_axis.optimizer, None if schedule is None else schedule.optimizer)
+    for optimizer in dict.fromkeys(each for each in optimizers if each is not None):
+        yield optimizer.param_groups
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group[key], Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value.item() if isinstance(value, Tensor) else value

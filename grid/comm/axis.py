@@ -1,0 +1,236 @@
+"""Axis of the grid: one rank's process group and the collectives over it. All communication of triax goes through it.
+
+At size 1 nothing is communicated. Warnings about the two collectives that torch 2.13 renamed are silenced here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .pending import All, Done, Pending, Then, started
+from .traffic import Traffic
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+_SMALL, _MEDIUM = 2**10, 2**24  # bytes
+# Tags of the messages of these collectives. Messages between stages have tags from 2 on.
+_GATHER, _EXCHANGE, _SCATTER, _ALL = 0, 1, 2**20, 2**20 + 1
+
+
+class Axis:
+    """Process group of this rank along one axis, or along several joined axes.
+
+    Attributes:
+        name: ``pipe``, ``data``, ``tensor``, or the joined names of several axes.
+        ranks: the global ranks of the group's processes, in the axis's order.
+        rank: this process's position in ``ranks``.
+        size: the number of processes in the group.
+        traffic: counts the bytes sent.
+        group: torch's process group. None at size 1, and once the grid is closed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        me: int,
+        group: dist.ProcessGroup | None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.name = name
+        self.traffic = traffic if traffic is not None else Traffic()
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(me)
+        self.size = len(self.ranks)
+        self.group = group if self.size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank is the first of the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank is the last of the axis."""
+        return self.rank == self.size - 1
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
+        """Reduce a contiguous tensor over the axis, in place."""
+        self._count("all_reduce", 2 * nbytes(tensor) / self.size * (self.size - 1))
+        if tensor.device.type == "cpu" and self.size == 2 and _SMALL < nbytes(tensor) <= _MEDIUM:
+            return started(self._exchange_whole(tensor, op), async_op)
+        small = tensor.device.type == "cpu" and nbytes(tensor) <= _SMALL and self.size.bit_count() == 1
+        if small and not async_op and self.size > 1:
+            return self._exchange(tensor, op)
+        return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op])
+
+    def _exchange_whole(self, tensor: Tensor, op: str) -> Pending:
+        """All-reduce between two ranks in one step: each sends its complete tensor to the other.
+
+        The number of bytes is that of a ring. Gloo's own all-reduce takes a third longer (for 4 MB on 2 ranks of 2
+        cores gloo takes 2.6 ms, this method 1.9 ms).
+        """
+        tensor = tensor.detach()
+        theirs = torch.empty_like(tensor)
+        works = self._swap([tensor] * 2, [theirs] * 2, _EXCHANGE)
+        return Then(All(works), lambda: _COMBINE[op](tensor, theirs, out=tensor))
+
+    def _exchange(self, tensor: Tensor, op: str) -> Pending:
+        """All-reduce of a small tensor by recursive doubling: in round k ranks at distance 2^k exchange their sums.
+
+        The result is bitwise equal on all ranks. Gloo's own all-reduce takes twice as long (on 2 cores gloo takes
+        200 us with 2 ranks and 400 us with 4 ranks, this method 100 us and 230 us).
+        """
+        group = self._open()
+        for k in range(self.size.bit_length() - 1):
+            peer, theirs = self.rank ^ (1 << k), torch.empty_like(tensor)
+            arriving = group.recv([theirs], peer, _EXCHANGE)
+            leaving = group.send([tensor], peer, _EXCHANGE)
+            arriving.wait()
+            leaving.wait()
+            _COMBINE[op](tensor, theirs, out=tensor)
+        return Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+        """Concatenate every rank's tensor along dim 0 of ``output``: (size * n, ...) from (n, ...).
+
+        On a CPU each rank receives messages directly in ``output``. Gloo's own all-gather would first fill a buffer of
+        that size and then copy it.
+        """
+        if self.size == 1:
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            return Done()
+        self._count("all_gather", nbytes(tensor) * (self.size - 1))
+        if tensor.is_cuda:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                return self._start(dist.all_gather_into_tensor, async_op, output, tensor)
+        parts = output.view(self.size, *tensor.shape)
+        if parts[self.rank].data_ptr() != tensor.data_ptr():
+            parts[self.rank].copy_(tensor)
+        return started(All(self._swap([parts[self.rank]] * self.size, list(parts), _GATHER)), async_op)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+        """Sum a flat tensor over the ranks, and keep this rank's part of the sum: (n,) from (size * n,).
+
+        On a CPU the ranks exchange messages, and each rank sums them in rank order. This is 2 to 4 times as fast as
+        gloo's own reduce-scatter (measured at 2 and 4 ranks), which does an all-reduce with twice the bytes and keeps a
+        slice.
+        """
+        if self.size == 1:
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            return Done()
+        self._count("reduce_scatter", nbytes(tensor) / self.size * (self.size - 1))
+        if tensor.is_cuda:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                return self._start(dist.reduce_scatter_tensor, async_op, output, tensor)
+        parts = tensor.view(self.size, -1)
+        mine = parts[self.rank]
+        received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+
+        def add() -> None:
+            # In rank order. The output may be this rank's own part, which is therefore read before it is written.
+            total, into = received[0], output if self.rank == 0 else received[0]
+            for part in received[1:-1]:
+                total = torch.add(total, part, out=into)
+            torch.add(total, received[-1], out=output)
+
+        return started(Then(All(self._swap(list(parts), received, _SCATTER)), add), async_op)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+        """Send row r of a tensor to rank r, and receive row s of the output from rank s; both (size, ...)."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return Done()
+        self._count("all_to_all", nbytes(tensor) / self.size * (self.size - 1))
+        if tensor.is_cuda:
+            return self._start(dist.all_to_all_single, async_op, output, tensor)
+        output[self.rank].copy_(tensor[self.rank])
+        return started(All(self._swap(list(tensor), list(output), _ALL)), async_op)
+
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Pending]:
+        """Start sending ``outgoing[r]`` to each rank r, and receiving ``incoming[s]`` from each rank s."""
+        group = self._open()
+        works: list[Pending] = []
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            works.append(group.recv([_real(incoming[source])], source, tag))
+            works.append(group.send([_real(outgoing[to])], to, tag))
+        return works
+
+    def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
+        """Overwrite a contiguous tensor with the tensor of the axis's rank ``source``."""
+        self._count("broadcast", nbytes(tensor) if self.rank == source else 0)
+        return self._start(dist.broadcast, async_op, tensor, src=self.ranks[source])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the picklable values of all ranks, in rank order. It is slow: use it for reports and errors only."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._open())
+        return values
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """Start sending a contiguous tensor to the axis's rank ``to``; keep it unchanged until ``wait``."""
+        self._count("send", nbytes(tensor))
+        # The group's own method: ``isend`` takes twice as long, because it checks its arguments.
+        return self._open().send([_real(tensor)], to, tag)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """Start receiving into a contiguous tensor from the axis's rank ``source``."""
+        return self._open().recv([_real(tensor)], source, tag)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis has called this."""
+        if self.size > 1:
+            dist.barrier(group=self._open())
+
+    def _count(self, collective: str, size: float) -> None:
+        if self.size > 1:
+            self.traffic.add(self.name, collective, size)
+
+    def _open(self) -> dist.ProcessGroup:
+        # Without this check torch would take None as the default group, perhaps another grid's.
+        if self.group is None:
+            raise RuntimeError(
+                f"the {self.name} axis's process group is closed: a step failed, or grid.close() was called"
+            )
+        return self.group
+
+    def _start(self, collective: Callable[..., Any], async_op: bool, *args: Any, **kwargs: Any) -> Pending:
+        if self.size == 1:
+            return Done()
+        work: Pending | None = collective(*args, group=self._open(), async_op=async_op, **kwargs)
+        return work if work is not None else Done()
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}: rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that can be sent: complex numbers become pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

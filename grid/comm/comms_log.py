@@ -1,0 +1,87 @@
+"""Communication log: the duration of each collective and message."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from . import observed_axis
+from .observed_axis import ObservedAxis, Observer
+
+
+class LoggedCall(NamedTuple):
+    """Key of the communication log: calls with equal keys share one list of durations.
+
+    Attributes:
+        op: the name of the axis's method.
+        axis, ranks: the axis's name and global ranks.
+        size: bytes as NCCL's tests count them: those of an all-gather's output, of a reduce-scatter's input, or of the
+            tensor in other operations.
+        caller: the name of the function that called the axis. Empty if the log does not record callers.
+    """
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    size: int
+    caller: str = ""
+
+
+class CommsLog(Observer):
+    """Observer that keeps durations of collectives and messages, from the call to the end of its wait.
+
+    The duration of an asynchronous operation thus includes the time before it was waited for.
+
+    Args:
+        ops: names of the axis's methods to time.
+        synchronize: waits for the device. It is called before each time is taken.
+        each: called at the end of every timed call, with the call and the seconds that it took.
+        callers: record the name of the function that made each call.
+
+    Attributes:
+        seconds: durations of each kind of call, in the order in which the calls ended.
+    """
+
+    def __init__(
+        self,
+        ops: Collection[str],
+        synchronize: Callable[[], None],
+        each: Callable[[LoggedCall, float], None] | None = None,
+        callers: bool = False,
+    ) -> None:
+        self.ops, self._synchronize, self._each, self._callers = frozenset(ops), synchronize, each, callers
+        self.seconds: dict[LoggedCall, list[float]] = {}
+
+    def clear(self) -> None:
+        """Delete all recorded durations."""
+        self.seconds.clear()
+
+    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[LoggedCall, float] | None:
+        """Return a call's key and start time. None if calls of this method are not timed."""
+        if op not in self.ops:
+            return None
+        call = LoggedCall(op, axis.name, axis.ranks, size, _caller() if self._callers else "")
+        self._synchronize()
+        return call, time.perf_counter()
+
+    def now(self) -> None:
+        """Return nothing, because the log does not record when the wait begins."""
+
+    def end(self, begun: Any, waited: None, sent: float) -> None:
+        """Append to ``seconds`` the time since the call began."""
+        call, begin = begun
+        self._synchronize()
+        seconds = time.perf_counter() - begin
+        self.seconds.setdefault(call, []).append(seconds)
+        if self._each is not None:
+            self._each(call, seconds)
+
+
+def _caller() -> str:
+    """Return the name of the innermost function that belongs neither to this file nor to the observed axis."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, observed_axis.__file__):
+        frame = frame.f_back
+    return frame.f_code.co_name

@@ -1,0 +1,115 @@
+"""Recorder of a rank's part of a timeline: every collective, message and span, written line by line while it happens.
+
+The file stays readable if the process is killed. A collective is written when it starts, so that the timeline also
+shows a collective that never ends. ``monitor/trace/merge.py`` merges the files of all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..environment import read_environment
+from .axis import Axis
+from .observed_axis import ObservedAxis, Observer
+
+
+class TimelineRecorder(Observer):
+    """Observer that writes one rank's part of a timeline: JSON lists, one a line.
+
+    | line | fields |
+    |---|---|
+    | ``["rank", ...]`` | rank, its name, attempt, number of the grid, clock |
+    | ``["axis", ...]`` | number, name, ranks, count of the axes before it with the same name and ranks |
+    | ``["begin", ...]`` | number, number of the axis, operation, bytes, label, phase, seconds |
+    | ``["end", ...]`` | number, start of the wait, seconds, thread |
+    | ``["span", ...]`` | name, kind, start, end, thread |
+
+    ``label`` is the name of the communicated tensor, and ``phase`` Horovod's name of the operation's phase, e.g.
+    ``NEGOTIATE_ALLREDUCE``. Both are set by ``labeled`` and may be empty. Seconds are those of ``time.perf_counter``,
+    which on a CPU is one clock for all processes of a host. On a GPU too they are times of the host: when the rank
+    started an operation, and when the host was told of its end.
+
+    Args:
+        folder: the folder in which the file is made.
+        rank, name: rank and name of this process, e.g. 3 and ``rank 3 (pipe 1, data 1, tensor 0)``.
+
+    Attributes:
+        file: the file of this rank's part.
+    """
+
+    def __init__(self, folder: str | Path, rank: int, name: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        environment = read_environment()
+        attempt = environment.restarts if environment is not None else 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        for number in itertools.count():  # a script may have several grids, which all ranks make in the same order
+            self.file = Path(folder) / f"rank-{rank}-{attempt}-{number}.jsonl"
+            try:
+                self._out: int | None = os.open(self.file, flags, 0o644)
+                break
+            except FileExistsError:
+                continue
+        # Guards the descriptor: after ``close`` another file may get its number, and a late write must not go there.
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._axes: dict[Axis, int] = {}
+        self._alike: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.write("rank", rank, name, attempt, number, time.perf_counter())
+
+    def attach(self, axis: Axis) -> None:
+        """Give an axis a number, write its ``axis`` line, and record its operations from now on."""
+        key = (axis.name, axis.ranks)
+        self._alike[key] = self._alike.get(key, -1) + 1
+        self._axes[axis] = len(self._axes)
+        self.write("axis", self._axes[axis], axis.name, axis.ranks, self._alike[key])
+
+    def close(self) -> None:
+        """Close the file. If an operation is still running, its end is not written."""
+        with self._lock:
+            out, self._out = self._out, None
+        if out is not None:
+            os.close(out)
+
+    @contextmanager
+    def span(self, name: str, kind: str) -> Iterator[None]:
+        """Record the time spent in this context as a slice of this rank's row.
+
+        Args:
+            name: the name of the slice.
+            kind: the category of the slice, e.g. ``compute``.
+        """
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.write("span", name, kind, begin, time.perf_counter(), threading.get_ident())
+
+    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[int, float]:
+        """Write an operation's ``begin`` line; return the operation's number and start time in seconds."""
+        called, number = time.perf_counter(), next(self._numbers)
+        self.write("begin", number, self._axes[axis], op, size, *axis.label, time.perf_counter())
+        return number, called
+
+    def now(self) -> float:
+        """Return the present time in seconds of ``time.perf_counter``."""
+        return time.perf_counter()
+
+    def end(self, begun: tuple[int, float], waited: float | None, sent: float) -> None:
+        """Write an operation's ``end`` line."""
+        number, called = begun
+        self.write("end", number, called if waited is None else waited, time.perf_counter(), threading.get_ident())
+
+    def write(self, *entry: Any) -> None:
+        """Append a line in one system call, so that lines of several threads do not mix. No effect after ``close``."""
+        line = json.dumps(entry).encode() + b"\n"
+        with self._lock:
+            if self._out is not None:
+                os.write(self._out, line)

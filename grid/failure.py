@@ -1,0 +1,58 @@
+"""Failure of one rank: it reports the reason and leaves the process group, so that waiting ranks stop at once."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from .errors import AgreedError
+from .grid import Grid
+
+
+def all_or_none(grid: Grid, abandon: Callable[[], object], what: str) -> AbstractContextManager[None]:
+    """Context in which an error on this rank alone makes it report the error and leave the process group.
+
+    Two errors pass through: ``AgreedError``, which every rank raises, so that none has to leave; and ``GeneratorExit``,
+    which means that a generator's reader stopped early, and no failure.
+
+    Args:
+        grid: its process group is left.
+        abandon: drops all pending messages.
+        what: the name of the call, for error messages.
+    """
+    return nullcontext() if grid.size == 1 else _guarded(grid, abandon, what)
+
+
+@contextmanager
+def _guarded(grid: Grid, abandon: Callable[[], object], what: str) -> Iterator[None]:
+    grid.start_hang_watch()
+    grid.activity.start(what)
+    try:
+        yield
+        grid.activity.start(None)
+    except (AgreedError, GeneratorExit):
+        grid.activity.start(None)
+        raise
+    except BaseException as error:
+        raise _left(error, grid, abandon) from error
+
+
+def _left(error: BaseException, grid: Grid, abandon: Callable[[], object]) -> BaseException:
+    """Leave the process group; return the error to raise."""
+    raised, me = error, grid.describe()
+    if not str(error).startswith(me):  # otherwise the executor has named the op that failed
+        reported = grid.failure_cause(error)
+        message = f"{me} failed at {grid.activity.what}: {type(error).__name__}: {error}"
+        if isinstance(error, Exception):  # a KeyboardInterrupt stays one
+            stopped = f"{me} stopped at {grid.activity.what}, because {reported}"
+            raised = RuntimeError(message if reported is None else stopped)
+        grid.report_failure(message)
+    # Pending operations keep their connections open, so no reference to one may be left, in the frames either.
+    abandon()
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    grid.close()
+    return raised

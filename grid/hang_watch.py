@@ -1,0 +1,253 @@
+"""Hang watch: a thread on each rank that finds the rank for which all others wait, and names its op and line.
+
+A rank that hangs prints nothing, and the ranks that wait for it only know that they waited too long. When a rank's time
+limit expires, it asks all ranks through the store. The thread of each rank answers with the line that its rank executes
+and whether that line waits for another rank. The rank that does not wait, or does not answer, is reported. Without a
+question the thread only looks into the store, once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+_ASK, _STAND = "triax/ask", "triax/stand"
+_ANSWER = 3.0  # seconds in which the other ranks must answer
+_LEAVE = 8.0  # seconds after the report in which this rank's own code may still raise an error
+_STORE = 3.0  # seconds in which the store must answer
+_FOLDERS = (
+    "grid",
+    "pipe",
+    "tensor_parallel",
+    "zero",
+    "config",
+    "optim",
+    "data",
+    "checkpoint",
+    "monitor",
+    "launcher",
+    "plan",
+    "engine",
+    "inference",
+    "compat",
+    "cli",
+)
+_PACKAGE = Path(__file__).resolve().parent.parent
+_OURS = tuple(f"{_PACKAGE / folder}{os.sep}" for folder in _FOLDERS)
+_LIBRARY = str(Path(os.__file__).parent)
+_TIMED_OUT = re.compile(r"timed out|timeout|time limit", re.IGNORECASE)
+_WAITS = re.compile(r"wait\(|recv\(|barrier\(|all_reduce|all_gather|reduce_scatter|broadcast|all_to_all|synchronize")
+
+
+class Activity:
+    """The op or call that a rank executes now. The executor writes its op here, an engine its call.
+
+    Attributes:
+        what: printed for the user; None between two calls, in the training script's own code.
+        since: when it began, as of ``time.perf_counter``.
+    """
+
+    __slots__ = ("since", "what")
+
+    def __init__(self) -> None:
+        self.what: object = None
+        self.since = time.perf_counter()
+
+    def start(self, what: object) -> None:
+        """Note that the rank begins something else."""
+        self.what, self.since = what, time.perf_counter()
+
+
+class WatchedGrid(Protocol):
+    """The part of a ``Grid`` that a watch uses: its ranks by name, and the first failure that a rank reported."""
+
+    rank: int
+    size: int
+    timeout: float
+    activity: Activity
+
+    def describe(self, rank: int | None = None) -> str: ...
+    def report_failure(self, message: str) -> None: ...
+    def reported_failure(self) -> str | None: ...
+
+
+class HangWatch:
+    """The watching thread of one rank. It runs until its grid is closed.
+
+    Args:
+        grid: of this rank. The watch must be made on the thread that does the rank's work.
+        store: the grid's.
+    """
+
+    def __init__(self, grid: WatchedGrid, store: Store) -> None:
+        self._grid = weakref.ref(grid)
+        self._store, self._limit, self._me = store, grid.timeout, grid.rank
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._finding = threading.Lock()
+        self._said = False
+        self._beat = min(1.0, grid.timeout / 10)
+        self._reported: float | None = None
+        threading.Thread(target=self._run, daemon=True, name="watches for hung ranks").start()
+
+    def end(self) -> None:
+        """Stop the thread: the grid is closed."""
+        self._over.set()
+
+    def find_cause(self) -> str | None:
+        """Ask all ranks, after this one waited too long; return a message that names the rank that hangs."""
+        grid = self._grid()
+        if grid is None:
+            return None
+        with self._finding:
+            return self._verdict(grid, waits=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._beat):
+            grid = self._grid()
+            if grid is None:
+                return
+            activity = grid.activity
+            what, since = activity.what, activity.since
+            # Work may take longer than the time limit, so a rank that works never asks: only one that waits does.
+            expired = what is not None and time.perf_counter() - since > self._limit and self._where()[0]
+            if expired or self._asked():
+                with self._finding:
+                    self._verdict(grid, waits=None)
+            del grid
+            if self._said:
+                self._leave_if_stuck(activity, since)
+                return
+
+    def _asked(self) -> bool:
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            return bool(with_timeout(_STORE, lambda: self._store.check([_ASK])))
+        return False
+
+    def _verdict(self, grid: WatchedGrid, waits: bool | None) -> str | None:
+        """Publish what this rank executes, read what the others do, and report the rank that hangs.
+
+        Args:
+            grid: of the ranks.
+            waits: True if this rank is known to wait; None: find out.
+        """
+        if not self._said:
+            self._said = True
+            activity = grid.activity
+            found, where = self._where()
+            waiting = found if waits is None else waits
+            doing = "between two calls of the engine" if activity.what is None else f"at {activity.what}"
+            seconds = time.perf_counter() - activity.since
+            text = f"{doing} for {seconds:.0f} s, {'waiting, ' if waiting else ''}in {where}"
+            print(f"{grid.describe()} stands {text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                answer = json.dumps([waiting, text])
+                with_timeout(_STORE, lambda: self._store.set(f"{_STAND}/{self._me}", answer))
+                with_timeout(_STORE, lambda: self._store.set(_ASK, "1"))
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            stands = self._hear(grid.size)
+            guilty = [(rank, text) for rank, (waiting, text) in stands.items() if not waiting]
+            silent = [rank for rank in range(grid.size) if rank not in stands]
+            told = "; ".join(f"{grid.describe(rank)} is {text}" for rank, (_, text) in list(stands.items())[:8])
+            if guilty:
+                message = "; ".join(f"{grid.describe(rank)} hangs: it is {text}" for rank, text in guilty[:4])
+            elif silent:
+                names = ", ".join(map(grid.describe, silent[:4]))
+                message = f"{names} does not answer: it was stopped, or its host is gone; {told}"
+            else:
+                message = f"every rank waits for another: {told}"
+            grid.report_failure(message)
+        return grid.reported_failure()
+
+    def _hear(self, size: int) -> dict[int, tuple[bool, str]]:
+        """Return for each rank that answers in time: True if it waits, and a description of what it executes."""
+        deadline = time.monotonic() + _ANSWER + self._beat
+        stands: dict[int, tuple[bool, str]] = {}
+        while len(stands) < size and time.monotonic() < deadline:
+            for rank in set(range(size)) - set(stands):
+                key = f"{_STAND}/{rank}"
+                if with_timeout(_STORE, partial(self._store.check, [key])):
+                    waiting, text = json.loads(self._store.get(key))
+                    stands[rank] = bool(waiting), str(text)
+            time.sleep(0.05)
+        return stands
+
+    def _where(self) -> tuple[bool, str]:
+        """Return True if the rank's own thread waits for a message, and the line of user code that it executes."""
+        frame: FrameType | None = sys._current_frames().get(self._main)
+        if frame is None:
+            return False, "a thread that has ended"
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        waits = bool(_WAITS.search(line)) and _ours(frame.f_code.co_filename)
+        seen = frame
+        while seen.f_back is not None and _ours(seen.f_code.co_filename):
+            seen = seen.f_back
+        shown = frame if _ours(seen.f_code.co_filename) else seen
+        return waits, f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} ({shown.f_code.co_name})"
+
+    def _leave_if_stuck(self, activity: Activity, since: float) -> None:
+        """End this process if its work does not end by itself: the other ranks have ended, and nothing waits for it."""
+        deadline = time.monotonic() + _LEAVE
+        while time.monotonic() < deadline:
+            if self._over.wait(0.1) or activity.since != since:
+                return
+        print(f"rank {self._me} is still there: ended", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def timed_out(error: BaseException | None) -> bool:
+    """Return True if an error, or one of its causes, reports that a time limit expired."""
+    while error is not None:
+        if _TIMED_OUT.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def with_timeout(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of a call that may block forever. If it takes too long, its thread is abandoned.
+
+    Raises:
+        TimeoutError: the call did not return in time.
+    """
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((True, call()))
+        except BaseException as error:
+            found.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True, name="a call with a limit")
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    good, value = found[0]
+    if not good:
+        raise value
+    result: T = value
+    return result
+
+
+def _ours(file: str) -> bool:
+    """Return True for a file of triax, torch or the standard library, where a user does not look for an error."""
+    library = file.startswith(_LIBRARY) and "site-packages" not in file
+    return file.startswith(_OURS) or library or f"{os.sep}torch{os.sep}" in file or file.startswith("<")

@@ -1,0 +1,37 @@
+"""Public names of a package, imported when they are first used. The package's stub, ``__init__.pyi``, lists them once.
+
+Importing a package thus costs nothing, and the parts of it that need no torch work where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its stub.
+
+    Args:
+        package: the package's ``__name__``.
+        file: the package's ``__file__``; the stub lies beside it. Each line of it that begins with ``from`` is of the
+            form ``from .grid import Grid as Grid`` (a name of a module) or ``from . import zero as zero`` (a module).
+    """
+    homes: dict[str, tuple[str, str]] = {}
+    with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
+        for line in stub:
+            if line.startswith("from "):
+                _, module, _, attribute, *_ = words = line.split()
+                homes[words[-1]] = module, attribute
+
+    def get(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(homes)}")
+        module, attribute = homes[name]
+        if module.strip("."):
+            found = importlib.import_module(module, package)
+            if hasattr(found, attribute):
+                return getattr(found, attribute)
+        return importlib.import_module(f"{module.rstrip('.')}.{attribute}", package)
+
+    return get, lambda: sorted(homes), sorted(homes)

@@ -1,0 +1,70 @@
+"""Arithmetic of ranges and boxes: parts of a dim, flat ranges of a tensor, and n-d boxes of a tensor. No torch.
+
+A range is half-open, ``(start, stop)``. A box is one range for each dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+Spans = tuple[tuple[int, int], ...]  # a box: (start, stop) for each dim
+
+
+def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]:
+    """Return the range of part ``index`` of ``parts``: whole units, whose numbers differ by one at most.
+
+    ``length`` is a multiple of ``unit``.
+
+    >>> [split(10, 4, i) for i in range(4)]
+    [(0, 2), (2, 5), (5, 7), (7, 10)]
+    >>> [split(48, 4, i, unit=8) for i in range(4)]
+    [(0, 8), (8, 24), (24, 32), (32, 48)]
+    """
+    units = length // unit
+    return units * index // parts * unit, units * (index + 1) // parts * unit
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Cut elements ``start`` to ``stop`` of a row-major tensor into n-d boxes, in order: at most 2n - 1 of them.
+
+    >>> [*boxes_of_range((4, 3), 2, 9)]
+    [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from ((slice(first, first + 1), *rest) for rest in boxes_of_range(shape[1:], begin, end))
+        return
+    if begin:
+        yield from ((slice(first, first + 1), *rest) for rest in boxes_of_range(shape[1:], begin, inner))
+        first += 1
+    if first < last:
+        yield (slice(first, last), *(slice(0, length) for length in shape[1:]))
+    yield from ((slice(last, last + 1), *rest) for rest in boxes_of_range(shape[1:], 0, end))
+
+
+def overlap(a: Spans, b: Spans) -> Spans | None:
+    """Return the intersection of two boxes of one tensor; None if it is empty."""
+    common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return common if all(low < high for low, high in common) else None
+
+
+def within(box: Spans, around: Spans) -> tuple[slice, ...]:
+    """Return a box as slices of a tensor that holds the larger box ``around``."""
+    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around, strict=True))
+
+
+def shape_of(box: Spans) -> tuple[int, ...]:
+    """Return the lengths of a box."""
+    return tuple(high - low for low, high in box)
+
+
+def everything(shape: Sequence[int]) -> Spans:
+    """Return the box that is the whole tensor."""
+    return tuple((0, length) for length in shape)

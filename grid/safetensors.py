@@ -1,0 +1,120 @@
+"""Safetensors files written tensor by tensor: no more than one tensor is in memory.
+
+The format: 8 bytes with the length of a JSON header, the header (name -> dtype, shape, range of bytes), the bytes of
+the tensors. The format's own library takes a dictionary of all tensors, and returns neither ranges nor checksums. It
+reads what is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dtypes import SAFETENSORS_NAMES
+
+Announced = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape and dtype, in the order in the file
+CHUNK = 2**22  # bytes that are written, and checksummed, at once
+
+
+class ByteRange(NamedTuple):
+    """A range of a file's bytes, and its checksum."""
+
+    start: int
+    stop: int
+    crc32: str  # 8 hexadecimal digits; empty where none was computed
+
+
+def header(tensors: Announced) -> tuple[bytes, dict[str, int]]:
+    """Make the head of a file.
+
+    Returns:
+        The head's bytes, and for each tensor the byte of the file at which it begins.
+
+    Raises:
+        ValueError: a dtype that the format does not have.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, at = {}, 0
+    for name, (shape, dtype) in tensors.items():
+        if dtype not in SAFETENSORS_NAMES:
+            raise ValueError(
+                f"{name} is of {dtype}, which safetensors does not hold: give one of "
+                f"{', '.join(SAFETENSORS_NAMES.values())}"
+            )
+        stop = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        starts[name], at = at, stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    top = len(text).to_bytes(8, "little") + text
+    return top, {name: start + len(top) for name, start in starts.items()}
+
+
+def raw(tensor: Tensor) -> Any:
+    """Return a tensor's bytes as a numpy array; a view where the tensor is contiguous in the host's memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+class TensorStream:
+    """A safetensors file that is being written.
+
+    Args:
+        path: of the file.
+        tensors: all that will be written.
+        checksums: compute them.
+
+    Attributes:
+        head: the bytes before the first tensor.
+
+    Raises:
+        OSError: no room, for instance.
+        ValueError: a dtype that the format does not have.
+    """
+
+    def __init__(self, path: Path, tensors: Announced, checksums: bool) -> None:
+        top, self._starts = header(tensors)
+        self._tensors, self._checksums = tensors, checksums
+        self._names = iter(tensors)
+        self._file = path.open("wb", buffering=0)
+        self.head = self._write(0, memoryview(top))
+
+    def write(self, name: str, tensor: Tensor) -> ByteRange:
+        """Write the next tensor; return its range of bytes.
+
+        Raises:
+            ValueError: it is not the one that was announced.
+        """
+        wanted = next(self._names, None)
+        if wanted != name:
+            raise ValueError(f"{name} came in the place of {wanted}")
+        shape, dtype = self._tensors[name]
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} was announced as {shape} of {dtype}, and is {tuple(tensor.shape)} of {tensor.dtype}"
+            )
+        return self._write(self._starts[name], memoryview(raw(tensor)))
+
+    def sync(self) -> None:
+        """Have what was written reach the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, start: int, data: memoryview) -> ByteRange:
+        crc = 0
+        for at in range(0, len(data), CHUNK):
+            chunk = data[at : at + CHUNK]
+            crc = zlib.crc32(chunk, crc) if self._checksums else 0
+            while len(chunk):
+                chunk = chunk[os.write(self._file.fileno(), chunk) :]
+        return ByteRange(start, start + len(data), f"{crc:08x}" if self._checksums else "")

@@ -1,0 +1,188 @@
+"""Continuous batching: which sequences run at each decode step. Plain Python; every rank makes the same plan.
+
+Requests wait in one queue. The slots of the KV cache are divided into groups, and the groups take turns. In a group's
+step the requests that join run their whole prompts (prefill), and the running ones run their last token (decode). A
+request that ends frees its slot at once, for the next request of the queue in the group's next step.
+
+There are as many groups as hops of the pipe, so that all hops are busy, each with another group. Step i + groups of a
+group starts when the tokens of its step i are known; all the steps in between have been started by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..grid.ranges import split
+
+
+class Token(NamedTuple):
+    """A generated token.
+
+    Attributes:
+        request: index of the prompt in the list.
+        token: the token's id.
+        position: index in the sequence, prompt included.
+        last: True if the sequence ends with this token.
+    """
+
+    request: int
+    token: int
+    position: int
+    last: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """A sequence to generate.
+
+    Attributes:
+        index: index of the prompt in the list.
+        tokens: the prompt and the tokens generated so far.
+        limit: length at which the sequence ends.
+        key: integers that the draws depend on, beside the position.
+        replica, slot: data rank and slot of the KV cache where it runs.
+        cached: number of tokens whose keys and values are in the slot.
+    """
+
+    index: int
+    tokens: list[int]
+    limit: int
+    key: tuple[int, ...]
+    replica: int = -1
+    slot: int = -1
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass: sequences of one replica, each with the same number T of new tokens.
+
+    Attributes:
+        requests: (B,) in the order of their slots.
+        slots: (B,) the slot of each.
+        starts: (B,) the number of tokens that each slot has already.
+        tokens: (B, T) ids of the new tokens.
+    """
+
+    requests: list[Request]
+    slots: list[int]
+    starts: list[int]
+    tokens: list[list[int]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Batch and new tokens, (B, T)."""
+        return len(self.tokens), len(self.tokens[0])
+
+
+@dataclass
+class DecodeStep:
+    """One step of a group of slots: the forward passes of each replica; an empty list if nothing is left to run."""
+
+    forwards: list[list[Forward]] = field(default_factory=list)
+
+    def rows(self, replica: int) -> list[Request]:
+        """Return the requests that get a token on a replica, in the order of the tokens."""
+        return [request for forward in self.forwards[replica] for request in forward.requests]
+
+    @property
+    def width(self) -> int:
+        """Largest number of rows of a replica; 0 for an empty step."""
+        return max((len(self.rows(replica)) for replica in range(len(self.forwards))), default=0)
+
+
+class Batcher:
+    """Assigns requests to slots and plans the decode steps.
+
+    Args:
+        requests: the queue.
+        slots: number of slots of each replica.
+        replicas: size of the data axis.
+        groups: number of groups into which the slots are divided.
+        eos: ids of the tokens that end a sequence.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], *, slots: int, replicas: int, groups: int, eos: frozenset[int]
+    ) -> None:
+        self._queue = deque(requests)
+        self._replicas, self._groups, self._eos = replicas, groups, eos
+        self._running: list[list[Request]] = [[] for _ in range(groups)]
+        # Lowest slots first, so that the slots in use are contiguous; replicas in turn.
+        ranges = [range(*split(slots, groups, group)) for group in range(groups)]
+        self._sizes = [len(span) for span in ranges]
+        self._free = [[(slot, replica) for slot in span for replica in range(replicas)] for span in ranges]
+
+    def plan(self, step: int) -> DecodeStep:
+        """Return the forwards of a step. The tokens of ``step - groups`` must have been appended before."""
+        group = step % self._groups
+        running, free = self._running[group], self._free[group]
+        joined: list[Request] = []
+        # No more than the group's share: else other groups would have nothing to run.
+        total = len(self._queue) + sum(map(len, self._running))
+        share = -(-total * self._sizes[group] // sum(self._sizes))
+        while self._queue and free and len(running) + len(joined) < share:
+            request = self._queue.popleft()
+            at = min(range(len(free)), key=lambda i: (self._load(free[i][1], running, joined), free[i]))
+            request.slot, request.replica = free.pop(at)
+            joined.append(request)
+        if not running and not joined:
+            return DecodeStep()
+        forwards: list[list[Forward]] = []
+        for replica in range(self._replicas):
+            here = [request for request in joined if request.replica == replica]
+            lengths = sorted({len(request.tokens) for request in here})
+            batches = [[request for request in here if len(request.tokens) == length] for length in lengths]
+            batches.append([request for request in running if request.replica == replica])
+            forwards.append([_forward(batch) for batch in batches if batch])
+        running += joined
+        return DecodeStep(forwards)
+
+    def append(self, step: DecodeStep, tokens: Sequence[Sequence[int]]) -> list[Token]:
+        """Append the tokens of a step, (replicas, rows), to their sequences; sequences that end free their slots."""
+        new = []
+        for replica, chosen in enumerate(tokens):
+            for request, token in zip(step.rows(replica) if step.forwards else [], chosen):
+                request.cached = len(request.tokens)
+                request.tokens.append(token)
+                last = token in self._eos or len(request.tokens) >= request.limit
+                new.append(Token(request.index, token, len(request.tokens) - 1, last))
+                if last:
+                    self._free_slot(request)
+        return new
+
+    def cancel(self) -> None:
+        """Drop all requests, so that no further step is planned."""
+        self._queue.clear()
+        for running in self._running:
+            running.clear()
+
+    @property
+    def done(self) -> bool:
+        """True if no request is waiting or running."""
+        return not self._queue and not any(self._running)
+
+    def _free_slot(self, request: Request) -> None:
+        for group, running in enumerate(self._running):
+            if request in running:
+                running.remove(request)
+                self._free[group].append((request.slot, request.replica))
+
+    @staticmethod
+    def _load(replica: int, *parts: list[Request]) -> int:
+        """Return the number of requests on a replica."""
+        return sum(request.replica == replica for part in parts for request in part)
+
+
+def _forward(requests: list[Request]) -> Forward:
+    """Return the forward of the tokens that are not in the cache: the last token of each, or the whole prompts."""
+    ordered = sorted(requests, key=lambda request: request.slot)
+    return Forward(
+        ordered,
+        [request.slot for request in ordered],
+        [request.cached for request in ordered],
+        [request.tokens[request.cached :] for request in ordered],
+    )

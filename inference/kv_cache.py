@@ -1,0 +1,119 @@
+"""KV cache: keys and values of the tokens seen, so that a new token costs one row through the model.
+
+A layer of ``models/`` that needs positions or earlier keys has an attribute ``cache``, None in training. During
+generation it is a ``KVCache``: the layer reads ``cache.positions`` and calls ``cache.attend``. A rank stores the keys
+and values of its own layers and heads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every attention layer of this rank, for a number of sequences, one per slot.
+
+    All slots have the same length. The memory of a slot is used again after its sequence ends. Each layer of each stage
+    has tensors of its own, identified by the order in which layers call ``attend`` and allocated at the first call.
+
+    Args:
+        device: device of the positions.
+
+    Attributes:
+        slots: number of slots.
+        length: number of tokens of a slot.
+        positions: integers (B, T): position of each token of the running batch in its own sequence.
+
+    Raises:
+        RuntimeError: a layer reads the cache outside of ``begin`` and ``end``: another forward than the stream's runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.slots = self.length = 0
+        self._device = device
+        self._positions: Tensor | None = None
+        self._layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, nth) -> (slots, kv heads, length, d)
+        self._stage = self._next = 0
+        self._rows: Tensor | slice = slice(0, 0)
+        self._begins = True
+        self._longest = 0
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Make room for ``slots`` sequences of ``length`` tokens. If the cache has to grow, its contents are lost."""
+        if slots > self.slots or length > self.length:
+            self.slots, self.length = max(slots, self.slots), max(length, self.length)
+            self._layers.clear()
+
+    def begin(self, stage: int, slots: Sequence[int], starts: Sequence[int], tokens: int) -> None:
+        """Prepare for the next forward of a stage.
+
+        Args:
+            stage: index of the stage.
+            slots: (B,) the slot of each sequence, without duplicates.
+            starts: (B,) the number of tokens that each slot has already.
+            tokens: T, the number of new tokens of each.
+        """
+        self._stage, self._next = stage, 0
+        self._begins = not any(starts)
+        self._mask: Tensor | None = None  # made by the first layer that needs it, for all
+        self._longest = max(starts) + tokens
+        first, count = slots[0], len(slots)
+        # Contiguous slots are read as a view of the cache; others are gathered into a copy by each attention.
+        contiguous = list(slots) == list(range(first, first + count))
+        self._rows = slice(first, first + count) if contiguous else torch.tensor(slots, device=self._device)
+        self._index = torch.tensor(slots, device=self._device)[:, None]  # (B, 1)
+        self._positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+
+    def end(self) -> None:
+        """End the forward: until the next ``begin``, a layer that reads the cache raises an error."""
+        self._positions = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token of the running batch in its own sequence, integers (B, T)."""
+        if self._positions is None:
+            raise RuntimeError(
+                "the model is run while a stream of tokens uses its cache: finish or close that stream first, "
+                "list(stream) or stream.close()"
+            )
+        return self._positions
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new keys and values, and attend to each sequence up to each token.
+
+        Args:
+            module: the calling attention; its ``attend(q, k, v, mask)`` computes the result. The mask is added to the
+                scores; None is the causal mask of T keys and T queries.
+            q: (B, heads, T, d), this rank's heads.
+            k, v: (B, kv heads, T, d); each is shared by heads / kv heads neighbouring heads of q.
+
+        Returns:
+            (B, heads, T, d).
+        """
+        key, positions = (self._stage, self._next), self.positions
+        self._next += 1
+        if key not in self._layers or self._layers[key][0].dtype != k.dtype:
+            shape = self.slots, k.shape[1], self.length, k.shape[3]
+            self._layers[key] = k.new_zeros(shape), v.new_zeros(shape)
+        keys, values = self._layers[key]
+        keys[self._index, :, positions] = k.transpose(1, 2)  # (B, T, kv heads, d)
+        values[self._index, :, positions] = v.transpose(1, 2)
+        y: Tensor
+        if self._begins:  # the slots are empty: prefill
+            y = module.attend(q, k, v)
+            return y
+        if self._mask is None or self._mask.dtype != q.dtype:
+            later = torch.arange(self._longest, device=q.device) > positions[..., None]  # (B, T, longest)
+            self._mask = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -torch.inf)[:, None]
+        keys, values = keys[self._rows, :, : self._longest], values[self._rows, :, : self._longest]
+        y = module.attend(q, keys, values, self._mask)
+        return y
+
+    @property
+    def bytes(self) -> int:
+        """Memory in bytes: 2 x layers x slots x kv heads x length x d elements, of this rank's layers and heads."""
+        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)

@@ -1,0 +1,377 @@
+"""Start the ranks of this host, stop them together, and print in the last line which rank failed first and how.
+
+    launch(train, args, ranks=8)             # a function, with its arguments
+    launch(Path("train.py"), "--lr", "1e-3", ranks=8)    # a script, with its command line
+
+torchrun's own agent does the rendezvous, sets the environment and handles signals, so that a function finds the same
+variables as under ``torchrun``. ``triax run`` uses this too, also for several hosts. Added to torchrun:
+
+- Ranks are forks of a server that has torch loaded: on 2 cores, 8 of them reach their first collective after 2.5 s;
+  new processes (torchrun) take 6 to 7 s, and ``spawn`` 10 s.
+- After a failure only its cause is shown. Ranks that lose a connection print nothing, and wait for a moment before they
+  end, so that the launcher always notices a killed process first.
+- On Ctrl-C the ranks end at once. Python's own handler would wait for a collective that never ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..grid.environment import read_environment
+from ..grid.topology import Topology
+from .log_tail import LogTail
+from .worker import Failure, LaunchJob, Module, read_failures
+
+if TYPE_CHECKING:
+    from .agent import Agent, Exits
+    from .hosts import Hosts
+
+PRELOAD = ("torch", "torch.distributed.device_mesh", "torch.distributed.elastic.multiprocessing")
+MESSAGE_TIME = 30  # seconds in which rank 0 must print a user's error
+STOP = 5  # seconds in which ranks must end when another has failed, before they are killed
+GRACE = 30.0  # seconds in which they must end when this process received a signal; they may write a checkpoint
+CAUSE_TIME = 4.0  # seconds in which another host may report that it has the cause of a failure
+
+_STOPPED = "; the other ranks were stopped"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a launch.
+
+    Attributes:
+        code: the exit code for ``sys.exit``.
+        line, trace: the last line to print, and the traceback to print before it. Both are empty without a failure.
+        cause: False if this host's ranks failed because of a failure on another host.
+    """
+
+    code: int
+    line: str = ""
+    trace: str = ""
+    cause: bool = True
+
+
+def launch(
+    target: Callable[..., object] | Path | Module,
+    *args: Any,
+    ranks: int,
+    topology: Topology | None = None,
+    logs: Path | None = None,
+    preload: Sequence[str] = (),
+    threads: int | None = None,
+    **options: Any,
+) -> int:
+    """Run ``target`` on every rank of this host and wait; return the exit code for ``sys.exit``.
+
+    | code | meaning |
+    |---|---|
+    | 0 | every rank ended without an error |
+    | 2 | a rank called ``user_error``, which printed a message |
+    | 128 + n | signal n ended a rank, or this process received it |
+    | 1 | any other failure |
+
+    Args:
+        target: a function at the top level of a module, called as ``target(*args)``; or a script or a module, run
+            with ``args`` as its command line.
+        ranks: the number of processes.
+        topology: topology of the ranks' grid. If given, messages name a rank as ``rank 5 (pipe 1, data 0, tensor 1)``.
+        logs: folder for ``rank-1.log``, ``rank-2.log``, ..., the output of the ranks other than 0. None: all ranks
+            print to this process's output.
+        preload: modules that every rank imports, to be imported once by the fork server.
+        threads: torch's threads in each rank; by default the number of cores divided by ``ranks``.
+        options: further arguments of ``outcome_of``.
+    """
+    outcome = outcome_of(
+        target, *args, ranks=ranks, topology=topology, logs=logs, preload=preload, threads=threads, **options
+    )
+    print_outcome(outcome)
+    return outcome.code
+
+
+def outcome_of(
+    target: Callable[..., object] | Path | Module,
+    *args: Any,
+    ranks: int,
+    topology: Topology | None = None,
+    logs: Path | None = None,
+    preload: Sequence[str] = (),
+    threads: int | None = None,
+    tee: Collection[int] | None = None,
+    restarts: int = 0,
+    hosts: Hosts | None = None,
+    rendezvous: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    grace: float = GRACE,
+) -> Outcome:
+    """Run ``target`` like ``launch``, but return the outcome and print nothing at the end.
+
+    Args:
+        tee: ranks whose log files are shown while they grow; -1 stands for all. Every rank, also rank 0, then prints
+            to its file. None: rank 0 prints to this process's output, and has no file.
+        restarts: how often the ranks are restarted after a failure.
+        hosts: a fixed list of hosts, one of which is this host.
+        rendezvous: arguments of torch's ``RendezvousParameters``, for hosts that may join and leave. Without ``hosts``
+            and ``rendezvous`` the job runs on this host alone.
+        environment: variables of the ranks.
+        grace: seconds in which ranks must end, perhaps after a checkpoint, once this process received a signal.
+    """
+    threads = threads or max(1, cores() // ranks)
+    defaults = {"OMP_NUM_THREADS": str(threads)}
+    if (interface := _interface(hosts)) is not None:
+        # Otherwise gloo looks up this host's address by its name, which may take seconds, or fail.
+        defaults["GLOO_SOCKET_IFNAME"] = interface
+    defaults = {name: value for name, value in defaults.items() if name not in os.environ}
+    with _environment({**defaults, **(environment or {})}), tempfile.TemporaryDirectory(prefix="triax-launch-") as temp:
+        # The server imports its modules while this process imports its own, below. A running server is used unchanged.
+        multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
+        multiprocessing.forkserver.ensure_running()
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            # Hosts may share a file system: the first one removes old files before the others have started any rank.
+            first = rendezvous is None and (hosts is None or hosts.node == 0)
+            for old in logs.glob("rank-*.log") if first else ():
+                old.unlink()
+        told = {**defaults, **(environment or {})} if hosts is not None or environment else {}
+        folder = str(logs) if logs else None
+        if rendezvous is not None:
+            # In torch 2.13 a host that joins later waits forever for the address of the store that the agents share.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        shown = None if tee is None else tuple(tee)
+        job = LaunchJob(target, args, temp, folder, threads, shown, told)
+        tail = LogTail(logs, tee, Path(temp)) if logs is not None and tee else None
+        if hosts is not None:
+            # Hides c10d's messages, with stacks, about each attempt to reach a lost host.
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+        with tail if tail is not None else contextlib.nullcontext():
+            return _run(job, ranks, topology, restarts, hosts, rendezvous, grace)
+
+
+def user_error(message: object) -> NoReturn:
+    """End this program with exit code 2 and one line, which rank 0 alone prints."""
+    environment = read_environment()
+    if environment is None or environment.rank == 0:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(MESSAGE_TIME)  # launchers stop all ranks when one ends, and rank 0 may have started late
+    raise SystemExit(2)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """Print a launch's result to the standard error: the failed rank's traceback, then one line with the cause."""
+    if outcome.trace:
+        print(f"\n{outcome.trace.rstrip()}", file=sys.stderr)
+    if outcome.line:
+        # A progress display that was killed leaves the cursor hidden, in the middle of a line.
+        print(("\x1b[?25h\n" if sys.stderr.isatty() else "") + outcome.line, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    job: LaunchJob,
+    ranks: int,
+    topology: Topology | None,
+    restarts: int,
+    hosts: Hosts | None,
+    rendezvous: Mapping[str, Any] | None,
+    grace: float,
+) -> Outcome:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+    from .agent import Agent, ChildFailedError, c10d
+    from .rendezvous import HostRendezvous, JobEnded
+
+    alone = {
+        "backend": "c10d",
+        "endpoint": "127.0.0.1:0",
+        "run_id": f"triax-{os.getpid()}-{time.monotonic_ns()}",
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "local_addr": "127.0.0.1",
+    }
+
+    def again(why: Exits | str, attempt: int) -> None:
+        failures = read_failures(Path(job.folder))
+        line = why if isinstance(why, str) else _explain(why, failures, name, job.logs).line
+        print_outcome(Outcome(0, f"{line.removesuffix(_STOPPED)}; restarting all ranks ({attempt} of {restarts})"))
+        for path in Path(job.folder).glob("rank-*.json"):
+            path.unlink(missing_ok=True)
+
+    agent: Agent | None = None
+    name = partial(_name, job.folder, topology)
+    why: str | None = None
+    with _quiet("torch.distributed", "torch.multiprocessing"), _signals_restored():
+        try:
+            handler = HostRendezvous(hosts, restarts) if hosts is not None else c10d(dict(rendezvous or alone))
+            limits, here = (STOP, grace), _address(hosts, rendezvous)
+            agent = Agent(job, ranks, handler, restarts, again, DefaultLogsSpecs(), limits, here)
+            agent.launch()
+            return Outcome(0)
+        except SignalException as stop:
+            line = f"stopped by {stop.sigval.name}; all {ranks} ranks have ended"
+            if hosts is None:
+                agent = None  # hosts may leave: the others continue
+            else:
+                why = f"{hosts.names[hosts.node]} was {line}"
+            return Outcome(128 + stop.sigval, line, cause=hosts is None)
+        except ChildFailedError as error:
+            exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            outcome = _explain(exits, read_failures(Path(job.folder)), name, job.logs)
+            if hosts is not None and agent is not None:
+                reason = agent.end_reason(0.0 if outcome.cause else CAUSE_TIME)
+                if reason is not None and not outcome.cause:
+                    return Outcome(1, reason, cause=False)
+                why = outcome.line
+            return outcome
+        except JobEnded as end:
+            return Outcome(1, str(end), cause=False)
+        except RuntimeError as error:
+            if hosts is None:
+                raise
+            said = str(error).strip().partition("\n")[0]
+            return Outcome(1, f"the launcher of {hosts.names[hosts.node]} lost the others: {said}", cause=False)
+        finally:
+            if agent is not None:
+                agent.close(why)
+
+
+def _explain(exits: Exits, failures: list[Failure], name: Callable[[int], str], logs: str | None) -> Outcome:
+    """Return the outcome of the first failure: of a rank that was killed, or the earliest error."""
+    for rank, code in exits.items():
+        # A rank that raised an error has written it down; this one was killed.
+        if not any(failure.rank == rank for failure in failures):
+            code_ = 128 - code if code < 0 else 1
+            return Outcome(code_, f"{name(rank)} died: {_exit(code)}{_STOPPED}")
+    # A lost connection is a consequence of another rank's end: shown only if there is no other failure.
+    first = min(failures, key=lambda failure: (failure.lost_peer, failure.when))
+    if first.code == 2:
+        return Outcome(2)
+    # Some errors name their rank, after the exception's type.
+    kind, _, message = first.line.partition(": ")
+    named = message.startswith(f"rank {first.rank} (")
+    line = f"{message} ({kind.rpartition('.')[2]})" if named else f"{name(first.rank)} failed: {first.line}"
+    line += f" (all ranks' output: {logs})" if logs and first.lost_peer else ""
+    return Outcome(1, line, first.trace, cause=not first.lost_peer)
+
+
+def _name(folder: str, topology: Topology | None, rank: int) -> str:
+    """Return a rank's name as its grid calls it; without a grid, ``rank 3``."""
+    file = Path(folder, f"name-{rank}")
+    if topology is None:
+        return file.read_text() if file.exists() else f"rank {rank}"
+    place = ", ".join(f"{axis} {at}" for axis, at in topology.coordinate(rank)._asdict().items())
+    return f"rank {rank} ({place})"
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}, without an exception"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = {"SIGKILL": " (killed from outside, or by the kernel if memory ran out)"}
+    return name + hint.get(name, "")
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in this context, and restore them afterwards."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _quiet(*prefixes: str) -> Iterator[None]:
+    """Silence loggers in this context: torch logs each process that it stops, and a traceback of its own."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Restore signal handlers at the end of this context: torch does not remove those that it installs."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # outside the main thread torch installs none
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _interface(hosts: Hosts | None) -> str | None:
+    """Return the network interface over which ranks communicate: the loopback on a single host."""
+    names = [name for _, name in socket.if_nameindex()]
+    if hosts is None:
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    return interface_name(own_address(hosts.address))
+
+
+def _address(hosts: Hosts | None, rendezvous: Mapping[str, Any] | None) -> str | None:
+    if hosts is not None:
+        return own_address(hosts.address)
+    return None if rendezvous is not None else "127.0.0.1"
+
+
+def own_address(address: str) -> str:
+    """Return this host's address on the route to another address; no packet is sent."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return address
+
+
+def interface_name(address: str) -> str | None:
+    """Return the name of the network interface with an IPv4 address; None if it is unknown."""
+    if address.startswith("127."):
+        return _interface(None)
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = name.encode()[:15].ljust(256, b"\0")
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, Linux's number
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

@@ -1,0 +1,84 @@
+"""Tail of log files: shows on the launcher's terminal what some ranks print, while they print it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from .worker import EVERY, log_file
+
+_INTERVAL = 0.1  # seconds between two reads
+
+
+class LogTail:
+    """Context that shows the log files of some ranks while they grow, and their last lines at its end.
+
+    Args:
+        folder: the folder of the log files.
+        ranks: the ranks whose log files are shown. With several ranks, each line begins with ``[rank 3]``.
+        started: folder in which the ranks of this host write a mark; the log folder may have other hosts' files too.
+        to: output stream; by default the standard output.
+    """
+
+    def __init__(self, folder: Path, ranks: Collection[int], started: Path, to: IO[str] | None = None) -> None:
+        self._folder, self._ranks, self._started, self._to = folder, set(ranks), started, to
+        self._read: dict[Path, int] = {}
+        self._partial: dict[Path, bytes] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="shows what ranks print")
+
+    def __enter__(self) -> LogTail:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(5)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_INTERVAL):
+            self._show()
+        self._show(last=True)
+
+    def _show(self, last: bool = False) -> None:
+        started = sorted(int(path.name.removeprefix("here-")) for path in self._started.glob("here-*"))
+        paths = [log_file(self._folder, rank) for rank in started if rank in self._ranks or EVERY in self._ranks]
+        to = sys.stdout if self._to is None else self._to
+        for path in paths:
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    new = file.read()
+            except FileNotFoundError:  # the rank has not made it yet
+                continue
+            self._read[path] = self._read.get(path, 0) + len(new)
+            text = self._partial.pop(path, b"") + new
+            if len(self._ranks) == 1 and EVERY not in self._ranks:
+                # An incomplete line is shown, an incomplete character is not.
+                end = len(text) if last else _complete_characters(text)
+                to.write(text[:end].decode(errors="replace"))
+                self._partial[path] = text[end:]
+            else:
+                end = len(text) if last else text.rfind(b"\n") + 1
+                rank = path.stem.removeprefix("rank-")
+                for line in text[:end].decode(errors="replace").splitlines():
+                    to.write(f"[rank {rank}] {line}\n")
+                self._partial[path] = text[end:]
+        to.flush()
+
+
+def _complete_characters(text: bytes) -> int:
+    """Return the number of leading bytes that are complete characters of UTF-8."""
+    for back in range(1, min(4, len(text)) + 1):
+        byte = text[-back]
+        if byte >= 0xC0:  # the first byte of a character of several bytes
+            return len(text) if back >= (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else len(text) - back
+        if byte < 0x80:
+            break
+    return len(text)

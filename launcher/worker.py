@@ -1,0 +1,201 @@
+"""One rank under ``launch``: it runs the script or function, prints to its log file, and writes down its failure."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+EVERY = -1  # stands for all ranks
+LINGER = 1.5  # seconds that a failing rank waits, so that the launcher notices a killed rank before it
+
+# Messages of a rank whose peer has ended: of gloo, NCCL and the store, in torch 2.11 to 2.13, and of the engine when
+# another rank's failure was reported to it.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote peer|peer (closed|disconnected)|"
+    r"gloo|nccl|socket|lost (the )?(peer|rank|connection)|stopped( at \S+)?, because rank",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module to run as with ``python -m``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class LaunchJob:
+    """Function, script or module that the ranks of one host run, with its arguments and settings."""
+
+    target: Callable[..., object] | Path | Module
+    args: tuple[Any, ...]
+    folder: str  # a failing rank writes its `Failure` there, and the agent the number of the attempt
+    logs: str | None
+    threads: int
+    shown: tuple[int, ...] | None = None  # ranks whose log files the launcher shows; None: rank 0 has none, it prints
+    environment: dict[str, str] = field(default_factory=dict)  # added to the launcher's
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Error or exit code with which a rank ended early."""
+
+    rank: int
+    when: float
+    line: str
+    trace: str
+    lost_peer: bool
+    code: int
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """Read the failures of this host's ranks in this attempt."""
+    return [Failure(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
+
+
+def attempt_file(folder: str) -> Path:
+    """Return the path of the file in which the agent writes how often the job was started before."""
+    return Path(folder) / "attempt"
+
+
+def log_file(folder: str | Path, rank: int) -> Path:
+    """Return the path of a rank's log file."""
+    return Path(folder) / f"rank-{rank}.log"
+
+
+def run_rank(job: LaunchJob) -> None:
+    """Run one rank: the entry point of its process, which has torchrun's environment variables."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _leave_with_launcher()
+    os.environ.update(job.environment)
+    os.environ["TRIAX_LAUNCH_FOLDER"] = job.folder  # a grid writes its rank's name there
+    if attempt_file(job.folder).exists():
+        # Each host's agent counts its own restarts. The ranks need one number: it is part of their keys in the store.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt_file(job.folder).read_text()
+    rank = int(os.environ["RANK"])
+    if job.logs is not None and (rank > 0 or job.shown is not None):
+        _print_to(log_file(job.logs, rank))
+        (Path(job.folder) / f"here-{rank}").touch()
+    import torch
+
+    # The fork server read OMP_NUM_THREADS when it started, perhaps for another launch.
+    torch.set_num_threads(job.threads)
+    try:
+        _run(job)
+    except SystemExit as leave:
+        if leave.code is not None and leave.code != 0:
+            _fail(job, rank, leave)
+    except BaseException as error:
+        _fail(job, rank, error)
+    _wait_for_all_ranks(Path(job.folder), rank)
+    if isinstance(job.target, (Path, Module)):
+        atexit._run_exitfuncs()  # a forked process runs no exit handlers, and a script may have registered some
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _wait_for_all_ranks(folder: Path, rank: int) -> None:
+    """Wait until all ranks of this host are done: one that closed its connections early could make another fail."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    (folder / f"done-{attempt}-{rank}").touch()
+    while len(list(folder.glob(f"done-{attempt}-*"))) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        time.sleep(0.01)
+
+
+def _run(job: LaunchJob) -> None:
+    if isinstance(job.target, Path):
+        sys.argv = [str(job.target), *map(str, job.args)]
+        sys.path.insert(0, str(job.target.resolve().parent))
+        runpy.run_path(str(job.target), run_name="__main__")
+    elif isinstance(job.target, Module):
+        sys.argv = [job.target.name, *map(str, job.args)]  # runpy puts the file's path there
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(job.target.name, run_name="__main__", alter_sys=True)
+    else:
+        job.target(*job.args)
+
+
+def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:
+    """Write down the failure, wait until the launcher has noticed ranks that were killed, and exit."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        line = error.code if isinstance(error.code, str) else f"sys.exit({error.code!r})"
+        failure = Failure(rank, time.time(), line, "", False, code)
+    else:
+        story = traceback.TracebackException.from_exception(error)
+        # Without the launcher's own frames.
+        ours = (__file__, runpy.__file__, "<frozen runpy>")
+        story.stack[:] = [frame for frame in story.stack if frame.filename not in ours] or story.stack
+        line = "".join(story.format_exception_only()).strip().splitlines()[0]
+        failure = Failure(rank, time.time(), line, "".join(story.format()), lost_peer(error), 1)
+    leave_failure(job.folder, failure)
+    if job.logs is not None and (rank > 0 or job.shown is not None):
+        # On a log that is shown, the trace of a consequence would be taken for the cause.
+        consequence = failure.lost_peer and job.shown is not None and (rank in job.shown or EVERY in job.shown)
+        sys.stderr.write(f"{failure.line}\n" if consequence or not failure.trace else failure.trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(LINGER)
+    os._exit(failure.code or 1)  # without exit handlers, which might communicate with ranks that have ended
+
+
+def leave_failure(folder: str | Path, failure: Failure) -> None:
+    """Write a failure to the file that the launcher reads once this rank has ended."""
+    path = Path(folder) / f"rank-{failure.rank}.json"
+    path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
+    path.with_suffix(".tmp").replace(path)
+
+
+def _leave_with_launcher() -> None:
+    """Start a thread that ends this rank when the launcher was killed (SIGKILL)."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+
+        def watch(sentinel: int = launcher.sentinel) -> None:
+            connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="watches the launcher").start()
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Return True if an exception, or one of its causes, is about a lost connection to another rank."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConnectionError | EOFError):
+            return True
+        if isinstance(seen, RuntimeError) and _LOST_PEER.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _print_to(path: Path) -> None:
+    """Redirect the output of this process to a file, including that of C++ code."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # Line by line: the launcher shows the file while it grows, and a killed rank loses what is in its buffers.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)

@@ -1,0 +1,11 @@
+"""Hugging Face: weights and configurations in and out, and transformers' own models as lists of layers.
+
+config.py: conversion of ``config.json`` to and from ``GPTConfig`` and ``LlamaConfig``.
+names.py: tables that map triax's parameter names to Hugging Face's.
+load.py: ``load_hf`` and ``config_from_hf``.
+reader.py: reader of the weights in a folder or a live model; each rank reads only its slices.
+save.py: ``save_hf``, which gathers one tensor at a time.
+folder_writer.py: a folder of safetensors files and its index, written one tensor at a time.
+export.py: a checkpoint as a folder for ``from_pretrained``.
+pipeline_layers.py: ``hf_layers``, transformers' own blocks over pipeline stages.
+"""

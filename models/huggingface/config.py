@@ -1,0 +1,206 @@
+"""Conversion between Hugging Face's ``config.json`` and triax's ``GPTConfig`` and ``LlamaConfig``, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ..config import GPTConfig, LlamaConfig, RopeScaling
+
+Config = GPTConfig | LlamaConfig
+
+# Sizes: our field -> GPT-2's key; and those of Llama's family, which have the same names there.
+_GPT2 = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "n_positions",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+}
+_LLAMA = (*_GPT2, "intermediate_size")
+# Fields that do not change the function that a model computes from its weights.
+_FREE = ("dropout", "initializer_range", "max_position_embeddings")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the content of a folder's ``config.json``.
+
+    Raises:
+        FileNotFoundError: the folder has no ``config.json``.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(
+            f"{file} is missing ({found or 'an empty folder'}): give a folder as save_pretrained writes it, with "
+            "config.json and *.safetensors"
+        )
+    read: dict[str, Any] = json.loads(file.read_text())
+    return read
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """Return the number of blocks that a ``config.json`` gives under any family's key, or 0 if it gives none."""
+    return int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+
+
+def from_hf(config: Mapping[str, Any]) -> Config:
+    """Return the ``GPTConfig`` or ``LlamaConfig`` of the model that a ``config.json`` describes.
+
+    Args:
+        config: the content of ``config.json`` of a model of the family gpt2, llama, qwen2 or qwen3.
+
+    Raises:
+        ValueError: the model is of another family or has a setting that triax's layers do not support. The message
+            names the setting.
+    """
+    family = config.get("model_type")
+    if family == "gpt2":
+        return _gpt(config)
+    if family in ("llama", "qwen2", "qwen3"):
+        return _llama(config, family)
+    raise ValueError(
+        f"model_type {family!r} is none that is known (gpt2, llama, qwen2, qwen3): pass your own layers and names, "
+        "load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})"
+    )
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """Return the content of ``config.json`` for a ``GPTConfig`` or ``LlamaConfig``, without the dtype."""
+    return _to_gpt2(config) if isinstance(config, GPTConfig) else _to_llama(config)
+
+
+def same_model(ours: Config, theirs: Config) -> str | None:
+    """Describe the settings with which two configurations compute different functions, or return None.
+
+    Example: ``"rms_norm_eps is 1e-05 here, 1e-06 there"``.
+    """
+    if type(ours) is not type(theirs):
+        return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
+    differing = [
+        f"{field.name} is {getattr(ours, field.name)} here, {getattr(theirs, field.name)} there"
+        for field in fields(ours)
+        if field.name not in _FREE and getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
+    if (
+        isinstance(ours, GPTConfig) and ours.max_position_embeddings != theirs.max_position_embeddings
+    ):  # learned positions
+        differing.append(
+            f"max_position_embeddings is {ours.max_position_embeddings} here, {theirs.max_position_embeddings} there"
+        )
+    return ", ".join(differing) or None
+
+
+def _gpt(config: Mapping[str, Any]) -> GPTConfig:
+    _require(
+        config,
+        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+        add_cross_attention=(False,),
+    )
+    width = config["n_embd"]
+    hidden = config.get("n_inner") or 4 * width
+    if hidden % width:
+        raise ValueError(
+            f"n_inner={hidden} is no multiple of n_embd={width}, which our GPT's MLP is: mlp_ratio x width"
+        )
+    return GPTConfig(
+        **{ours: config[theirs] for ours, theirs in _GPT2.items()},
+        mlp_ratio=hidden // width,
+        dropout=config.get("resid_pdrop", 0.1),
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        initializer_range=config.get("initializer_range", 0.02),
+        layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _llama(config: Mapping[str, Any], family: str) -> LlamaConfig:
+    _require(config, hidden_act=("silu",), mlp_bias=(False,), attention_bias=(False,), use_sliding_window=(False,))
+    # Transformers 5 keeps both in rope_parameters, 4 beside each other.
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type={kind!r} is not implemented; there are 'default' and 'llama3'")
+    scaling = None
+    if kind == "llama3":
+        scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
+    return LlamaConfig(
+        **{name: config[name] for name in _LLAMA},
+        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or 0,
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
+        rope_scaling=scaling,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        initializer_range=config.get("initializer_range", 0.02),
+    )
+
+
+def _require(config: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
+    for key, values in allowed.items():
+        value = config.get(key, values[0])
+        if value not in values:
+            raise ValueError(
+                f"{config['model_type']} with {key}={value!r} is not implemented; our layers are those of "
+                f"{key}={' or '.join(map(repr, values))}. (triax.parallelize shards the Hugging Face model itself.)"
+            )
+
+
+def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        **{theirs: getattr(config, ours) for ours, theirs in _GPT2.items()},
+        "n_inner": config.mlp_ratio * config.hidden_size,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        # The defaults are GPT-2's own tokens, which another vocabulary need not have.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _to_llama(config: LlamaConfig) -> dict[str, Any]:
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError("no Hugging Face family has both qkv_bias (Qwen2) and qk_norm (Qwen3)")
+    family, name = "llama", "LlamaForCausalLM"
+    if config.qkv_bias:
+        family, name = "qwen2", "Qwen2ForCausalLM"
+    elif config.qk_norm:
+        family, name = "qwen3", "Qwen3ForCausalLM"
+    elif (
+        config.num_attention_heads * config.head_dim != config.hidden_size
+        and config.hidden_size % config.num_attention_heads
+    ):
+        raise ValueError(
+            f"Hugging Face's Llama wants num_attention_heads to divide hidden_size; {config.num_attention_heads} "
+            f"does not divide {config.hidden_size}"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope |= {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    return {
+        "architectures": [name],
+        "model_type": family,
+        "hidden_act": "silu",
+        **{name: getattr(config, name) for name in (*_LLAMA, "num_key_value_heads", "head_dim", "rms_norm_eps")},
+        "rope_parameters": rope,
+        "rope_theta": config.rope_theta,  # with rope_scaling, where Transformers 4 looks
+        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "attention_bias": False,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }

@@ -1,0 +1,86 @@
+"""Writer of a folder of safetensors files as Hugging Face lays it out, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...grid.safetensors import TensorStream, header
+
+
+class FolderWriter:
+    """Writer of ``config.json`` and of ``model.safetensors``, or of several safetensors files and their index.
+
+    Args:
+        folder: the folder to write to, created if it does not exist.
+        config: content of ``config.json``. The dtype of the floating-point tensors is added to it, or float32 if
+            these tensors have different dtypes.
+        tensors: name -> (shape, dtype), in the order in which the tensors will be written.
+        file_bytes: maximum size of a file in bytes. A tensor larger than this gets a file that exceeds it.
+
+    Raises:
+        ValueError: a tensor has a dtype that the safetensors format does not support.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        file_bytes: int,
+    ) -> None:
+        files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
+        filled = total = 0
+        for name, (shape, dtype) in tensors.items():
+            size = math.prod(shape) * dtype.itemsize
+            if files[-1] and filled + size > file_bytes:
+                files.append({})
+                filled = 0
+            files[-1][name] = (shape, dtype)
+            filled += size
+            total += size
+        count = len(files)
+        names = ["model.safetensors"]
+        if count > 1:
+            names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for held in files:
+            header(held)  # refuses dtypes before anything is written
+        self._files = {folder / name: held for name, held in zip(names, files, strict=True)}
+        self._file_of = {name: path for path, held in self._files.items() for name in held}
+        self._stream: TensorStream | None = None
+        self._path = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+            old.unlink(missing_ok=True)  # an older, larger model's files would be read beside these
+        kinds = {kind for _, kind in tensors.values() if kind.is_floating_point}
+        dtype_name = str(kinds.pop() if len(kinds) == 1 else torch.float32).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
+        if count > 1:
+            weights = {name: path.name for name, path in self._file_of.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor.
+
+        Raises:
+            ValueError: name, shape or dtype differ from those of the next entry of ``tensors``.
+        """
+        path = self._file_of.get(name, self._path)
+        if self._stream is None or path != self._path:
+            self.close()
+            self._path, self._stream = path, TensorStream(path, self._files[path], checksums=False)
+        # A copy: what numpy has once seen cannot be resized, and ZeRO empties the storages of gathered weights.
+        self._stream.write(name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format))
+
+    def close(self) -> None:
+        """Close the safetensors file that is being written."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,255 @@
+"""Weights from and to Hugging Face: ``load_hf(path)`` and ``save_hf(engine, path)``.
+
+layers = load_hf("path/to/Llama-3.2-1B")                # LayerSpecs that build themselves with these weights
+model = PipelineModule(layers, grid=grid, loss_fn=..., device="meta")
+engine, *_ = triax.initialize(model=model, config=...)  # every rank reads its own part of the files
+...
+save_hf(engine, "path/to/mine")                         # transformers' from_pretrained reads it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from ...grid import Grid, layout_of
+from ...grid.agreement import agreed
+from ...pipe.spec import LayerSpec, TiedLayerSpec
+from ..config import GPTConfig, LlamaConfig
+from ..gpt import gpt_layers
+from ..llama import llama_layers
+from .config import from_hf, layer_count, same_model
+from .names import FAMILIES, Entry, Names, expand, names_of
+from .reader import Source, check, fetch, find, open_source, unused
+from .save import hugging_face, named, wrapping
+
+M = TypeVar("M")
+
+
+def config_from_hf(path_or_model: Any) -> GPTConfig | LlamaConfig:
+    """Return the ``GPTConfig`` or ``LlamaConfig`` of a Hugging Face model (gpt2, llama, qwen2 or qwen3).
+
+    Args:
+        path_or_model: a folder as ``save_pretrained`` writes it, or a live model.
+
+    Raises:
+        ValueError: the model is of another family, or has a setting that triax's layers do not support.
+        FileNotFoundError: the folder has no ``config.json``.
+    """
+    return from_hf(open_source(path_or_model).config)
+
+
+@overload
+def load_hf(
+    path_or_model: Any, into: None = None, *, names: Names | None = None, sequence_parallel: bool = False
+) -> list[LayerSpec]: ...
+@overload
+def load_hf(path_or_model: Any, into: M, *, names: Names | None = None, grid: Grid | None = None) -> M: ...
+
+
+def load_hf(
+    path_or_model: Any,
+    into: Any = None,
+    *,
+    names: Names | None = None,
+    grid: Grid | None = None,
+    sequence_parallel: bool = False,
+) -> Any:
+    """Load Hugging Face's weights into a triax model. Each rank reads only the slices that it holds.
+
+    Args:
+        path_or_model: a folder with ``config.json`` and ``*.safetensors``, or a live ``transformers`` model.
+        into: the model that receives the weights. It is one of:
+            None, which makes the layers of the model that ``config.json`` describes (``gpt`` or ``llama``);
+            a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
+            a module whose parameters have layouts (a ``PipelineModule`` before ``triax.initialize``, or a module
+            that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a
+            module or engine are set at once, collectively over its grid.
+        names: triax's parameter names -> Hugging Face's. The default is the table of the model's family, or equal
+            names if ``into`` is a Hugging Face model that ``parallelize`` sharded. The tensors of a tuple are
+            concatenated along dim 0, and a ``Transposed`` tensor is transposed. In a name, ``{i}`` is the block's
+            number, ``{i+2}`` this number plus 2, ``{n}`` the number of blocks, and a final ``*`` stands for weight
+            and bias.
+        grid: the grid of a module that has no attribute with its grid.
+        sequence_parallel: run the model with sequence parallelism; used only if ``into`` is None.
+
+    Returns:
+        ``into``, or the list of ``LayerSpec`` s for a ``PipelineModule``. A ``PipelineModule`` with
+        ``device="meta"`` builds the layers after it has assigned them to ranks, so that no rank ever holds more
+        than its part of the model plus one layer.
+
+    Raises:
+        ValueError: the model is of another family, sizes or settings differ, a weight is missing in the source, or
+            a weight of the source belongs to no parameter. The message has triax's and Hugging Face's name.
+    """
+    source = open_source(path_or_model)
+    if into is None:
+        config = from_hf(source.config)
+        if isinstance(config, GPTConfig):
+            specs = gpt_layers(config, sequence_parallel)
+        else:
+            specs = llama_layers(config, sequence_parallel)
+        return _self_loading(specs, source, names or names_of(source.config["model_type"]))
+    if isinstance(into, Sequence):
+        return _self_loading(into, source, names or names_of(source.config.get("model_type")))
+    module = into if isinstance(into, nn.Module) else getattr(into, "module", None)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"load_hf fills LayerSpecs, a module or an engine, not a {type(into).__name__}: leave it out and put what "
+            "load_hf(path) returns into a PipelineModule"
+        )
+    grid = grid or getattr(into, "grid", None)
+    if grid is None:
+        raise ValueError(f"a {type(into).__name__} does not keep its grid: pass load_hf(path, module, grid=grid)")
+    assign = getattr(into, "assign", None)
+    with agreed(grid, None):
+        made_of = _checked(module, source, names, held=assign is not None)
+    with agreed(grid, None):
+        _fill(made_of, source, grid, assign)
+    return into
+
+
+class _Loaded:
+    """Constructor for a ``LayerSpec`` that builds a layer and loads the layer's weights from a source."""
+
+    def __init__(self, cls: Any, index: int, source: Source, entries: Mapping[str, Entry]) -> None:
+        self.cls, self.index, self.source, self.entries = cls, index, source, entries
+        self.__name__ = getattr(cls, "__name__", type(cls).__name__)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, grid: Grid, **kwargs: Any) -> nn.Module:
+        spec = LayerSpec(self.cls, *args, **kwargs)
+        wanted = torch.empty(0).device
+        # triax's layers hold only parameters. Built on the meta device, they draw no initial values, which the loaded
+        # weights would replace.
+        here = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+        hollow = getattr(self.cls, "hollow", here)
+        with torch.device("meta" if hollow else wanted):
+            layer = spec.build(grid)
+        prefix = f"layers.{self.index}."
+        own = {prefix + name: parameter for name, parameter in layer.named_parameters()}
+        _no_more(self.source, self.entries, own, prefix)
+        for ours, parameter in own.items():  # on the meta device every rank checks every layer and sees the errors
+            check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
+        if wanted.type == "meta":
+            return layer
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for ours, parameter in own.items():
+            entry, layout = self.entries[ours], layout_of(parameter)
+            value = fetch(self.source, ours, entry, layout, grid.tensor.rank, grid.tensor.size)
+            value = value.to(wanted, torch.promote_types(parameter.dtype, value.dtype)).contiguous()
+            filled[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            filled[parameter].__dict__.update(parameter.__dict__)
+        for module in layer.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    module._parameters[name] = filled[old]
+        return layer
+
+
+def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[LayerSpec]:
+    """Return the specs with classes that load their own weights."""
+    entries = expand(names, layer_count(source.config))
+    if left := unused(source, entries.values()):
+        raise ValueError(f"{_some(left)} of {source.where} go nowhere: add them to names")
+    _same(source, specs)
+    first: dict[Any, _Loaded] = {}
+    loading: list[LayerSpec] = []
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, LayerSpec):
+            raise TypeError(f"layer {index} is a {type(spec).__name__}, built already: list LayerSpec(cls, ...)")
+        key = (spec.key, spec.cls) if isinstance(spec, TiedLayerSpec) else index
+        cls = first.setdefault(key, _Loaded(spec.cls, index, source, entries))
+        new = object.__new__(type(spec))
+        new.__dict__.update(spec.__dict__, cls=cls)
+        loading.append(new)
+    return loading
+
+
+def _checked(
+    module: nn.Module, source: Source, names: Names | None, held: bool
+) -> dict[nn.Parameter, tuple[str, Entry]]:
+    """Find the source tensors of each parameter of a module, before any tensor is read or written.
+
+    Args:
+        held: True if an engine holds the parameters' values, so that the parameters' own tensors may be empty.
+    """
+    own = named(module)
+    entries = _entries(module, source, names)
+    if left := unused(source, entries.values()):
+        raise ValueError(f"{_some(left)} of {source.where} go nowhere: add them to names")
+    _same(source, getattr(module, "specs", ()))
+    layers = {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}
+    for prefix in layers if hugging_face(module)[0] is None else ():
+        _no_more(source, entries, own, prefix)
+    made_of = {}
+    for ours, parameter in own.items():
+        empty = parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
+        if empty and not held:
+            raise RuntimeError(
+                f"{ours} has no values yet, or another holds them: build the model from the layers of load_hf(path), "
+                "or call model.fill() first; of a model that an engine trains pass the engine"
+            )
+        made_of[parameter] = ours, _entry(entries, ours, module)
+        check(source, *made_of[parameter], layout_of(parameter))
+    return made_of
+
+
+@torch.no_grad()
+def _fill(made_of: Mapping[nn.Parameter, tuple[str, Entry]], source: Source, grid: Grid, assign: Any) -> None:
+    """Set the values of parameters from the source; call ``assign`` for this if an engine holds the values."""
+    for parameter, (ours, entry) in made_of.items():
+        value = fetch(source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
+        if assign is not None:
+            assign(parameter, value)
+        else:
+            parameter.copy_(value)
+
+
+def _entries(module: nn.Module, source: Source, names: Names | None) -> dict[str, Entry]:
+    """Find the source tensors of each parameter by ``names``, by the parameter's own name or by the family's table."""
+    blocks = layer_count(source.config)
+    if names is not None:
+        return expand(names, blocks)
+    theirs, prefix = hugging_face(module)
+    if theirs is not None:
+        return {prefix + name: Entry((name,)) for name in theirs.state_dict()}  # what is tied, under every name
+    if (wrapped := wrapping(module)) is not None:
+        return expand(wrapped.names(), blocks)
+    return expand(names_of(source.config.get("model_type")), blocks)
+
+
+def _entry(entries: Mapping[str, Entry], ours: str, layer: nn.Module) -> Entry:
+    if ours not in entries:
+        near = [name for name in entries if name.rpartition(".")[0] == ours.rpartition(".")[0]] or list(entries)[:4]
+        raise ValueError(
+            f"names do not say what {ours} (of a {type(layer).__name__}) is in Hugging Face's model; they have "
+            f"{', '.join(near)}: pass names={{{ours!r}: '...', ...}}"
+        )
+    return entries[ours]
+
+
+def _no_more(source: Source, entries: Mapping[str, Entry], own: Mapping[str, Any], prefix: str) -> None:
+    """Raise ValueError if the source has a weight of a layer, such as a bias, without a parameter to load it into."""
+    for ours, entry in entries.items():
+        if ours.startswith(prefix) and ours not in own and find(source, entry.theirs[0]) is not None:
+            raise ValueError(
+                f"{source.where} has {entry.theirs[0]}, and here there is no {ours} to take it: build the model that "
+                "its config.json describes, config_from_hf(path)"
+            )
+
+
+def _same(source: Source, specs: Sequence[Any]) -> None:
+    """Raise ValueError if triax's model would compute another function than the source's with equal weights."""
+    ours = next((a for s in specs for a in getattr(s, "args", ()) if isinstance(a, (GPTConfig, LlamaConfig))), None)
+    if ours is None or source.config.get("model_type") not in FAMILIES:
+        return
+    if differing := same_model(ours, from_hf(source.config)):
+        raise ValueError(f"the model is not that of {source.where}: {differing}. Take config_from_hf(path)")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more weights" if len(names) > 6 else "")

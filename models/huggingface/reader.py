@@ -1,0 +1,196 @@
+"""Reading of Hugging Face's weights by slices, from a folder of safetensors files or from a live model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...grid.layout import Layout
+from .config import read_config
+from .names import Entry
+
+# Tensors in such files that are no weights: masks and rotary tables.
+_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class Source(Protocol):
+    """Source of weights: a folder or a model.
+
+    Attributes:
+        where: name of the source in error messages.
+        config: content of ``config.json``.
+        shapes: tensor name -> shape.
+    """
+
+    where: str
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
+
+
+class _Folder:
+    """Source that reads ``model.safetensors``, or the files that ``model.safetensors.index.json`` lists."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        self.config = read_config(folder)
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (folder / "model.safetensors").is_file():
+            names = ["model.safetensors"]
+        else:
+            names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not names:
+            found = ", ".join(sorted(path.name for path in folder.iterdir()))
+            raise FileNotFoundError(
+                f"{folder} has no *.safetensors ({found}): have transformers write it, "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        self._files: dict[str, Any] = {}
+        self.shapes = {}
+        for file in names:
+            if not (folder / file).is_file():
+                raise FileNotFoundError(f"{index} lists {file}, which {folder} does not have")
+            opened = safe_open(folder / file, framework="pt")
+            for name in opened.keys():  # noqa: SIM118, it is not a mapping
+                self._files[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Read a part of a tensor."""
+        read: Tensor = self._files[name].get_slice(name)[part]
+        return read
+
+
+class _Model:
+    """Source that reads the state dict of a ``transformers`` model in this process."""
+
+    def __init__(self, model: Any) -> None:
+        self.where = f"the {type(model).__name__}"
+        self.config = model.config.to_dict()
+        self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Read a part of a tensor."""
+        return self._weights[name][part].clone()  # the model may change afterwards
+
+
+def open_source(path_or_model: Any) -> Source:
+    """Return the ``Source`` that reads a folder or a live ``transformers`` model.
+
+    Raises:
+        FileNotFoundError: the folder lacks the files that ``save_pretrained`` writes.
+        TypeError: the argument is neither a path nor a model.
+    """
+    if isinstance(path_or_model, (str, Path)):
+        return _Folder(Path(path_or_model))
+    if hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
+        return _Model(path_or_model)
+    raise TypeError(
+        f"weights come from a folder's path or a transformers model, not from a {type(path_or_model).__name__}"
+    )
+
+
+def find(source: Source, name: str) -> str | None:
+    """Return the name under which the source stores a tensor.
+
+    Some files leave out the base model's prefix, and files store a tied weight under only one of its names.
+    """
+    short = name.partition(".")[2]
+    for candidate in (name, short):
+        if candidate in source.shapes:
+            return candidate
+    return None
+
+
+def unused(source: Source, entries: Iterable[Entry]) -> list[str]:
+    """List the weights of a source that belong to no parameter's entry."""
+    taken = {find(source, name) for entry in entries for name in entry.theirs}
+    return [name for name in source.shapes if name not in taken and not name.endswith(_NO_WEIGHTS)]
+
+
+def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Check that a source has the tensors of a parameter, in the right shapes. Nothing is read.
+
+    Args:
+        source: the source of the weights.
+        ours: triax's name of the parameter, for error messages.
+        entry: Hugging Face's names of the tensors that make up the parameter.
+        layout: the parameter's layout over the grid.
+
+    Returns:
+        The tensors' names in the source and, transposed if the entry says so, the tensors' shapes.
+
+    Raises:
+        ValueError: the source lacks a tensor, or the shapes do not add up to the parameter's shape.
+    """
+    names = []
+    for theirs in entry.theirs:
+        name = find(source, theirs)
+        if name is None:
+            raise ValueError(
+                f"{ours} comes from {theirs}, which {source.where} does not have; it has {_near(theirs, source.shapes)}"
+            )
+        names.append(name)
+    shapes = [source.shapes[name] for name in names]
+    if entry.transposed:
+        shapes = [shape[::-1] for shape in shapes]
+    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    if whole != layout.shape or any(shape[1:] != whole[1:] for shape in shapes):
+        kept = ", ".join(f"{name} {tuple(source.shapes[name])}" for name in names)
+        raise ValueError(
+            f"{ours} is {layout.shape} here, and {kept} in {source.where}{', transposed' * entry.transposed}: build "
+            "the model of the sizes in its config.json, config_from_hf(path)"
+        )
+    return names, shapes
+
+
+def fetch(source: Source, ours: str, entry: Entry, layout: Layout, rank: int, size: int) -> Tensor:
+    """Read this tensor rank's shard of one parameter, in the dtype of the source, and nothing beyond this shard.
+
+    Args:
+        source, ours, entry, layout: as in ``check``.
+        rank, size: this process's rank on the tensor axis, and the size of the tensor axis.
+
+    Returns:
+        The shard, of shape ``layout.local_shape(rank, size)``.
+
+    Raises:
+        ValueError: for the same reasons as in ``check``.
+    """
+    names, shapes = check(source, ours, entry, layout)
+    pieces: list[tuple[tuple[slice, ...], Tensor]] = []
+    for box in layout.boxes(rank, size):
+        rows, *rest = box.whole
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            low, high = max(rows.start, start), min(rows.stop, start + shape[0])
+            if low < high:
+                part = (slice(low - start, high - start), *rest)
+                read = source.read(name, part[::-1]).t() if entry.transposed else source.read(name, part)
+                shift = box.local[0].start - rows.start
+                pieces.append(((slice(low + shift, high + shift), *box.local[1:]), read))
+            start += shape[0]
+    if len(pieces) == 1:
+        return pieces[0][1]
+    value = torch.empty(layout.local_shape(rank, size), dtype=pieces[0][1].dtype if pieces else torch.float32)
+    for place, read in pieces:
+        value[place] = read
+    return value
+
+
+def _near(name: str, names: Mapping[str, Any]) -> str:
+    """Suggest names for a missing one: those with the same ending or, if there are none, a few of all names."""
+    ending = name.rpartition(".")[0].rpartition(".")[2]
+    near = [other for other in names if ending and ending in other] or list(names)
+    return ", ".join(near[:6]) + (", ..." if len(near) > 6 else "")

@@ -1,0 +1,205 @@
+"""``save_hf``: writer of a triax model to a folder that ``transformers`` reads, gathered one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid, Layout, layout_of
+from ...grid.agreement import agreed
+from ..config import GPTConfig, LlamaConfig
+from .config import layer_count, to_hf
+from .folder_writer import FolderWriter
+from .names import Entry, Names, expand, names_of
+
+
+class Held(NamedTuple):
+    """Description of one parameter of the whole model, which this rank may or may not hold."""
+
+    layout: Layout
+    dtype: torch.dtype
+    owner: int  # the first rank of the pipe axis that holds it
+
+
+@torch.no_grad()
+def save_hf(
+    model: Any,
+    path: str | Path,
+    *,
+    config: GPTConfig | LlamaConfig | Mapping[str, Any] | None = None,
+    names: Names | None = None,
+    grid: Grid | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors. Collective.
+
+    Rank 0 writes the files, and holds one whole tensor at a time. Under ZeRO stage 3 a layer is gathered in addition.
+
+    Args:
+        model: an ``Engine``, a ``PipelineModule`` of ``gpt`` or ``llama``, or a Hugging Face model that ``parallelize``
+            sharded. This model may be the only layer of an engine's ``PipelineModule``.
+        path: path of the folder, which is created. Weights of an earlier model in this folder are removed.
+        config: the ``GPTConfig`` or ``LlamaConfig``, or the whole content of ``config.json``. If None, the
+            configuration is taken from the model.
+        names: table of parameter names as in ``load_hf``, for models of other families.
+        grid: the grid of a module that has no attribute with its grid.
+        dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
+        max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
+
+    Raises:
+        ValueError: the model's configuration, its grid or a name is unknown. The message says what to pass.
+        RuntimeError: rank 0 could not write. The error is raised on every rank.
+    """
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"save_hf writes an engine's or a module's weights, not those of a {type(model).__name__}")
+    grid = grid or getattr(model, "grid", None)
+    if grid is None:
+        raise ValueError(f"a {type(model).__name__} does not keep its grid: pass save_hf(module, path, grid=grid)")
+    lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]] = getattr(model, "gathered", None) or (
+        lambda parameters: nullcontext()
+    )
+    writer, failure = None, None
+    with agreed(grid, None):
+        own = named(module)
+        for name, parameter in own.items():
+            released = parameter.numel() > 1 and not any(parameter.stride())
+            if parameter.is_meta or (released and not hasattr(model, "gathered")):
+                raise RuntimeError(
+                    f"{name} is not here: save the engine that trains this model, save_hf(engine, path), or within "
+                    "zero.gathered(module)"
+                )
+        held = _everything(own, grid)
+        theirs, prefix = hugging_face(module)
+        written = _config(module, theirs, config)
+        entries = {name: Entry((name.removeprefix(prefix),)) for name in held}
+        if names is not None or theirs is None:
+            wrapped = wrapping(module)
+            known = names_of(written.get("model_type")) if wrapped is None and names is None else None
+            entries = expand(names or known or wrapped.names(), layer_count(written))
+        plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items()}
+        if grid.rank == 0:
+            tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
+            writer = FolderWriter(Path(path), written, tensors, max_file_bytes)
+    for _, layer in groupby(held, key=lambda name: name.split(".")[:2]):
+        group = list(layer)
+        mine = [own[name] for name in group if held[name].owner == grid.pipe.rank]
+        with lend(mine) if mine else nullcontext():
+            for name in group:
+                whole = _whole(own.get(name), held[name], grid)
+                if writer is not None and whole is not None and failure is None:
+                    try:
+                        write_parts(writer, whole, plan[name], entries[name])
+                    except Exception as error:  # the others wait in the next collective: they hear of it at the end
+                        failure = error
+    with agreed(grid, None):
+        if writer is not None:
+            writer.close()
+        if failure is not None:
+            raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
+
+
+def hugging_face(module: Any) -> tuple[Any, str]:
+    """Return the Hugging Face model in a module, and the prefix of the names of its parameters.
+
+    The model is the module itself or its only layer. None is returned for it if neither is a Hugging Face model.
+    """
+    specs: Any = getattr(module, "specs", ())
+    inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
+    return (inner, prefix) if hasattr(getattr(inner, "config", None), "to_dict") else (None, "")
+
+
+def wrapping(module: Any) -> Any:
+    """Return the ``HFModel`` that a module's layers share if ``hf_layers`` made them, else None."""
+    arguments = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
+    return next((value for value in arguments if hasattr(value, "family") and hasattr(value, "names")), None)
+
+
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return whole-model name -> parameter of a module, with each tied parameter once."""
+    return {layout_of(p).name or name: p for name, p in module.named_parameters()}
+
+
+def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
+    """List the parameters of the whole model on every rank, in the model's order."""
+    mine = [(name, layout_of(p), p.dtype) for name, p in own.items()]
+    held: dict[str, Held] = {}
+    for owner, listed in enumerate(grid.pipe.all_gather_object(mine)):
+        for name, layout, dtype in listed:
+            held.setdefault(name, Held(layout, dtype, owner))
+    return held
+
+
+def _config(module: nn.Module, theirs: Any, config: Any) -> dict[str, Any]:
+    """Return the content of ``config.json``, without the dtype."""
+    if config is None and theirs is not None:
+        config = theirs.config.to_dict()
+        config["architectures"] = config.get("architectures") or [type(theirs).__name__]
+    if config is None:
+        candidates = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
+        config = next((value for value in candidates if isinstance(value, (GPTConfig, LlamaConfig))), None)
+    if config is None and (wrapped := wrapping(module)) is not None:
+        config = {**wrapped.config.to_dict(), "architectures": [wrapped.architecture]}
+    if config is None:
+        raise ValueError(
+            "the configuration of the model is not known: pass save_hf(model, path, config=GPTConfig(...)), or the "
+            "content of config.json as a dict"
+        )
+    return to_hf(config) if isinstance(config, (GPTConfig, LlamaConfig)) else dict(config)
+
+
+def parts_of(
+    name: str, held: Held, entries: Mapping[str, Entry], dtype: torch.dtype | None
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return the tensors to write for one parameter: names, shapes and dtypes."""
+    if name not in entries:
+        raise ValueError(
+            f"names do not say what {name} is in Hugging Face's model: pass names={{{name!r}: '...', ...}}"
+        )
+    entry, layout = entries[name], held.layout
+    lengths = list(layout.parts or ())
+    if len(lengths) != len(entry.theirs):  # not fused for the tensor axis, or all of it one tensor of theirs
+        length, rest = divmod(layout.shape[0], len(entry.theirs))
+        if rest:
+            raise ValueError(f"{name} {layout.shape} is not {len(entry.theirs)} equal parts: {', '.join(entry.theirs)}")
+        lengths = [length] * len(entry.theirs)
+    shapes = [(length, *layout.shape[1:]) for length in lengths]
+    if entry.transposed:
+        shapes = [shape[::-1] for shape in shapes]
+    return [(theirs, shape, dtype or held.dtype) for theirs, shape in zip(entry.theirs, shapes, strict=True)]
+
+
+def _whole(parameter: nn.Parameter | None, held: Held, grid: Grid) -> Tensor | None:
+    """Gather a parameter as a whole tensor on rank 0. Ranks that take no part in the gathering return None."""
+    if not grid.data.is_first:
+        return None
+    whole: Tensor | None = None
+    layout, axis = held.layout, grid.tensor
+    if grid.pipe.rank == held.owner:
+        assert parameter is not None
+        whole = layout.gather(axis, parameter.detach())
+    if not axis.is_first:
+        return None
+    if held.owner > 0:
+        if whole is None:
+            whole = torch.empty(layout.shape, dtype=held.dtype, device=grid.device)
+        whole = whole.contiguous()
+        grid.pipe.broadcast(whole, source=held.owner)
+    return whole
+
+
+def write_parts(
+    writer: FolderWriter, whole: Tensor, parts: list[tuple[str, tuple[int, ...], torch.dtype]], entry: Entry
+) -> None:
+    """Write the tensors of a whole parameter, with the names, shapes and dtypes of ``parts_of``."""
+    lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
+    pieces = whole.split(lengths) if whole.dim() else (whole,)
+    for (theirs, _, dtype), piece in zip(parts, pieces, strict=True):
+        writer.write(theirs, (piece.t() if entry.transposed else piece).to(dtype))

@@ -1,0 +1,14 @@
+"""Files of a run's folder: their names, and writing one atomically."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+METRICS, RUN, TIMELINE = "metrics.jsonl", "run.json", "timeline.json"
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part of it."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,80 @@
+"""Monitor: hands the numbers of each step to the writers, and prints a line every few steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from .protocol import StepMetrics
+from .writers import Event, Write
+
+
+class Monitor:
+    """Writes and prints the numbers of steps. Rank 0 has one with writers; on the other ranks it does nothing.
+
+    The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``, over the number of
+    samples. Beside them ``grad_norm`` and the ``timings`` of ``StepMetrics``.
+
+    Args:
+        writers: called with every number.
+        print_every: steps from one printed line to the next; None: nothing is printed.
+        batch: samples per step, over all replicas.
+    """
+
+    def __init__(self, writers: Sequence[Write] = (), print_every: int | None = None, batch: int = 0) -> None:
+        self._writers, self._print_every, self._batch = list(writers), print_every, batch
+        self._step = 0
+        self._since: tuple[int, float] | None = None  # the step and the time from which samples/s are measured
+
+    @property
+    def enabled(self) -> bool:
+        """True if this rank writes numbers, beside printing lines."""
+        return bool(self._writers)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``.
+
+        Args:
+            events: for each its name, its value, and the samples trained on so far (``engine.global_samples``).
+        """
+        if self._writers:
+            self._write([(name, float(value), int(samples)) for name, value, samples in events])
+
+    def needs(self, step: int) -> bool:
+        """Return True if ``write_step`` does something with this step."""
+        return bool(self._writers or (self._print_every and (step % self._print_every == 0 or self._since is None)))
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        """Write the numbers of a step, and print a line if one is due."""
+        self._step, now = metrics.step, time.perf_counter()
+        if self._writers:
+            self._write(_events(metrics))
+        due = self._print_every is not None and metrics.step % self._print_every == 0
+        if due:
+            print(self._line(metrics, now), flush=True)
+        if due or self._since is None:
+            self._since = metrics.step, now
+
+    def _write(self, events: list[Event]) -> None:
+        for write in self._writers:
+            write(events, self._step)
+
+    def _line(self, metrics: StepMetrics, now: float) -> str:
+        rates = ", ".join(f"{lr:.4g}" for lr in metrics.lr)
+        parts = [f"step {metrics.step}: loss {float(metrics.loss):.4f}", f"lr {rates}"]
+        if self._since is not None and now > self._since[1]:
+            samples = (metrics.step - self._since[0]) * self._batch
+            parts.append(f"{samples / (now - self._since[1]):.4g} samples/s")
+        if metrics.loss_scale is not None:
+            parts.append(f"loss scale {metrics.loss_scale:g}, {metrics.skipped_steps} steps skipped")
+        return ", ".join(parts)
+
+
+def _events(metrics: StepMetrics) -> list[Event]:
+    figures = {"train_loss": float(metrics.loss), "lr": float(metrics.lr[0])}
+    if metrics.loss_scale is not None:
+        figures["loss_scale"] = metrics.loss_scale
+    if metrics.grad_norm is not None:
+        figures["grad_norm"] = metrics.grad_norm
+    figures |= metrics.timings
+    return [(f"Train/Samples/{name}", value, metrics.samples) for name, value in figures.items()]

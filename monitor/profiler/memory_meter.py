@@ -1,0 +1,83 @@
+"""MemoryMeter: counts the bytes that a step allocates and that autograd saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Dispatch mode that counts the bytes of tensor storages allocated while it is active.
+
+    Each storage counts once, from its allocation until it is freed.
+
+    Args:
+        elsewhere: returns the bytes of memory that changes without a dispatched operation, because stage 3 gathers and
+            releases weights.
+
+    Attributes:
+        live: bytes of the counted storages that are not freed yet.
+        peak: the largest sum so far of ``live`` and the change of ``elsewhere``.
+        saved: bytes that autograd saved for a backward pass.
+        activations: the largest value of ``saved``.
+    """
+
+    def __init__(self, elsewhere: Callable[[], int]) -> None:
+        super().__init__()
+        self._elsewhere = elsewhere
+        self._before = elsewhere()
+        self._storages: dict[int, tuple[weakref.ref[Any], int, bool]] = {}  # id -> the storage, bytes, saved
+        self.live = self.peak = self.saved = self.activations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and count the storages that it made."""
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._track(value, made=False)  # it existed before, so a view of it is not new
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._track(value, made=True)
+        self.peak = max(self.peak, self.live + self._elsewhere() - self._before)
+        return result
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Context in which allocated storages and tensors saved by autograd are counted."""
+        with self, saved_tensors_hooks(self._save, lambda tensor: tensor):
+            yield
+
+    def _track(self, tensor: Tensor, made: bool) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._storages:
+            reference = weakref.ref(storage, partial(self._forget, id(storage)))
+            size = storage.nbytes() if made else 0
+            self._storages[id(storage)] = reference, size, False
+            self.live += size
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            self._track(tensor, made=False)
+            key = id(tensor.untyped_storage())
+            reference, size, saved = self._storages[key]
+            if not saved:
+                self._storages[key] = reference, size, True
+                self.saved += size
+                self.activations = max(self.activations, self.saved)
+        return tensor
+
+    def _forget(self, key: int, _: Any) -> None:
+        _, size, saved = self._storages.pop(key)
+        self.live -= size
+        self.saved -= size if saved else 0

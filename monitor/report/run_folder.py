@@ -1,0 +1,153 @@
+"""Reader of a run's folder and of its trace. Files that are missing or incomplete become notes, not errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...pipe.program.ops import COMPUTE, Op
+from ...pipe.program.schedule import Schedule
+from ...pipe.program.timeline import Span, Timeline
+from ..files import METRICS, RUN, TIMELINE
+from ..protocol import Slice
+from ..step_record import self_times
+
+_TAIL = 12  # lines of a rank's log
+
+
+@dataclass
+class Run:
+    """Contents of a run's folder.
+
+    Attributes:
+        name: name of the folder.
+        rows: lines of metrics.jsonl, in the order in which they were written.
+        record: run.json; {} if there is none.
+        trace: timeline.json; None if there is none.
+        logs: name of a log file -> its last lines.
+        notes: files that are missing or could not be read.
+    """
+
+    name: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
+    trace: dict[str, Any] | None = None
+    logs: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, number) of one name, by step. Of a step repeated after a restart, the last number counts."""
+        found: dict[int, float] = {}
+        for row in self.rows:
+            if name in row:
+                found[int(row["step"])] = math.nan if row[name] is None else float(row[name])
+        return sorted(found.items())
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that was written; 0 if there is none."""
+        return max((int(row["step"]) for row in self.rows), default=0)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder."""
+    run = Run(folder.resolve().name)
+    metrics = folder / METRICS
+    if metrics.is_file():
+        broken = 0
+        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                int(row["step"])
+                run.rows.append(row)
+            except (ValueError, KeyError, TypeError):
+                broken += 1
+        if broken:
+            run.notes.append(f"{broken} line{'s' * (broken > 1)} of {METRICS} could not be read and are left out")
+    else:
+        run.notes.append(f"there is no {METRICS}: no step was written")
+    run.record = _json(folder / RUN, run.notes) or {}
+    run.trace = _json(folder / TIMELINE, run.notes)
+    for log in sorted(folder.glob("*.log")):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if lines:
+            run.logs[log.name] = "\n".join(lines[-_TAIL:])
+    return run
+
+
+def _json(file: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not file.is_file():
+        notes.append(f"there is no {file.name}")
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        notes.append(f"{file.name} could not be read: {error}")
+        return None
+    if not isinstance(found, dict):
+        notes.append(f"{file.name} could not be read: it is not a JSON object")
+        return None
+    return found
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A trace that was read.
+
+    Attributes:
+        step: number of the traced step.
+        names: names of the ranks.
+        places: coordinates of the ranks: axis -> position.
+        slices: slices of each rank, in seconds since the first one began.
+        schedule: schedule of the pipe ranks; None for a plain module.
+        clock: text about the error of the ranks' clocks.
+    """
+
+    step: int
+    names: list[str]
+    places: list[dict[str, int]]
+    slices: list[list[Slice]]
+    schedule: Schedule | None
+    clock: str
+
+    def replica(self, data: int = 0, tensor: int = 0) -> list[int]:
+        """Return the pipe ranks of one replica at one position on the tensor axis, in order."""
+        here = [r for r, p in enumerate(self.places) if p["data"] == data and p["tensor"] == tensor]
+        return sorted(here, key=lambda r: self.places[r]["pipe"])
+
+    def timeline(self, data: int = 0, tensor: int = 0) -> Timeline:
+        """Return the compute ops of the ranks of ``replica``."""
+        ranks = self.replica(data, tensor)
+        rows = ([Span(Op.parse(s.name), s.start, s.end) for s in self.slices[r] if s.kind in COMPUTE] for r in ranks)
+        return Timeline(tuple(map(tuple, rows)))
+
+    def parts(self, rank: int) -> dict[tuple[str, str], float]:
+        """Return the time of each part of a rank's step: (axis, part) -> seconds."""
+        found: dict[tuple[str, str], float] = {}
+        for entry, own in zip(self.slices[rank], self_times(self.slices[rank]), strict=True):
+            axis, _, part = str(entry.args.get("counts as", "host other")).partition(" ")
+            found[axis, part] = found.get((axis, part), 0.0) + own
+        return found
+
+
+def read_trace(trace: dict[str, Any]) -> Traced | None:
+    """Read a trace that ``monitor/trace/trace.py`` wrote; None if another program wrote it."""
+    other = trace.get("otherData") or {}
+    places = other.get("ranks")
+    if not places:
+        return None
+    slices: list[list[Slice]] = [[] for _ in places]
+    names = [f"rank {rank}" for rank in range(len(places))]
+    for event in trace.get("traceEvents", []):
+        if event.get("ph") == "M" and event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        if event.get("ph") == "X":
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            slices[event["pid"]].append(Slice(event["name"], event["cat"], start, end, event.get("args", {})))
+    if not all(slices):
+        return None
+    schedule = Schedule.from_json(other["schedule"]) if other.get("schedule") else None
+    return Traced(int(other.get("step", 0)), names, places, slices, schedule, str(other.get("clock", "")))

@@ -1,0 +1,35 @@
+"""Writer of a run's report page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...grid.errors import ConfigError
+from ..files import METRICS, RUN, TIMELINE
+from .page import page
+from .run_folder import read_run
+
+
+def write_report(run: Path, output: Path | None = None) -> Path:
+    """Write the page of a run and return its path.
+
+    Args:
+        run: folder of the run.
+        output: file of the page; None: ``report.html`` in the folder.
+
+    Raises:
+        ConfigError: the folder holds no run, or the page cannot be written.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder; give a run's folder: output_path/job_name of json_monitor")
+    if not any((run / name).is_file() for name in (METRICS, RUN, TIMELINE)):
+        inner = sorted(path.parent.name for path in run.glob(f"*/{METRICS}"))
+        near = f"; {run / inner[0]} has some" if inner else ": enable json_monitor in the configuration"
+        raise ConfigError(f"{run} has no {METRICS}, {RUN} or {TIMELINE}{near}")
+    file = output or run / "report.html"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page(read_run(run)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the page {file} cannot be written: {error.strerror}") from error
+    return file

@@ -1,0 +1,99 @@
+"""Writers of numbers: CSV files, JSON lines, TensorBoard event files, Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..grid.errors import ConfigError
+from .files import METRICS
+
+Event = tuple[str, float, int]  # a name, a number, and the samples trained on so far
+Write = Callable[[Sequence[Event], int], None]  # write(events, step)
+
+
+def csv_writer(folder: Path) -> Write:
+    """Append each number to a file of its own, such as ``Train_Samples_lr.csv``: a header, then one line per step."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(events: Sequence[Event], step: int) -> None:
+        for name, value, samples in events:
+            with (folder / f"{name.replace('/', '_')}.csv").open("a", newline="") as file:
+                rows = csv.writer(file)
+                if file.tell() == 0:
+                    rows.writerow(["step", name.rsplit("/", 1)[-1]])
+                rows.writerow([samples, value])
+
+    return write
+
+
+def json_writer(folder: Path) -> Write:
+    """Append one line to ``metrics.jsonl`` for all numbers written together: {"step", "samples", "time", names...}.
+
+    ``time`` is in seconds since 1970. A number that is not finite is null. A run whose first line is of step 1 replaces
+    the file; a resumed run appends to it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, begun = folder / METRICS, False
+
+    def write(events: Sequence[Event], step: int) -> None:
+        nonlocal begun
+        row: dict[str, float | None] = {"step": step, "samples": events[0][2], "time": round(time.time(), 3)}
+        row |= {name: value if math.isfinite(value) else None for name, value, _ in events}
+        with path.open("a" if begun or step > 1 else "w") as file:
+            file.write(json.dumps(row) + "\n")
+        begun = True
+
+    return write
+
+
+def tensorboard_writer(folder: Path) -> Write:
+    """Write event files for TensorBoard.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    _require("tensorboard", "triax[tensorboard]")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(folder))
+
+    def write(events: Sequence[Event], step: int) -> None:
+        for name, value, samples in events:
+            writer.add_scalar(name, value, samples)
+        writer.flush()
+
+    return write
+
+
+def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
+    """Start a run of Weights & Biases and log to it.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    _require("wandb", "wandb")
+    import wandb
+
+    run = wandb.init(project=project, group=group, entity=team)
+
+    def write(events: Sequence[Event], step: int) -> None:
+        run.log({name: value for name, value, _ in events}, step=events[0][2])
+
+    return write
+
+
+def _require(package: str, install: str) -> None:
+    if not _installed(package):
+        raise ConfigError(
+            f"{package}.enabled: the package {package} is not installed: pip install '{install}', or use csv_monitor"
+        )
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,109 @@
+"""Elementwise optimizers that torch does not have: Lion, and Adam without bias correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class _Elementwise(torch.optim.Optimizer):
+    """Base class of optimizers whose ``step`` calls ``_update`` for each parameter with a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; return the result of ``closure``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Update one parameter in place from its gradient. Each optimizer implements this method."""
+        raise NotImplementedError
+
+
+def _check(lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
+    if not lr >= 0:
+        raise ValueError(f"lr is at least 0, not {lr}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas are at least 0 and less than 1, not {betas}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay is at least 0, not {weight_decay}")
+    if not eps >= 0:
+        raise ValueError(f"eps is at least 0, not {eps}")
+
+
+class Lion(_Elementwise):
+    """Lion: a step by the sign of a momentum, with half of Adam's state. Chen et al. 2023, arXiv:2302.06675.
+
+    Names and defaults are DeepSpeed's. An element whose momentum is 0 does not change, as in the paper.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: size of a step; the paper takes 3 to 10 times less than for AdamW.
+        betas: factors of the momentum in the step, and of the momentum that is stored.
+        weight_decay: decoupled, as in AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        _check(lr, betas, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(p)
+        momentum = state["exp_avg"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(momentum.lerp(g, 1 - first).sign_().mul_(group["lr"]))
+        momentum.lerp_(g, 1 - second)
+
+
+class UncorrectedAdam(_Elementwise):
+    """Adam without bias correction of its moments, as BERT was trained: ``bias_correction: false``.
+
+    Kingma and Ba 2015, arXiv:1412.6980, without its section 3.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay: as in torch's AdamW.
+        decoupled: decay the weights, as AdamW; False: add the decay to the gradient, as Adam.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decoupled: bool = True,
+    ) -> None:
+        _check(lr, betas, weight_decay, eps)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        super().__init__(params, options)
+
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        if group["decoupled"]:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            g = g.add(p, alpha=group["weight_decay"])
+        state["exp_avg"].lerp_(g, 1 - first)
+        state["exp_avg_sq"].mul_(second).addcmul_(g, g, value=1 - second)
+        p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])

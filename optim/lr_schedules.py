@@ -1,0 +1,344 @@
+"""DeepSpeed's learning-rate schedules, as torch schedulers.
+
+Parameter names, defaults and the learning rates of every step are DeepSpeed's. Where DeepSpeed's code and
+documentation differ, these schedules follow the documentation: see ``OneCycle``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+Rates = float | list[float]
+
+
+class ClosedFormSchedule(LRScheduler):
+    """Schedule in closed form: learning rates that depend only on the number of steps taken.
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        last_batch_iteration: index of the last step that was taken, -1 at the start.
+
+    Attributes:
+        note: message about a parameter that has no effect, with the reason, or None if all have an effect.
+    """
+
+    note: str | None = None
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        if last_batch_iteration >= 0:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+        super().__init__(optimizer, last_epoch=last_batch_iteration)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """Index of the last step; -1 before the first."""
+        return int(self.last_epoch) - 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates after an optimizer step, or as if the step of this index had just been taken."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the index of the last step, under DeepSpeed's name; the configuration has the rest."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the saved step: the parameter groups get its learning rates at once."""
+        self.last_epoch = state_dict["last_batch_iteration"] + 1
+        self._step_count = self.last_epoch + 1
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Rates) -> list[float]:
+    """Return one number for each parameter group, from a number or a list."""
+    groups = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
+    if len(values) != groups:
+        raise ValueError(f"{name} has {len(values)} values for {groups} parameter groups")
+    if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not v >= 0 for v in values):
+        raise ValueError(
+            f"{name} = {value!r}: give a number of at least 0, or a list with one for each parameter group"
+        )
+    return [float(v) for v in values]
+
+
+def _positive(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} = {value!r}: give a whole number of at least {least}")
+    return value
+
+
+class LRRangeTest(ClosedFormSchedule):
+    """Learning rate range test: a growing rate, to find the largest usable one. Smith 2018, arXiv:1803.09820.
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        lr_range_test_min_lr: rate of the first step; a list has one for each parameter group.
+        lr_range_test_step_size: steps in which the rate grows by ``lr_range_test_step_rate`` times the first rate.
+        lr_range_test_step_rate: growth in ``lr_range_test_step_size`` steps, as a factor of the first rate.
+        lr_range_test_staircase: grow once every ``lr_range_test_step_size`` steps, instead of a little after each.
+        last_batch_iteration: see ``ClosedFormSchedule``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._least = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self._size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self._rate, self._staircase = lr_range_test_step_rate, lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the next step, one for each parameter group."""
+        grown = self.last_epoch // self._size if self._staircase else self.last_epoch / self._size
+        return [least * (1 + self._rate * grown) for least in self._least]
+
+
+class OneCycle(ClosedFormSchedule):
+    """1cycle policy: rate up, down, then decay; Adam's momentum the other way. Smith 2018, arXiv:1803.09820.
+
+    The learning rates are DeepSpeed's. The momentum differs in two points: the first step has ``cycle_max_mom``, as
+    documented (DeepSpeed's code uses ``cycle_min_mom``), and Adam's second beta keeps its value (DeepSpeed's code
+    sets it to 0.99).
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        cycle_min_lr, cycle_max_lr: lowest and highest rate; lists have one for each parameter group.
+        decay_lr_rate: after the cycle the lowest rate is divided by 1 + decay_lr_rate * steps / ``decay_step_size``.
+        cycle_first_step_size: steps of the rising half.
+        cycle_second_step_size: steps of the falling half; None: as many as rising.
+        cycle_first_stair_count, cycle_second_stair_count: stairs of each half; 0: no stairs. None: as the first half.
+        decay_step_size: steps of one unit of decay; 0: no decay.
+        cycle_momentum: change ``betas[0]`` too, if the optimizer has betas.
+        cycle_min_mom, cycle_max_mom: lowest and highest momentum.
+        decay_mom_rate: after the cycle the momentum is multiplied by 1 + decay_mom_rate * steps / ``decay_step_size``.
+        last_batch_iteration: see ``ClosedFormSchedule``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._first = _positive("cycle_first_step_size", cycle_first_step_size)
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        self._total = self._first + _positive("cycle_second_step_size", second, 0)
+        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self._stairs = (
+            _positive("cycle_first_stair_count", cycle_first_stair_count, 0),
+            _positive("cycle_second_stair_count", stairs, 0),
+        )
+        self._decay_size = _positive("decay_step_size", decay_step_size, 0)
+        self._low = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self._high = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
+        self._light = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self._heavy = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        if max(*self._light, *self._heavy) >= 1:
+            name, value = (
+                ("cycle_max_mom", cycle_max_mom) if max(self._heavy) >= 1 else ("cycle_min_mom", cycle_min_mom)
+            )
+            raise ValueError(f"{name} = {value!r}: a momentum must be below 1")
+        self._moves = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self._moves:
+            self.note = (
+                f"scheduler: OneCycle changes no momentum, because {type(optimizer).__name__} has no betas: set "
+                "cycle_momentum to false"
+            )
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the next step, one for each parameter group."""
+        if self.last_batch_iteration >= self._total:
+            return [low / self._decayed(self._decay_lr) for low in self._low]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of the next step, or None if the schedule does not change the betas."""
+        if not self._moves:
+            return None
+        if self.last_batch_iteration >= self._total:
+            momenta = [heavy * self._decayed(self._decay_mom) for heavy in self._heavy]
+        else:
+            height = self._height()
+            momenta = [heavy - (heavy - light) * height for light, heavy in zip(self._light, self._heavy, strict=True)]
+        return [(mom, group["betas"][1]) for mom, group in zip(momenta, self.optimizer.param_groups, strict=True)]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates and betas after an optimizer step, as ``ClosedFormSchedule.step``."""
+        super().step(last_batch_iteration)
+        self._move()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the saved step, with its rates and betas."""
+        super().load_state_dict(state_dict)
+        self._move()
+
+    def _move(self) -> None:
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
+
+    def _height(self) -> float:
+        """Return the position between the lowest rate (0, at the ends of the cycle) and the highest rate (1)."""
+        at = self.last_epoch % self._total
+        up = at <= self._first
+        whole = self._first if up else self._total - self._first
+        done, stairs = (at, self._stairs[0]) if up else (self._total - at, self._stairs[1])
+        return done * stairs // whole / stairs if stairs else done / whole
+
+    def _decayed(self, rate: float) -> float:
+        over = self.last_epoch - self._total
+        return 1 + rate * over / self._decay_size if self._decay_size else 1.0
+
+
+class _Warmup(ClosedFormSchedule):
+    """Base class of the schedules with warmup. It computes the progress of the warmup, from 0 to 1."""
+
+    def _set_warmup(self, steps: int, kind: str) -> None:
+        self._warmup = max(2, _positive("warmup_num_steps", steps))
+        if kind not in ("log", "linear"):
+            raise ValueError(f"warmup_type = {kind!r}: give 'log' or 'linear'")
+        self._log = kind == "log"
+
+    def _warmed(self) -> float:
+        last = self.last_batch_iteration
+        if last < 0:
+            return 0.0
+        return math.log(last + 1) / math.log(self._warmup) if self._log else last / self._warmup
+
+    def _set_total(self, total: int) -> None:
+        self._total = _positive("total_num_steps", total)
+        if total < self._warmup:
+            self.note = f"scheduler: total_num_steps {total} end before warmup_num_steps {self._warmup}"
+
+
+class WarmupLR(_Warmup):
+    """Warmup from ``warmup_min_lr`` to ``warmup_max_lr``, then a constant rate.
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        warmup_min_lr: first rate; a list has one for each parameter group.
+        warmup_max_lr: last rate; None: the optimizer's own rates.
+        warmup_num_steps: steps of the warmup, at least 2.
+        warmup_type: ``log``, with the logarithm of the step, or ``linear``.
+        last_batch_iteration: see ``ClosedFormSchedule``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        self._low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self._high = _per_group(optimizer, "warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr)
+        self._set_warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the next step, one for each parameter group."""
+        share = self._warmed() if self.last_batch_iteration < self._warmup else self._after()
+        return [low + (high - low) * share for low, high in zip(self._low, self._high, strict=True)]
+
+    def _after(self) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """``WarmupLR``, then a linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._set_warmup(warmup_num_steps, warmup_type)
+        self._set_total(total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _after(self) -> float:
+        left = self._total - self.last_batch_iteration
+        return max(0.0, left / max(1, self._total - self._warmup))
+
+
+class WarmupCosineLR(_Warmup):
+    """Optimizer's own rates times a ratio: from ``warmup_min_ratio`` to 1, then a half cosine down.
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        total_num_steps: step at which the cosine ends.
+        warmup_min_ratio: first ratio.
+        warmup_num_steps: steps of the warmup, at least 2.
+        cos_min_ratio: last ratio of the cosine, kept afterwards.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: see ``ClosedFormSchedule``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._set_warmup(warmup_num_steps, warmup_type)
+        self._set_total(total_num_steps)
+        self._least, self._last = warmup_min_ratio, cos_min_ratio
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the next step, one for each parameter group."""
+        return [base * self._ratio() for base in self.base_lrs]
+
+    def _ratio(self) -> float:
+        last = self.last_batch_iteration
+        if last < 0:
+            return 0.0  # DeepSpeed's first step has rate 0
+        if last < self._warmup:
+            return self._least + (1 - self._least) * self._warmed()
+        done = min(1.0, (last - self._warmup + 1) / max(1, self._total - self._warmup))
+        return self._last + (1 - self._last) * (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,166 @@
+"""Optimizers by DeepSpeed's name or torch's: from a type and its arguments to a class and its own arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..grid.errors import ConfigError, nearest
+from . import onebit
+from .elementwise import Lion, UncorrectedAdam
+from .signature import check_arguments, defaults_of
+
+Classes = Mapping[str, type[torch.optim.Optimizer]]
+
+_ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+_OTHER_NAMES = {"DeepSpeedCPUAdagrad": "Adagrad", "DeepSpeedCPULion": "Lion", "FusedLion": "Lion"}
+# Optimizers that cannot step flat ranges, or are not supported: (reason, what to use instead).
+_REFUSED = {
+    "Lamb": ("its trust ratio is of a whole tensor", "AdamW, or OneBitLamb in stage 0"),
+    "FusedLamb": ("its trust ratio is of a whole tensor", "AdamW, or OneBitLamb in stage 0"),
+    "LBFGS": ("it evaluates the loss several times a step", "AdamW"),
+    "SparseAdam": ("it steps sparse gradients, and gradients are dense here", "Adam"),
+    "MuAdam": ("its rates depend on the width of each layer", "Adam, with parameter groups of their own rates"),
+    "MuAdamW": ("its rates depend on the width of each layer", "AdamW, with parameter groups of their own rates"),
+    "MuSGD": ("its rates depend on the width of each layer", "SGD, with parameter groups of their own rates"),
+}
+# Optimizers that need whole tensors, and run where every rank has them: (reason, what to use instead).
+WHOLE_TENSOR = {
+    "Adafactor": ("its second moments are sums over rows and columns of a tensor", "Lion, with half of Adam's state"),
+    "Muon": ("it makes a whole matrix orthogonal", "AdamW"),
+}
+_TORCH = tuple(
+    name
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and name not in ("Optimizer", *_REFUSED)
+)
+KNOWN = (*_TORCH, "Lion", *onebit.NAMES, "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
+
+
+def resolve(
+    kind: str, params: Mapping[str, Any], classes: Classes
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class that a configuration names, and its arguments under the class's own names.
+
+    As in DeepSpeed, ``Adam`` decouples its weight decay (it is AdamW) unless ``adam_w_mode`` is false; and so do
+    ``FusedAdam`` and ``DeepSpeedCPUAdam``, which are names for it: an update runs fused where torch has a kernel,
+    and on the CPU where the state is offloaded.
+
+    Args:
+        kind: ``optimizer.type``, in any case of letters.
+        params: ``optimizer.params``.
+        classes: the classes of the 1-bit optimizers, by name.
+
+    Raises:
+        ConfigError: an optimizer or an argument that does not exist, or one that cannot be used.
+    """
+    for name, (reason, instead) in _REFUSED.items():
+        if name.lower() == kind.lower():
+            raise ConfigError(
+                f"optimizer.type = {kind!r}: {reason}, and optimizer state lives on flat ranges here; use {instead}"
+            )
+    name = {each.lower(): each for each in KNOWN}.get(kind.lower(), "")
+    if not name:
+        raise ConfigError(f"optimizer.type = {kind!r}: there is no such optimizer; {nearest(kind, KNOWN)}")
+    given = dict(params)
+    if "max_grad_norm" in given:
+        raise ConfigError("optimizer.params.max_grad_norm: write gradient_clipping, outside of optimizer, instead")
+    if name in _ADAM:
+        cls = _adam(name, given)
+    elif name in onebit.NAMES:
+        onebit.drop_deepspeed_arguments(given)
+        cls = classes[name]
+    else:
+        own = _OTHER_NAMES.get(name, name)
+        cls = Lion if own == "Lion" else getattr(torch.optim, own)
+    _drop(given, "set_grad_none")
+    if _drop(given, "fp32_optimizer_states") is False:
+        raise ConfigError(
+            "optimizer.params.fp32_optimizer_states: the state has the dtype of the master weights, fp32: leave it out"
+        )
+    for key in [key for key, value in given.items() if isinstance(value, str) and value == "auto"]:
+        if key == "lr":
+            raise ConfigError('optimizer.params.lr is "auto", which a trainer fills in: write the learning rate')
+        del given[key]  # the optimizer's own default
+    check_arguments("optimizer.params", name, cls, given, ("self", "params"))
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    return cls, given
+
+
+def resolved(kind: str, params: Mapping[str, Any], classes: Classes) -> dict[str, Any]:
+    """Return the section ``optimizer`` with the class's name and all its arguments, defaults filled in."""
+    cls, given = resolve(kind, params, classes)
+    return {"type": cls.__name__, "params": defaults_of(cls, "params") | given}
+
+
+def fused(
+    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], params: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Set ``fused=True`` if torch has a fused kernel for the optimizer and the user did not choose an implementation.
+
+    The fused kernel updates a flat range of parameters in one pass.
+    """
+    choices = ("fused", "foreach", "capturable", "differentiable")
+    if "fused" in inspect.signature(cls).parameters and not any(key in params for key in choices):
+        return [{**group, "fused": True} for group in groups]
+    return groups
+
+
+def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1) -> None:
+    """Raise ConfigError for an optimizer that needs whole tensors, or the whole state, if these are sharded.
+
+    Args:
+        name: name of the optimizer's class. Optimizers without such a need pass the check.
+        stage: stage of ZeRO; 0 leaves tensors whole.
+        offload: the optimizer state is offloaded or stepped in sub-groups.
+        tensor: size of the tensor axis; 1 leaves tensors whole.
+
+    Raises:
+        ConfigError: the optimizer cannot run in this setup.
+    """
+    if name in onebit.NAMES:
+        onebit.require_whole_replicas(name, stage, offload, tensor)
+    if name not in WHOLE_TENSOR:
+        return
+    reason, instead = WHOLE_TENSOR[name]
+    why = f"optimizer.type = {name!r}: {reason}, and "
+    if stage > 0:
+        raise ConfigError(f"{why}zero_optimization.stage {stage} steps flat ranges: set stage 0, or use {instead}")
+    if offload:
+        raise ConfigError(
+            f"{why}zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out, or use "
+            f"{instead}"
+        )
+    if tensor > 1:
+        raise ConfigError(f"{why}the grid's tensor axis of {tensor} shards tensors: use {instead}")
+
+
+def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """Return the class for one of Adam's names; remove DeepSpeed's switches from the arguments, in place."""
+    _drop(params, "torch_adam")  # always torch's
+    modes = {key: value for key in ("adam_w_mode", "adamw_mode") if (value := _drop(params, key)) is not None}
+    if len(set(modes.values())) > 1:
+        raise ConfigError("optimizer.params.adam_w_mode and adamw_mode are one switch, and differ: give one of them")
+    decoupled = name == "AdamW" or next(iter(modes.values()), True)
+    if name != "AdamW":
+        params.setdefault("weight_decay", 0.0)  # torch's AdamW has another default
+    if _drop(params, "bias_correction") is False:
+        if params.pop("amsgrad", False):
+            raise ConfigError("optimizer.params.amsgrad needs bias_correction: leave out one of them")
+        params["decoupled"] = decoupled
+        return UncorrectedAdam
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
+
+
+def _drop(params: dict[str, Any], key: str) -> bool | None:
+    """Remove one of DeepSpeed's switches from the arguments and return its value; None if it is missing or "auto"."""
+    value = params.pop(key, None)
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, bool):
+        raise ConfigError(f"optimizer.params.{key}: give true or false, not {value!r}")
+    return value

@@ -1,0 +1,137 @@
+"""Learning-rate schedules by DeepSpeed's name or torch's: from a type and its parameters to a torch scheduler."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..grid.errors import ConfigError, nearest
+from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from .signature import check_arguments, defaults_of
+
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+
+DEEPSPEED: dict[str, type[LRScheduler]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+_WITHOUT_JSON = {  # their arguments cannot be written in JSON
+    "LambdaLR": "it takes a function: pass initialize(lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...))",
+    "MultiplicativeLR": "it takes a function: pass initialize(lr_scheduler=lambda optimizer: MultiplicativeLR(...))",
+}
+
+
+def known() -> dict[str, type[LRScheduler]]:
+    """Return every schedule that a configuration can name: DeepSpeed's and torch's."""
+    found = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
+    return DEEPSPEED | {name: cls for name, cls in found.items() if name not in _WITHOUT_JSON}
+
+
+def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler") -> MakeScheduler:
+    """Return a function that makes the schedule over an optimizer.
+
+    Args:
+        kind: ``scheduler.type``, in any case of letters.
+        params: ``scheduler.params``; ``SequentialLR`` and ``ChainedScheduler`` hold further schedules in
+            ``schedulers``, each as ``{"type": ..., "params": ...}``.
+        key: place in the configuration, for messages.
+
+    Raises:
+        ConfigError: a schedule or a parameter that does not exist, or a value of the wrong type.
+    """
+    cls = _class(kind, key)
+    given = {name: value for name, value in params.items() if value != "auto" or not _has_default(key, cls, name)}
+    parts = given.pop("schedulers", None) if cls.__name__ in ("SequentialLR", "ChainedScheduler") else None
+    check_arguments(
+        f"{key}.params", cls.__name__, cls, given, ("self", "optimizer", *(() if parts is None else ("schedulers",)))
+    )
+    if parts is None:
+        return lambda optimizer: cls(optimizer, **given)
+    if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "type" in each for each in parts):
+        raise ConfigError(f'{key}.params.schedulers is a list of schedules, {{"type": ..., "params": ...}} each')
+    makers = [
+        make_scheduler(str(each["type"]), each.get("params", {}), f"{key}.params.schedulers.{i}")
+        for i, each in enumerate(parts)
+    ]
+
+    def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        made = [maker(optimizer) for maker in makers]
+        if cls.__name__ == "ChainedScheduler":
+            return cls(made, **given)  # type: ignore[arg-type]
+        return cls(optimizer, made, **given)  # type: ignore[arg-type]
+
+    return make
+
+
+def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``scheduler`` with the class's name and all its parameters, defaults filled in."""
+    cls = _class(kind, "scheduler")
+    given = {name: value for name, value in params.items() if value != "auto"}
+    return {"type": cls.__name__, "params": defaults_of(cls, "optimizer") | given}
+
+
+def _class(kind: str, key: str) -> type[LRScheduler]:
+    if kind in _WITHOUT_JSON:
+        raise ConfigError(f"{key}.type = {kind!r}: {_WITHOUT_JSON[kind]}")
+    classes = {name.lower(): cls for name, cls in known().items()}
+    if kind.lower() not in classes:
+        raise ConfigError(f"{key}.type = {kind!r}: there is no such schedule; {nearest(kind, known())}")
+    return classes[kind.lower()]
+
+
+def _has_default(key: str, cls: type[LRScheduler], name: str) -> bool:
+    """Return True if a parameter whose value is "auto" has a default; False if the class has no such parameter.
+
+    Raises:
+        ConfigError: the parameter has no default, because its value depends on the length of the run.
+    """
+    if name == "warmup_max_lr" and cls is WarmupLR:
+        return True  # None: the optimizer's rate
+    parameter = inspect.signature(cls).parameters.get(name)
+    if name in ("total_num_steps", "warmup_num_steps", "total_iters", "total_steps", "T_max") or (
+        parameter is not None and parameter.default is inspect.Parameter.empty
+    ):
+        raise ConfigError(f'{key}.params.{name} is "auto", which depends on the length of the run: write a value')
+    return parameter is not None
+
+
+def advance(scheduler: LRScheduler, loss: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
+    """Set the learning rates after an optimizer step. ReduceLROnPlateau follows ``loss``, that of the step."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        assert loss is not None  # the engine refuses such a schedule without a loss
+        scheduler.step(float(loss))
+    else:
+        scheduler.step()
+    follow(scheduler, optimizer)
+
+
+def follow(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+    """Copy the options that a schedule set on the user's optimizer to the engine's optimizer."""
+    source = scheduler.optimizer
+    if source is not optimizer:
+        for mine, its in zip(optimizer.param_groups, source.param_groups, strict=True):
+            mine.update({key: value for key, value in its.items() if key not in ("params", "param_names")})
+
+
+def over_another(scheduler: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+    """Return a function from an optimizer to the user's schedule, which must be over this optimizer.
+
+    Raises:
+        TypeError: the schedule is over another optimizer, or is not a schedule.
+    """
+    if not isinstance(scheduler, LRScheduler) or scheduler.optimizer is not optimizer:
+        raise TypeError(
+            "lr_scheduler is neither a scheduler over the optimizer that is passed with it nor a function: pass one, "
+            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+    scheduler.optimizer._opt_called = True  # the engine steps: without this torch warns
+
+    def made(_: torch.optim.Optimizer) -> LRScheduler:
+        return scheduler
+
+    return made

@@ -1,0 +1,234 @@
+"""Microbatches of one step: read on the first and the last stage, agreed on by all ranks before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..grid import Axis, Grid
+from ..grid.agreement import same
+from ..grid.errors import AgreedError
+from ..grid.nest import map_tensors
+from .executor import Microbatch
+from .module import PipelineModule
+from .schema import flatten
+
+Pair = tuple[Any, Any]  # inputs, labels
+Format = list[int]  # of a microbatch: the number of its inputs' schema, and its samples
+
+
+class MicrobatchFeed:
+    """Reader of microbatches on the ranks that need data. It sends the schemas and sizes to the other ranks.
+
+    Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched.
+    Floating-point inputs are cast to ``dtype``; labels stay as they are.
+
+    Schemas and sizes are sent only when they change. A step like the last one costs one small collective.
+
+    Args:
+        module: the model, whose stages say which ranks read.
+        dtype: dtype of the model's computation. If None, inputs are not cast.
+    """
+
+    def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None) -> None:
+        self._module, self._dtype = module, dtype
+        self._schemas: dict[Any, int] = {}  # number of each schema that was read here
+        self._formats: list[Format] = []  # of the last microbatches
+        self._first_sample = 0  # number of this replica's first sample in the global batch
+        self._parameters = list(module.parameters())
+        self._trained: list[bool] = []
+
+    @property
+    def reads(self) -> bool:
+        """True if this rank reads data."""
+        return self._module.is_first or self._module.is_last
+
+    def fetch(
+        self, grid: Grid, data_iter: Iterator[Any] | None, count: int, problem: str | None = None
+    ) -> tuple[list[Microbatch], bool]:
+        """Return the next microbatches, and True if the set of trained parameters has changed on any rank.
+
+        After such a change the messages between stages may have other schemas, because only needed gradients are sent.
+
+        Args:
+            grid: grid whose ranks run the microbatches.
+            data_iter: iterator of pairs ``(inputs, labels)``.
+            count: number of microbatches.
+            problem: reason why this rank cannot run the microbatches, or None if it can.
+
+        Raises:
+            AgreedError: on every rank, if any rank has a problem, or its iterator ended early, failed, or returned
+                something else than a pair.
+        """
+        pairs: list[Pair] = []
+        formats = [[0, 0]] * count
+        if problem is None and self.reads:
+            try:
+                pairs, formats = self._read(data_iter, count)
+            except _BadData as error:
+                problem = f"{grid.describe()}: {error}"
+        new_formats, new_trained = self._agree(grid, formats, problem)
+        if new_formats:
+            self._share_formats(grid, pairs, formats)
+        return self._microbatches(pairs), new_trained
+
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Pair], list[Format]]:
+        """Read the next pairs on this rank; returns them and their formats.
+
+        Raises:
+            _BadData: the iterator has no further valid pair. The other ranks must be told before this rank raises.
+        """
+        if not hasattr(data_iter, "__next__"):
+            what = "None" if data_iter is None else f"a {type(data_iter).__name__}"
+            raise _BadData(f"data_iter is {what}, not an iterator: pass iter(loader) once and keep it")
+        assert data_iter is not None
+        pairs: list[Pair] = []
+        formats: list[Format] = []
+        for index in range(count):
+            try:
+                item = next(data_iter)
+            except StopIteration:
+                raise _BadData(
+                    f"the data ended after {index} of the {count} microbatches of this step: give whole steps, "
+                    "or an iterator that starts again"
+                ) from None
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise _BadData(f"the data iterator failed at microbatch {index}: {what}") from error
+            if not isinstance(item, (tuple, list)) or len(item) != 2:
+                raise _BadData(f"a microbatch is a pair (inputs, labels), not {_describe(item)}")
+            try:
+                tensors, schema = flatten(item[0])
+            except TypeError as error:
+                raise _BadData(f"the inputs of microbatch {index}: {error}") from error
+            pairs.append((item[0], item[1]))
+            samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples])
+        return pairs, formats
+
+    def _agree(self, grid: Grid, formats: list[Format], problem: str | None) -> tuple[bool, bool]:
+        """Return two booleans: formats changed on any rank, set of trained parameters changed on any rank. Collective.
+
+        Raises:
+            AgreedError: on every rank, if any rank has a problem.
+        """
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        new_formats = len(formats) != len(self._formats) or (self._module.is_first and formats != self._formats)
+        failed, new_trained = problem is not None, trained != self._trained
+        if grid.size > 1:
+            flags = torch.tensor([failed, new_trained, new_formats], dtype=torch.int64)
+            grid.world.all_reduce(flags, op="max")
+            failed, new_trained, new_formats = map(bool, flags.tolist())
+        if failed:
+            reasons = [reason for reason in grid.world.all_gather_object(problem) if reason]
+            raise AgreedError(reasons[0])
+        self._trained = trained
+        return new_formats, new_trained
+
+    def _share_formats(self, grid: Grid, pairs: list[Pair], formats: list[Format]) -> None:
+        """Tell all stages the formats, and all replicas the number of samples. Collective.
+
+        Raises:
+            AgreedError: on every rank: the ranks of a tensor group have read microbatches of different shapes.
+        """
+        module = self._module
+        table = torch.tensor(formats, dtype=torch.int64)
+        if grid.tensor.size > 1:
+            looks = [
+                look(f"{what} of microbatch {index}:", value)
+                for index, pair in enumerate(pairs)
+                for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, module.is_last))
+                if read
+            ]
+            if (reason := unlike(grid, looks, grid.world)) is not None:
+                self._formats = []
+                raise AgreedError(reason)
+        grid.pipe.broadcast(table, source=module.placement[0])
+        self._formats = table.tolist()
+        # Replicas may have different numbers of samples: count those of the replicas before this one.
+        samples = torch.zeros(grid.data.size, dtype=torch.int64)
+        samples[grid.data.rank] = table[:, 1].sum()
+        grid.data.all_reduce(samples)
+        before = int(samples[: grid.data.rank].sum())
+        # Replicas outside this grid (under local updates) count as large as this one.
+        self._first_sample = before + (grid.replica - grid.data.rank) * int(samples.sum())
+
+    def _microbatches(self, pairs: list[Pair]) -> list[Microbatch]:
+        """Return the microbatches, on this rank's device."""
+        microbatches, first = [], self._first_sample
+        for index, (schema, samples) in enumerate(self._formats):
+            inputs, labels = pairs[index] if pairs else (None, None)
+            microbatches.append(
+                Microbatch(
+                    self._move(inputs, self._dtype) if self._module.is_first else None,
+                    self._move(labels) if self._module.is_last else None,
+                    schema,
+                    range(first, first + samples),
+                )
+            )
+            first += samples
+        return microbatches
+
+    def _move(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            wanted = dtype if tensor.is_floating_point() else None
+            return tensor.to(self._module.grid.device, wanted, non_blocking=True)
+
+        return map_tensors(move, value)
+
+
+def unlike(grid: Grid, looks: list[str], over: Axis) -> str | None:
+    """Compare what the ranks of each tensor group were given; returns how it differs, or None. Collective.
+
+    Args:
+        grid: grid of the ranks. The ranks of a tensor group must have equal batches.
+        looks: descriptions of this rank's inputs and labels, as ``look`` returns them.
+        over: ranks that call this function together and get the result: the tensor group, or the whole grid.
+    """
+    differs = torch.tensor([0 if same(grid.tensor, looks, grid.device) else 1], device=grid.device)
+    if over is not grid.tensor:
+        with over.traffic.uncounted():
+            over.all_reduce(differs, op="max")
+    if not int(differs):
+        return None
+    gathered = over.all_gather_object((grid.rank, grid.tensor.ranks, looks))
+    everyone = {rank: (group, theirs) for rank, group, theirs in gathered}
+    for rank, (group, theirs) in everyone.items():
+        mine = everyone[group[0]][1]
+        if theirs != mine:
+            here, there = next(((a, b) for a, b in zip(mine, theirs) if a != b), (len(mine), len(theirs)))
+            return (
+                f"{grid.describe(rank)} was given {there}, and {grid.describe(group[0])} {here}: the ranks of a tensor "
+                "group share each layer, and take the same samples"
+            )
+    return None
+
+
+def require_alike(grid: Grid, inputs: Any) -> None:
+    """Check that all tensor ranks got inputs of the same shapes, for a plain module. Skipped when tensor=1.
+
+    Raises:
+        ValueError: on the ranks of the tensor group.
+    """
+    if grid.tensor.size > 1 and (reason := unlike(grid, [look("inputs", inputs)], grid.tensor)) is not None:
+        raise ValueError(f"unlike inputs: {reason}")
+
+
+def look(what: str, value: Any) -> str:
+    """Return the shapes and dtypes of a nest of tensors as text; for another object, its type."""
+    try:
+        return f"{what} {flatten(value)[1]}"
+    except TypeError:
+        return f"{what} of type {type(value).__name__}"
+
+
+class _BadData(Exception):
+    """Error of a data iterator that ended early, failed, or did not return a pair (inputs, labels)."""
+
+
+def _describe(item: Any) -> str:
+    if isinstance(item, (tuple, list)):
+        return f"a {type(item).__name__} of {len(item)}"
+    return f"a {type(item).__name__}"

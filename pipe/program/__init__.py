@@ -1,0 +1,15 @@
+"""Schedules and programs as values: made, lowered, verified, simulated and drawn, without torch.
+
+ops.py             the ops: F, B, I, W; SEND, RECV; GATHER, RELEASE, REDUCE (ZeRO); TIED
+schedule.py        Schedule: the compute ops of each rank in order; JSON and CSV
+placement.py       the rank of each stage: loop (0 1 2 0 1 2), zigzag (0 1 2 2 1 0)
+program.py         Program: a schedule with its messages, collectives and tied sums
+passes.py          lower: schedule -> program, by passes that insert REDUCE, GATHER and RELEASE, TIED, SEND and RECV
+verify.py          verify: proves completeness, order, memory limits and freedom from deadlock, or a counterexample
+timeline.py        Timeline: the start and end of each op, simulated or measured
+simulate.py        simulate: costs -> timeline, makespan, bubble, peak activations
+measured_costs.py  costs_of: measured timelines -> costs
+forward_only.py    forward_only: the schedule of inference and evaluation
+draw.py            timelines as text, as a picture, as a Chrome trace
+chrome_trace.py    ChromeTrace: the writer of Chrome's trace format
+"""

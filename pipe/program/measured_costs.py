@@ -1,0 +1,48 @@
+"""Costs of the ops from measured steps, to simulate the schedule with them and compare with the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from .ops import COMPUTE, Op
+from .simulate import Costs
+from .timeline import Timeline
+
+
+def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
+    """Return the median time of each stage's ops and of each boundary's messages, in the unit of the timelines.
+
+    A message's time is the time from the end of the op that made it to the start of the op that reads it, measured
+    where the reading rank was idle. A whole backward counts as I, with W = 0.
+
+    Args:
+        steps: timelines of one schedule, each with all its ops.
+        placement: the rank of each stage.
+    """
+    stages = len(placement)
+    took: dict[tuple[str, int], list[float]] = {}
+    messages: list[list[float]] = [[] for _ in range(stages - 1)]
+    for timeline in steps:
+        spans = {span.op: span for row in timeline.rows for span in row if span.op.kind in COMPUTE}
+        for op, span in spans.items():
+            took.setdefault((op.kind, op.stage), []).append(span.end - span.start)
+        for row in timeline.rows:
+            for before, span in pairwise(s for s in row if s.op.kind in COMPUTE):
+                kind, stage, microbatch = span.op
+                if kind == "W":
+                    continue
+                source = stage - 1 if kind == "F" else stage + 1
+                if not 0 <= source < stages or placement[source] == placement[stage]:
+                    continue
+                made = spans[Op(kind, source, microbatch)]
+                if before.end < made.end:
+                    messages[min(stage, source)].append(span.start - made.end)
+
+    def medians(kind: str) -> list[float]:
+        return [median(took[kind, stage]) if (kind, stage) in took else 0.0 for stage in range(stages)]
+
+    input_gradients = [b or i for b, i in zip(medians("B"), medians("I"), strict=True)]
+    comm = [max(0.0, median(times)) if times else 0.0 for times in messages]
+    return Costs(F=medians("F"), I=input_gradients, W=medians("W"), COMM=comm)

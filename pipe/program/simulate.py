@@ -1,0 +1,174 @@
+"""Simulation of a schedule: costs of the ops -> timeline, makespan, bubble, peak activations.
+
+    >>> result = simulate(make_schedule("1f1b", pipe=4, microbatches=8), Costs(F=1, I=1, W=1, COMM=0))
+    >>> result.makespan, round(result.bubble, 3), result.peak_activations
+    (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
+
+A rank runs its ops in order, each as soon as its inputs have arrived. A message takes COMM and keeps no
+rank busy; between two stages of one rank there is no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .schedule import Schedule
+from .timeline import Span, Timeline
+
+Cost = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a forward, an input gradient, a weight gradient and a message, in any unit of time.
+
+    A number of F, I, W is the cost of one rank's whole share of a microbatch, all its chunks together,
+    so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it.
+    A sequence of F, I, W, GATHER gives the cost of each stage's own op instead, undivided, as it is measured.
+    COMM is one message's time; a sequence gives it for each boundary, stage 0 to 1 first.
+    GATHER is for ZeRO-3: gathering the weights of one rank's whole share over the data axis. Layers are gathered
+    ahead while others compute, so a pass that needs them (F, and I or B) takes no less than its gather, and
+    counts as busy as long.
+    """
+
+    F: Cost = 1.0
+    I: Cost = 1.0
+    W: Cost = 1.0
+    COMM: Cost = 0.0
+    GATHER: Cost = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("F", "I", "W", "COMM", "GATHER"):
+            value = getattr(self, field)
+            if isinstance(value, Sequence):
+                object.__setattr__(self, field, tuple(float(x) for x in value))
+            values = value if isinstance(value, Sequence) else (value,)
+            if not all(0 <= x < float("inf") for x in values):
+                raise ValueError(f"a cost is a finite number of at least 0, but {field} = {value}")
+
+    def op_costs(self, stages: int, chunks: int) -> dict[str, list[float]]:
+        """Return for each compute kind the cost of one op of each stage, with the gather of its weights."""
+        f, i, w, g = (self._per_stage(name, stages, chunks) for name in ("F", "I", "W", "GATHER"))
+        b = [a + b for a, b in zip(i, w, strict=True)]
+        return {"W": w} | {kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("I", i), ("B", b))}
+
+    def hops(self, placement: Sequence[int]) -> list[float]:
+        """Return the time of a message across each boundary; 0 if both stages are on one rank."""
+        boundaries = len(placement) - 1
+        times = list(self.COMM) if isinstance(self.COMM, Sequence) else [float(self.COMM)] * boundaries
+        if len(times) != boundaries:
+            raise ValueError(f"COMM has {len(times)} values, but {len(placement)} stages have {boundaries} boundaries")
+        return [0.0 if placement[s] == placement[s + 1] else t for s, t in enumerate(times)]
+
+    def _per_stage(self, name: str, stages: int, chunks: int) -> list[float]:
+        value = getattr(self, name)
+        if not isinstance(value, Sequence):
+            return [value / chunks] * stages
+        if len(value) != stages:
+            raise ValueError(f"{name} has {len(value)} values for {stages} stages: give each one, or one number")
+        return list(value)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of `simulate`."""
+
+    makespan: float
+    bubble: float  # 1 - busy time of the busiest rank / makespan
+    peak_activations: tuple[float, ...]  # per rank, in microbatches through 1/pipe of the model
+    timeline: Timeline
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Simulation:
+    """Simulate a step of `schedule`.
+
+    Args:
+        schedule: the schedule.
+        costs: by default F = I = W = 1, COMM = GATHER = 0.
+        keep_gathered: under ZeRO-3, gather a stage's weights only before its first F of the step, and keep them
+            gathered until the end of the step.
+
+    Raises:
+        ScheduleError: the schedule would hang.
+    """
+    times = timeline_of(schedule, costs, keep_gathered)
+    return Simulation(times.makespan, times.bubble, peak_activations(schedule), times)
+
+
+def peak_activations(schedule: Schedule) -> tuple[float, ...]:
+    """Return the most activations each rank holds at once, in microbatches through 1/pipe of the model.
+
+    An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during
+    its F only.
+    """
+    forward_only = schedule.forward_only
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0
+        for kind, _, _ in order:
+            if kind == "F":
+                held += 1
+                peak = max(peak, held)
+            if kind == "W" or kind == "B" or forward_only:
+                held -= 1
+        peaks.append(peak / schedule.chunks)
+    return tuple(peaks)
+
+
+def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
+    """Return the times of every op; arguments and errors as for `simulate`."""
+    stages, mbs, placement = len(schedule.placement), schedule.microbatches, schedule.placement
+    costs = costs or Costs()
+    first_f = costs.op_costs(stages, schedule.chunks)["F"]  # of each stage's first microbatch
+    if keep_gathered:
+        costs = replace(costs, GATHER=0.0)
+    cost, hop = costs.op_costs(stages, schedule.chunks), costs.hops(placement)
+    cost_f, cost_b, cost_i, cost_w = (cost[kind] for kind in "FBIW")
+    # ready_f[s * mbs + m]: when the input of stage s has arrived; ready_b[(s + 1) * mbs + m]: when the
+    # gradient of its output has. The data and the loss's gradient are ready from the start.
+    ready_f = [0.0] * mbs + [-1.0] * (stages * mbs)
+    ready_b = [-1.0] * (stages * mbs) + [0.0] * mbs
+    hop_f, hop_b = [*hop, 0.0], [0.0, *hop]  # where the output of a stage goes, and its input gradient
+    rows: list[list[Span]] = [[] for _ in schedule.orders]
+    clock = [0.0] * len(rows)
+    waiting: dict[tuple[bool, int], int] = {}  # arrival that a rank waits for -> the rank
+    runnable = list(range(len(rows)))[::-1]
+    while runnable:
+        rank = runnable.pop()
+        order, row, now = schedule.orders[rank], rows[rank], clock[rank]
+        for i in range(len(row), len(order)):
+            op = order[i]
+            kind, stage, mb = op
+            at = stage * mbs + mb
+            if kind == "W":
+                row.append(Span(op, now, now + cost_w[stage]))
+                now += cost_w[stage]
+                continue
+            if kind == "F":
+                start = ready_f[at]
+                if start < 0:
+                    waiting[True, at] = rank
+                    break
+                start = max(now, start)
+                now = start + (cost_f[stage] if mb else first_f[stage])
+                ready_f[at + mbs] = now + hop_f[stage]
+                arrival = (True, at + mbs)
+            else:
+                start = ready_b[at + mbs]
+                if start < 0 or ready_f[at + mbs] < 0:
+                    waiting[False, at + mbs] = rank
+                    break
+                start = max(now, start)
+                now = start + (cost_b[stage] if kind == "B" else cost_i[stage])
+                ready_b[at] = now + hop_b[stage]
+                arrival = (False, at)
+            row.append(Span(op, start, now))
+            if arrival in waiting:
+                runnable.append(waiting.pop(arrival))
+        clock[rank] = now
+    if any(len(row) < len(order) for row, order in zip(rows, schedule.orders, strict=True)):
+        from .verify import verify  # it names the ranks and the ops that wait for each other
+
+        verify(schedule)
+    return Timeline(tuple(map(tuple, rows)))

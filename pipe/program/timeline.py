@@ -1,0 +1,68 @@
+"""Times of a step's ops: marked by the executor, measured in seconds, or simulated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .ops import Op
+
+
+class OpMarks(NamedTuple):
+    """Marks of one op that ran. Until ``began`` it waited for a message.
+
+    A mark is a float on a CPU and an event on a GPU; ``Clock.at`` (grid/comm/clock.py) converts it to seconds.
+    """
+
+    op: Op
+    entered: Any
+    began: Any
+    end: Any
+
+
+class Span(NamedTuple):
+    """Start and end time of one op."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class CollectiveSpan(NamedTuple):
+    """A collective of the data axis. From ``waited`` to ``end`` its rank waited; before, it did something else."""
+
+    name: str
+    start: float
+    waited: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The time of each op of each rank: simulated (simulate.py), or measured by the executor."""
+
+    rows: tuple[tuple[Span, ...], ...]  # per rank
+    collectives: tuple[tuple[CollectiveSpan, ...], ...] = ()  # per rank, of a measured step; () for a simulated one
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first op's start to the last op's end, over all ranks."""
+        spans = [span for row in self.rows for span in row]
+        return max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the busiest rank, which is 1 - (its busy time) / makespan."""
+        busiest = max((sum(s.end - s.start for s in row) for row in self.rows), default=0.0)
+        return 1.0 - busiest / self.makespan if self.makespan else 0.0
+
+    def to_json(self) -> str:
+        """Return the rows as JSON: [op, start, end] of each span, without collectives."""
+        return json.dumps([[[str(s.op), s.start, s.end] for s in row] for row in self.rows])
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read a timeline in the format of `to_json`."""
+        rows = json.loads(text)
+        return cls(tuple(tuple(Span(Op.parse(op), start, end) for op, start, end in row) for row in rows))

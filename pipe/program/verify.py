@@ -1,0 +1,376 @@
+"""Verification of schedules and programs: complete, in order, within memory, free of deadlock.
+
+    complete   each F, and each B or I and W, of each stage and microbatch once, on the stage's rank
+    in order   F before B or I, I before W; the stage before first, and backward the stage after
+    memory     no rank holds more activations than it may
+    deadlock   a program is run with every SEND blocking until its RECV is posted, every compute op
+               until its message has arrived, every TIED until all its ranks have reached it. A
+               program that passes cannot hang in an executor whose sends block less than that.
+    channels   both ends of a channel see its messages in the same order
+    weights    every gradient is reduced, after the last backward and after its ties are summed;
+               under ZeRO 3 every compute op runs between its stage's GATHER and RELEASE
+
+`verify` returns None, or raises `ScheduleError` with a counterexample.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from .ops import BARE, COMPUTE, GATHER, RECV_B, RECV_F, RECVS, REDUCE, RELEASE, SEND_B, SEND_F, SENDS, TIED, Op, Orders
+from .program import Program, crossing
+from .schedule import Schedule
+
+Wait = tuple[Op, int]  # the op that must come first, and its rank
+
+
+class ScheduleError(ValueError):
+    """A schedule or program that cannot run. `where` holds the ranks and ops that the message names."""
+
+    def __init__(self, message: str, where: Sequence[tuple[int, Op]] = ()) -> None:
+        super().__init__(message)
+        self.where = tuple(where)
+
+
+def verify(subject: Schedule | Program, memory: float | Sequence[float] | None = None) -> None:
+    """Raise `ScheduleError` unless `subject` runs to its end.
+
+    `memory` limits the activations a rank holds (one number for all ranks, or one for each), in
+    microbatches through 1/pipe of the model, as `simulate` counts them.
+    """
+    schedule = subject.schedule if isinstance(subject, Program) else subject
+    orders: Orders = schedule.orders
+    if isinstance(subject, Program):
+        orders = [[op for op in ops if op.kind in COMPUTE] for ops in subject.ops]
+        for rank, (found, wanted) in enumerate(zip(orders, schedule.orders, strict=True)):
+            if tuple(found) != wanted:
+                i = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), -1)
+                op = found[i] if found else wanted[0]
+                raise ScheduleError(
+                    f"rank {rank} computes in another order than its schedule, from {op} on", [(rank, op)]
+                )
+    _placement(schedule)
+    _complete(schedule, orders)
+    if memory is not None:
+        _memory(schedule, orders, memory)
+    _acyclic(schedule)
+    if isinstance(subject, Program):
+        _weights(subject)
+        _messages(subject)
+        _rendezvous(subject)
+
+
+# ------------------------------------------------------------------------------------ a bare schedule
+
+
+def _placement(schedule: Schedule) -> None:
+    held = [0] * schedule.pipe
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.pipe:
+            raise ScheduleError(f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.pipe - 1}")
+        held[rank] += 1
+    for rank, stages in enumerate(held):
+        if stages != schedule.chunks:
+            raise ScheduleError(f"rank {rank} holds {stages} stages, not {schedule.chunks}: {schedule.placement}")
+
+
+def _complete(schedule: Schedule, orders: Orders) -> None:
+    """Check that each (stage, microbatch) has F, then B, or F, I and W, once and on the stage's rank."""
+    stages, mbs, placement = schedule.stages, schedule.microbatches, schedule.placement
+    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W
+    before = {"F": 0, "B": 1, "I": 1, "W": 2}
+    after = {"F": 1, "B": 3, "I": 2, "W": 3}
+    for rank, order in enumerate(orders):
+        for op in order:
+            kind, stage, mb = op
+            if kind not in before:
+                raise ScheduleError(
+                    f"rank {rank}: {op} is not an op of a schedule, only F, B, I and W are", [(rank, op)]
+                )
+            if not (0 <= stage < stages and 0 <= mb < mbs):
+                size = f"stages are 0 to {stages - 1} and microbatches 0 to {mbs - 1}"
+                raise ScheduleError(f"rank {rank} has {op}, but {size}", [(rank, op)])
+            if placement[stage] != rank:
+                there = placement[stage]
+                raise ScheduleError(
+                    f"{op} is on rank {rank}, but stage {stage} is placed on rank {there}", [(rank, op)]
+                )
+            at = stage * mbs + mb
+            if done[at] != before[kind]:
+                raise ScheduleError(_misplaced(op, rank, done[at], order), [(rank, op)])
+            done[at] = after[kind]
+    final = 1 if schedule.forward_only else 3
+    if done.count(final) != len(done):
+        at = next(i for i, state in enumerate(done) if state != final)
+        stage, mb = divmod(at, mbs)
+        lacks = [Op("F", stage, mb)] if done[at] == 0 else [Op("B", stage, mb)]
+        if done[at] == 2:
+            lacks = [Op("W", stage, mb)]
+        raise ScheduleError(f"rank {placement[stage]} never runs {lacks[0]}", [(placement[stage], lacks[0])])
+
+
+def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
+    kind, stage, mb = op
+    if sum(other == op for other in order) > 1:
+        return f"rank {rank} runs {op} more than once"
+    if state == 3 or (kind == "B" and state == 2):
+        return f"rank {rank} runs {op}, but the backward of stage {stage} on microbatch {mb} is already there"
+    first = Op("I", stage, mb) if kind == "W" else Op("F", stage, mb)
+    verb = "runs before" if first in order else "needs"
+    return f"rank {rank}: {op} {verb} {first}" + ("" if first in order else ", which is not there")
+
+
+def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float]) -> None:
+    limits = [float(memory)] * schedule.pipe if isinstance(memory, int | float) else list(memory)
+    if len(limits) != schedule.pipe:
+        raise ValueError(f"memory has {len(limits)} limits for {schedule.pipe} ranks: give one number, or one each")
+    forward_only = schedule.forward_only
+    for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
+        held, most = 0, int(limit * schedule.chunks + 1e-9)
+        for op in order:
+            held += op.kind == "F"
+            if held > most:
+                holds = f"at {op} it holds {held / schedule.chunks:g}"
+                raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
+            held -= op.kind in "BW" or forward_only
+
+
+def _needs(schedule: Schedule, op: Op) -> Op | None:
+    """Return the op of another stage whose result `op` reads."""
+    if op.kind == "F" and op.stage > 0:
+        return Op("F", op.stage - 1, op.microbatch)
+    if op.kind in "BI" and op.stage + 1 < schedule.stages:
+        return Op("B", op.stage + 1, op.microbatch)
+    return None
+
+
+def _acyclic(schedule: Schedule) -> None:
+    """Run the orders with their data dependencies only, until the end or until no rank can continue."""
+    stages, mbs, orders = schedule.stages, schedule.microbatches, schedule.orders
+    # one row of padding: the data and the gradient of the loss are ready from the start
+    forward = bytearray([1]) * mbs + bytearray(stages * mbs)
+    backward = bytearray(stages * mbs) + bytearray([1]) * mbs
+    at = [0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(orders):
+            i, n = at[rank], len(order)
+            while i < n:
+                kind, stage, mb = order[i]
+                here = stage * mbs + mb
+                if kind == "F":
+                    if not forward[here]:
+                        break
+                    forward[here + mbs] = 1
+                elif kind != "W":
+                    if not backward[here + mbs]:
+                        break
+                    backward[here] = 1
+                i += 1
+            if i != at[rank]:
+                at[rank], progress = i, True
+
+    def waits(rank: int) -> Wait | None:
+        needed = _needs(schedule, orders[rank][at[rank]])
+        if needed is None:
+            return None
+        there = schedule.placement[needed.stage]
+        if needed not in orders[there]:  # its backward is split
+            needed = needed._replace(kind="I")
+        return needed, there
+
+    if any(i < len(order) for i, order in zip(at, orders, strict=True)):
+        raise _deadlock(orders, at, waits)
+
+
+def _deadlock(orders: Orders, at: Sequence[int], waits: Callable[[int], Wait | None]) -> ScheduleError:
+    """Return the error: the circle of ranks that wait for each other, or the chain to a rank that has ended."""
+    rank = next(r for r, order in enumerate(orders) if at[r] < len(order))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        wait = waits(rank) if at[rank] < len(orders[rank]) else None
+        if wait is None:
+            break
+        rank = wait[1]
+    else:
+        path = path[path.index(rank) :]
+    lines, where = [], []
+    for r in path:
+        if at[r] == len(orders[r]):
+            lines.append(f"rank {r} has ended")
+            continue
+        op = orders[r][at[r]]
+        where.append((r, op))
+        wait = waits(r)
+        lines.append(f"rank {r} stands at {op}" + (f" and waits for {wait[0]} of rank {wait[1]}" if wait else ""))
+    return ScheduleError("deadlock: " + "; ".join(lines), where)
+
+
+# ------------------------------------------------------------------------------------------ a program
+
+
+def _peer(op: Op) -> Op:
+    """Return the op at the other end of a message."""
+    kind, stage, mb = op
+    if kind in (SEND_F, RECV_B):
+        return Op(RECV_F if kind == SEND_F else SEND_B, stage + 1, mb)
+    return Op(SEND_F if kind == RECV_F else RECV_B, stage - 1, mb)
+
+
+def _messages(program: Program) -> None:
+    """Check that each result that another rank reads is sent once, after its op, and received before it is read."""
+    schedule = program.schedule
+    placement, last = schedule.placement, schedule.stages - 1
+    for rank, ops in enumerate(program.ops):
+        seen: set[Op] = set()
+        for op in ops:
+            kind, stage, mb = op
+            if op in seen and kind not in (GATHER, RELEASE):  # these come with every run of a stage
+                raise ScheduleError(f"rank {rank} runs {op} more than once", [(rank, op)])
+            seen.add(op)
+            if kind not in SENDS and kind not in RECVS:
+                read = None
+                if kind == "F" and stage > 0:
+                    read = Op(RECV_F, stage, mb)
+                elif kind in ("B", "I") and stage < last:
+                    read = Op(RECV_B, stage, mb)
+                if read is not None and placement[_peer(read).stage] != rank and read not in seen:
+                    raise ScheduleError(
+                        f"rank {rank}: {op} reads a message that no {read} before it receives", [(rank, op)]
+                    )
+                continue
+            there = stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
+            if not (0 <= stage <= last and placement[stage] == rank):
+                raise ScheduleError(f"rank {rank} has {op}, but does not hold stage {stage}", [(rank, op)])
+            if not 0 <= there <= last or placement[there] == rank:
+                raise ScheduleError(f"rank {rank}: {op} has no other rank at its other end", [(rank, op)])
+            made = [Op("F", stage, mb)] if kind == SEND_F else [Op("B", stage, mb), Op("I", stage, mb)]
+            if kind in SENDS and seen.isdisjoint(made):
+                raise ScheduleError(f"rank {rank}: {op} sends what is not computed yet", [(rank, op)])
+
+
+def _weights(program: Program) -> None:
+    """Check that weights are gathered where they are used, and that every gradient is reduced, after its ties."""
+    schedule = program.schedule
+    ties = crossing(program.ties, schedule.placement)
+    for rank, ops in enumerate(program.ops):
+        whole: set[int] = set()
+        open_: dict[int, set[int]] = defaultdict(set)  # stage -> microbatches whose gradient is not reduced yet
+        each = {op.stage for op in ops if op.kind == REDUCE and op.microbatch >= 0}  # stages that reduce every one
+        unsummed = {
+            s: {k for k, tie in ties.items() if s in tie} for s, r in enumerate(schedule.placement) if r == rank
+        }
+        gathers = any(op.kind in (GATHER, RELEASE) for op in ops)
+        for op in ops:
+            kind, stage, mb = op
+            if kind in BARE and stage not in unsummed:
+                raise ScheduleError(f"rank {rank} has {op}, but does not hold stage {stage}", [(rank, op)])
+            if kind == GATHER:
+                whole.add(stage)
+            elif kind == RELEASE:
+                if stage not in whole:
+                    raise ScheduleError(f"rank {rank}: {op} releases what no GATHER made whole", [(rank, op)])
+                whole.discard(stage)
+            elif kind in COMPUTE:
+                if gathers and stage not in whole:
+                    raise ScheduleError(
+                        f"rank {rank}: {op} runs while the weights of stage {stage} are released",
+                        [(rank, op)],
+                    )
+                if kind in "BW":
+                    open_[stage].add(mb)
+            elif kind == TIED:
+                tie = ties.get(mb, ())
+                if stage not in tie or stage not in unsummed:
+                    raise ScheduleError(f"rank {rank} has {op}, but stage {stage} holds no tie {mb} here", [(rank, op)])
+                for s in tie:
+                    unsummed.get(s, set()).discard(mb)
+            elif kind == REDUCE:
+                if mb >= 0 and mb not in open_[stage]:
+                    raise ScheduleError(f"rank {rank}: {op} reduces a gradient that is not there", [(rank, op)])
+                if mb < 0 and unsummed[stage]:
+                    first = min(unsummed[stage])
+                    raise ScheduleError(f"rank {rank}: {op} comes before tie {first} is summed", [(rank, op)])
+                if mb < 0 and stage in each and open_[stage]:
+                    missing = Op(REDUCE, stage, min(open_[stage]))
+                    raise ScheduleError(f"rank {rank}: {op} comes after every backward's own, and {missing} is missing")
+                open_[stage] = open_[stage] - {mb} if mb >= 0 else set()
+        for stage, left in open_.items():
+            if left or unsummed[stage]:
+                what = f"the gradient of {Op('F', stage, min(left))}" if left else f"tie {min(unsummed[stage])}"
+                raise ScheduleError(f"rank {rank}: {what} is never reduced")
+
+
+def _rendezvous(program: Program) -> None:
+    """Run the program with every SEND blocking until its RECV is posted."""
+    placement = program.schedule.placement
+    ties = crossing(program.ties, placement)
+    holders = {k: {placement[s] for s in tie} for k, tie in ties.items()}
+    at = [0] * len(program.ops)
+    posted: dict[tuple[str, int], list[int]] = defaultdict(list)  # channel, named by its sender -> microbatches
+    sent: dict[tuple[str, int], int] = defaultdict(int)  # channel -> messages so far
+    arrived: set[Op] = set()  # RECVs whose message was sent
+    standing: dict[int, set[int]] = defaultdict(set)  # tie -> ranks that have reached it
+
+    def needs(op: Op, rank: int) -> Op | None:
+        """Return the RECV of the message that a compute op reads, if it comes from another rank."""
+        if op.kind == "F" and op.stage > 0:
+            read = Op(RECV_F, op.stage, op.microbatch)
+        elif op.kind in ("B", "I") and op.stage + 1 < len(placement):
+            read = Op(RECV_B, op.stage, op.microbatch)
+        else:
+            return None
+        return None if placement[_peer(read).stage] == rank else read
+
+    def step(rank: int, op: Op) -> bool:
+        kind, stage, mb = op
+        if kind in RECVS:
+            posted[_peer(op)[:2]].append(mb)
+        elif kind in SENDS:
+            channel = (kind, stage)
+            k = sent[channel]
+            if k >= len(posted[channel]):
+                return False
+            if posted[channel][k] != mb:
+                other = _peer(op)._replace(microbatch=posted[channel][k])
+                there = placement[other.stage]
+                raise ScheduleError(
+                    f"message {k} of a channel is {op} on rank {rank}, but {other} on rank {there}",
+                    [(rank, op), (there, other)],
+                )
+            sent[channel] = k + 1
+            arrived.add(_peer(op))
+        elif kind in COMPUTE:
+            read = needs(op, rank)
+            return read is None or read in arrived
+        elif kind == TIED:
+            standing[mb].add(rank)
+            return standing[mb] == holders[mb]
+        return True
+
+    progress = True
+    while progress:
+        progress = False
+        for rank, ops in enumerate(program.ops):
+            while at[rank] < len(ops) and step(rank, ops[at[rank]]):
+                at[rank] += 1
+                progress = True
+
+    def waits(rank: int) -> Wait | None:
+        op = program.ops[rank][at[rank]]
+        if op.kind == TIED:
+            there = min(holders[op.microbatch] - standing[op.microbatch])
+            return next(Op(TIED, s, op.microbatch) for s in ties[op.microbatch] if placement[s] == there), there
+        needed = op if op.kind in SENDS else needs(op, rank)
+        return None if needed is None else (_peer(needed), placement[_peer(needed).stage])
+
+    if any(i < len(ops) for i, ops in zip(at, program.ops, strict=True)):
+        raise _deadlock(program.ops, at, waits)
+    for channel, recvs in posted.items():
+        if sent[channel] < len(recvs):
+            other = _peer(Op(*channel, recvs[sent[channel]]))
+            rank = placement[other.stage]
+            raise ScheduleError(f"rank {rank}: no rank sends what {other} receives", [(rank, other)])

@@ -1,0 +1,7 @@
+"""Recomputation (activation checkpointing): groups of layers keep their input and run again in the backward pass.
+
+recompute.py     Recompute: cuts stages into groups and runs them; options full, matmul, selective
+frame.py         Frame: stand-ins for the tensors that a group's graph saves; State: generators, dropout, autocast
+kept_inputs.py   Inputs: a group's input as it is, partitioned over the tensor axis, in one buffer, or on the host
+kept_matmuls.py  Matmuls: results of matrix products that are kept, so that the second run does not compute them
+"""

@@ -1,0 +1,208 @@
+"""Frame: one run of a recomputed group, with stand-ins for the tensors that its graph saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+
+from ...grid import Grid
+from ...grid.random import DropoutState
+from ..backward import SplitBackward
+
+
+class _AllRecomputed(BaseException):
+    """Signal that ends the second run of a group when all saved tensors have been recomputed.
+
+    It is not derived from ``Exception``, so that no layer catches it.
+    """
+
+
+class SavedValue:
+    """Stand-in for a tensor that autograd saves. ``tensor`` is set when the group has run again.
+
+    The graph drops it when it is no longer needed; with the last one the frame is freed.
+    """
+
+    __slots__ = ("__weakref__", "frame", "tensor")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.tensor: Tensor | None = None
+
+
+class Frame:
+    """One run of a group: stand-ins for the saved tensors, in the order in which autograd saved them.
+
+    Args:
+        run_again: runs the group a second time.
+        name: the group's name in messages.
+    """
+
+    def __init__(self, run_again: Callable[[], None], name: str) -> None:
+        self._run_again, self._name = run_again, name
+        active = _get_current_function_mode_stack()
+        self._split = next((mode for mode in active if isinstance(mode, SplitBackward)), None)
+        self._values: list[weakref.ReferenceType[SavedValue]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+
+    @property
+    def count(self) -> int:
+        """Number of tensors that autograd has saved so far."""
+        return len(self._values)
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Return the context in which the group runs for the first time."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def begin(self) -> None:
+        """Run the group again, if a saved tensor is still missing. Called when backward reaches the output."""
+        if any((value := reference()) is not None and value.tensor is None for reference in self._values):
+            self.recompute()
+
+    def recompute(self) -> None:
+        """Run the group again.
+
+        Raises:
+            RuntimeError: the second run saves other tensors than the first run.
+        """
+        done = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal done
+            if (tensor.shape, tensor.dtype) != self._kinds[done]:
+                raise RuntimeError(self._differs(done, tuple(tensor.shape), tensor.dtype))
+            alias = tensor.detach()
+            if (value := self._values[done]()) is not None:
+                value.tensor = alias
+            done += 1
+            if done == len(self._values):
+                raise _AllRecomputed
+            return alias
+
+        with (
+            suppress(_AllRecomputed),
+            torch.enable_grad(),
+            saved_tensors_hooks(pack, _unchanged),
+            self._split_as_before(),
+        ):
+            self._run_again()
+        if done < len(self._values):
+            raise RuntimeError(self._differs(done, None, None))
+
+    @contextmanager
+    def _split_as_before(self) -> Iterator[None]:
+        """Split the backward of products as in the first run, except where a layer calls autograd itself.
+
+        (torch.autograd.grad turns function modes off while it runs, and such a layer calls it in its first run.)
+        """
+        if self._split is None:
+            yield
+            return
+        deferred = self._split.deferred
+        collected, deferred.collects = deferred.collects, False
+        try:
+            with self._split:
+                yield
+        finally:
+            deferred.collects = collected
+
+    def _pack(self, tensor: Tensor) -> SavedValue:
+        value = SavedValue(self)
+        self._values.append(weakref.ref(value))
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return value
+
+    def _differs(self, place: int, shape: Any, dtype: Any) -> str:
+        was = f"{tuple(self._kinds[place][0])} {self._kinds[place][1]}"
+        now = "missing" if shape is None else f"{shape} {dtype}"
+        return (
+            f"{self._name} did something else when computed again: of the {len(self._values)} tensors that autograd "
+            f"saves, number {place} was {was} and is {now}. A recomputed layer may depend on its input, on torch's "
+            "generators and on triax's Dropout, and on nothing else that changes between the two runs"
+        )
+
+
+def _unpack(value: SavedValue) -> Tensor:
+    if value.tensor is None:
+        value.frame.recompute()
+    assert value.tensor is not None
+    return value.tensor
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class State:
+    """State of the first run, which the second run gets back: buffers, dropout keys, generators, autocast.
+
+    Args:
+        grid: grid whose ``device`` tells which random generators to restore.
+        dropout: the keys of dropout.
+        generators: restore the states of torch's random generators too.
+        buffers: the group's buffers, which the first run may change.
+    """
+
+    def __init__(self, grid: Grid, dropout: DropoutState, generators: bool, buffers: Sequence[Tensor]) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._dropout, self._at = dropout, (dropout.step, dropout.samples)
+        device = grid.device
+        self._device = None if device.type == "cpu" else device
+        self._generators: tuple[Tensor, ...] = ()
+        if generators:
+            self._generators = _generators(self._device)
+        self._autocast = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))}
+
+    def keep_changed_buffers(self) -> None:
+        """After the first run: keep the copies of the buffers that it changed, drop those of the others."""
+        # (Compared by value: batch norm writes without raising the version counter.)
+        self._buffers = [(buffer, seen) for buffer, seen in self._buffers if not torch.equal(buffer, seen)]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the state of the first run within the context, and the present state after it."""
+        dropout = self._dropout
+        before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
+        now = _generators(self._device) if self._generators else ()
+        values = [buffer.data for buffer, _ in self._buffers]
+        try:
+            for buffer, seen in self._buffers:  # in other memory: a buffer that autograd saved stays unchanged
+                buffer.data = seen.clone()
+            _set_generators(self._generators, self._device)
+            with ExitStack() as stack:
+                for kind, (enabled, dtype) in self._autocast.items():
+                    if _autocast(kind) != (enabled, dtype):
+                        stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                yield
+        finally:
+            dropout.step, dropout.samples = before
+            _set_generators(now, self._device)
+            for (buffer, _), value in zip(self._buffers, values, strict=True):
+                buffer.data = value
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _generators(device: torch.device | None) -> tuple[Tensor, ...]:
+    """Return the states of torch's generators: the CPU's and the device's."""
+    states = [torch.get_rng_state()]
+    if device is not None:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return tuple(states)
+
+
+def _set_generators(states: Sequence[Tensor], device: torch.device | None) -> None:
+    if states:
+        torch.set_rng_state(states[0])
+    if len(states) > 1:
+        assert device is not None
+        torch.get_device_module(device).set_rng_state(states[1], device)

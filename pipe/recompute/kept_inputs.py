@@ -1,0 +1,224 @@
+"""Inputs of recomputed groups between forward and backward: as they are, partitioned, in one buffer, or on the host.
+
+Partitioned activations (a slice per tensor rank): Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...grid import Grid
+
+_ALIGNMENT = 64  # bytes
+
+
+def save(tensors: list[Tensor]) -> Tensor:
+    """Save tensors through autograd, so that saved-tensor hooks see them; read them from ``.grad_fn.saved_tensors``."""
+    saver: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
+    return saver
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("the node that holds saved tensors has no backward")
+
+
+class _KeptTensor(NamedTuple):
+    """Memory that holds one tensor, and what is needed to rebuild the tensor from it.
+
+    Attributes:
+        kept: the memory: the tensor itself, or a flat copy of it or of this rank's slice.
+        shape: shape of the tensor with its dims in the order of memory; None: the tensor is kept as it is.
+        order: its dims in the order of memory.
+        sliced: True if this is one rank's slice.
+        slot: the place in the buffer, if there is one.
+    """
+
+    kept: Tensor
+    shape: torch.Size | None
+    order: tuple[int, ...]
+    sliced: bool
+    slot: _ArenaSlot | None
+
+
+class KeptNest:
+    """A nest of tensors that is kept for the backward pass."""
+
+    def __init__(self, inputs: Inputs, key: Hashable, nest: Any) -> None:
+        self._inputs = inputs
+        leaves, self._spec = tree_flatten(nest)
+        parts: list[_KeptTensor] = []
+        known: dict[int, int] = {}  # id -> part: a tensor that occurs twice is kept once
+        # (index of its part, requires_grad, the leaf itself or None); index -1 for what is no tensor.
+        self._leaves: list[tuple[int, bool, Any]] = []
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                self._leaves.append((-1, False, leaf))
+                continue
+            if id(leaf) not in known:
+                known[id(leaf)] = len(parts)
+                parts.append(inputs.part((key, place), leaf))
+            # Integer tensors come back as the same object: a model may have attached attributes to it.
+            self._leaves.append((known[id(leaf)], leaf.requires_grad, None if leaf.is_floating_point() else leaf))
+        self._saver = save([part.kept for part in parts])
+        self._parts = [part._replace(kept=part.kept.new_empty(0)) for part in parts]
+
+    def restore(self) -> Any:
+        """Return the nest; its tensors are leaves of a new graph. Collective over the tensor axis if partitioned."""
+        kept = self._saver.grad_fn.saved_tensors  # type: ignore[union-attr]
+        tensors = [self._inputs.restore(tensor, part) for tensor, part in zip(kept, self._parts, strict=True)]
+        leaves = [
+            leaf if number < 0 or leaf is not None else tensors[number].detach().requires_grad_(wanted)
+            for number, wanted, leaf in self._leaves
+        ]
+        return tree_unflatten(leaves, self._spec)
+
+
+class Inputs:
+    """Storage for the inputs of recomputed groups.
+
+    The options apply to floating-point tensors that require gradients. Other tensors (ids, masks) are kept as they
+    are: they go through many layers as one tensor, which stays in memory anyway.
+
+    Args:
+        grid: grid whose tensor axis partitions the tensors.
+        partition: if all t tensor ranks hold equal tensors, keep a slice of 1/t on each and gather them when needed.
+            Equality is tested the first time (of all bits, by two sums); sequence shards, for instance, differ.
+        host: keep the tensors in pinned host memory, if the model is on a GPU.
+        slots: copy the tensors into one buffer of this many slots, allocated when it is empty; 0: no buffer.
+    """
+
+    def __init__(self, grid: Grid, partition: bool = False, host: bool = False, slots: int = 0) -> None:
+        self._axis, self._device = grid.tensor, grid.device
+        self._partition = partition and grid.tensor.size > 1
+        self._host = host and grid.device.type != "cpu"
+        self._arena = _Arena(slots, torch.device("cpu") if self._host else grid.device, self._host) if slots else None
+        self._replicated: dict[Hashable, bool] = {}
+        self._logs = grid.data.is_first and grid.tensor.is_first
+
+    def keep(self, key: Hashable, nest: Any) -> KeptNest:
+        """Keep a nest of tensors; ``key`` names the group."""
+        return KeptNest(self, key, nest)
+
+    def part(self, key: Hashable, tensor: Tensor) -> _KeptTensor:
+        """Keep one tensor. Collective over the tensor axis the first time, if partitioned."""
+        kept = tensor.detach()
+        if not (tensor.requires_grad and tensor.is_floating_point() and tensor.layout == torch.strided):
+            return _KeptTensor(kept, None, (), False, None)
+        sliced = self._partition and self._is_replicated(key, kept)
+        if not sliced and self._arena is None and not self._host:
+            return _KeptTensor(kept, None, (), False, None)
+        order = tuple(sorted(range(kept.dim()), key=kept.stride, reverse=True))
+        dense = kept.permute(order)  # contiguous, unless the tensor has gaps
+        flat = dense.reshape(-1)
+        if sliced:
+            size, rank = self._axis.size, self._axis.rank
+            length = -(-flat.numel() // size)
+            flat = flat[min(rank * length, flat.numel()) : (rank + 1) * length]
+        else:
+            length = flat.numel()
+        slot = None
+        if self._arena is not None and (slot := self._arena.take(length * flat.element_size())) is not None:
+            memory = slot.view(length, flat.dtype)
+        else:
+            where = torch.device("cpu") if self._host else flat.device
+            memory = torch.empty(length, dtype=flat.dtype, device=where, pin_memory=self._host)
+        memory[: flat.numel()].copy_(flat, non_blocking=True)
+        memory[flat.numel() :].zero_()
+        return _KeptTensor(memory, dense.shape, order, sliced, slot)
+
+    def restore(self, kept: Tensor, part: _KeptTensor) -> Tensor:
+        """Rebuild a tensor from the memory that ``part`` kept. Collective over the tensor axis if it is a slice."""
+        if part.shape is None:
+            return kept
+        here = kept.to(self._device, non_blocking=True)
+        if part.sliced:
+            flat = here.new_empty(self._axis.size * here.numel())
+            self._axis.all_gather(flat, here)
+        else:
+            # A copy: the slot may be reused while a deferred weight gradient still holds the tensor that is returned.
+            flat = here.clone() if part.slot is not None and here.data_ptr() == kept.data_ptr() else here
+        inverse = [0] * len(part.order)
+        for place, dim in enumerate(part.order):
+            inverse[dim] = place
+        return flat[: part.shape.numel()].view(part.shape).permute(inverse)
+
+    def _is_replicated(self, key: Hashable, tensor: Tensor) -> bool:
+        """Return True if all tensor ranks hold equal tensors. Tested once per group, on a non-constant tensor."""
+        if key in self._replicated:
+            return self._replicated[key]
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        bits = tensor.contiguous().view(-1).view(words).to(torch.int64)
+        places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
+        constant = bits.numel() == 0 or bool((bits == bits[0]).all())
+        shape = [(tensor.shape[i] if i < tensor.dim() else -1) for i in range(8)]
+        sums = torch.stack([bits.sum(), (bits * places).sum(), torch.tensor(int(constant), device=bits.device)])
+        low = torch.cat([sums, torch.tensor(shape, device=bits.device)])
+        high = low.clone()
+        self._axis.all_reduce(low, op="min")
+        self._axis.all_reduce(high, op="max")
+        if high[2]:
+            return False  # constant shards (zeros) are equal by chance: test again next time
+        replicated = self._replicated[key] = torch.equal(low, high)
+        if not replicated and self._logs and list(self._replicated.values()).count(False) == 1:
+            logging.getLogger("triax").warning(
+                "partition_activations: the input of %s differs between tensor ranks (as sequence shards do), so it is "
+                "not partitioned; the same holds for every other group whose input differs",
+                key[0] if isinstance(key, tuple) else key,
+            )
+        return replicated
+
+
+class _Arena:
+    """One buffer of equal slots, sized for the largest tensor so far, and freed when all slots are free."""
+
+    def __init__(self, slots: int, device: torch.device, pin: bool) -> None:
+        self._slots, self._device, self._pin = slots, device, pin
+        self._size = 0
+        self._buffer: weakref.ReferenceType[_ArenaBuffer] | None = None
+
+    def take(self, size: int) -> _ArenaSlot | None:
+        """Return a free slot of at least ``size`` bytes, or None if there is no such slot."""
+        self._size = max(self._size, -(-size // _ALIGNMENT) * _ALIGNMENT)
+        buffer = self._buffer() if self._buffer is not None else None
+        if buffer is None:
+            memory = torch.empty(self._slots * self._size, dtype=torch.uint8, device=self._device, pin_memory=self._pin)
+            buffer = _ArenaBuffer(memory, list(range(0, memory.numel(), self._size or 1))[::-1], self._size)
+            self._buffer = weakref.ref(buffer)
+        return _ArenaSlot(buffer) if buffer.free and size <= buffer.size else None
+
+
+class _ArenaBuffer:
+    """Memory of an arena, with the offsets of its free slots and their size in bytes."""
+
+    def __init__(self, memory: Tensor, free: list[int], size: int) -> None:
+        self.memory, self.free, self.size = memory, free, size
+
+
+class _ArenaSlot:
+    """A slot of the buffer, free again when this object is deleted."""
+
+    def __init__(self, buffer: _ArenaBuffer) -> None:
+        self._buffer, self._start = buffer, buffer.free.pop()
+
+    def view(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the slot as a tensor that is no view, so that it does not share a version counter with other slots."""
+        memory = self._buffer.memory
+        tensor = torch.empty(0, dtype=dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), self._start // dtype.itemsize, (numel,), (1,))
+
+    def __del__(self) -> None:
+        self._buffer.free.append(self._start)

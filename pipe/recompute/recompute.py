@@ -1,0 +1,249 @@
+"""Recomputation (activation checkpointing, Chen et al. 2016, arXiv:1604.06174): keep a group's input, run it again.
+
+Of a group of layers only the input is kept between forward and backward. The backward pass runs the group once more.
+
+While a group runs for the first time, the tensors that autograd would save are dropped, and a ``SavedValue`` stands
+for each of them in the graph (frame.py). When the backward pass asks for the first of them, the group runs again, up
+to the last tensor that is needed. Gradients go through the graph of the first run, so every hook on a parameter fires
+as without recomputation. The second run has the same samples and step (the keys of ``Dropout``), the same state of
+torch's generators and of autocast, and the same buffers as the first.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid
+from ...grid.autograd import mark
+from ...grid.random import DropoutState
+from ...grid.ranges import split
+from .frame import Frame, State
+from .kept_inputs import Inputs
+from .kept_matmuls import Matmuls
+
+Granularity = Literal["full", "matmul", "selective"]
+
+
+class Stages(Protocol):
+    """The stages of a pipelined module, as recomputation reads them. (``PipelineModule`` has these members.)"""
+
+    boundaries: list[int]
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages of this rank."""
+
+    def typenames(self, stage: int) -> list[str]:
+        """Return the name of each layer's class."""
+
+    def modules_of(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
+        """Return (index in the model, module) of some layers of a stage, without plain functions."""
+
+
+class Group(NamedTuple):
+    """Consecutive layers of a stage.
+
+    Attributes:
+        start, stop: their places in the stage.
+        recomputed: True if they are recomputed, as one.
+        name: their name in messages.
+        layers: indices in the model of those that are modules.
+        buffers: the modules' buffers.
+    """
+
+    start: int
+    stop: int
+    recomputed: bool
+    name: str
+    layers: tuple[int, ...]
+    buffers: tuple[Tensor, ...]
+
+
+class Recompute:
+    """Recomputation of a module's layers: groups them, and runs them so that their backward pass recomputes.
+
+    Args:
+        grid: the module's grid.
+        dropout: the keys of its dropout.
+        interval: recompute groups of this many consecutive layers of a stage; 0: none.
+        number: cut the layers of this rank into this many groups instead.
+        layers: recompute layers of these classes only; None: every group that has parameters.
+        granularity: ``full``: keep a group's input only. ``matmul``: keep the results of its matrix products (and of
+            attention) too. ``selective``: no groups; every module that has a class attribute ``recompute`` recomputes
+            what it calls through it: the core of attention.
+        preserve_rng_state: give torch's generators the state of the first run.
+        synchronize: wait for the device before and after each group.
+        profile: measure the time, see ``report``.
+
+    Attributes:
+        grid, interval, number, granularity: the arguments.
+        inputs: how inputs are kept; by default as they are.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        dropout: DropoutState,
+        interval: int = 0,
+        number: int | None = None,
+        layers: Sequence[str] | None = None,
+        granularity: Granularity = "full",
+        preserve_rng_state: bool = True,
+        synchronize: bool = False,
+        profile: bool = False,
+    ) -> None:
+        if interval < 0:
+            raise ValueError(f"an interval of {interval} layers: 0 recomputes none, 1 each, n groups of n")
+        self.grid = grid
+        self.interval = interval
+        self.number = number
+        self.granularity = granularity
+        self.names = None if layers is None else tuple(layers)
+        self.inputs = Inputs(grid)
+        self._dropout = dropout
+        self._preserve_rng_state = preserve_rng_state
+        self._synchronize, self._profile = synchronize, profile
+        self._groups: dict[int, list[Group]] = {}
+        self._count, self._seconds = 0, 0.0
+
+    def groups(self, module: Stages, stage: int) -> Sequence[Group]:
+        """Return the groups of one of this rank's stages: one group, not recomputed, while gradients are off."""
+        wanted = self.granularity != "selective" and (self.interval or self.number)
+        if not wanted or not torch.is_grad_enabled():
+            return (Group(0, module.boundaries[stage + 1] - module.boundaries[stage], False, "", (), ()),)
+        if stage not in self._groups:
+            self._groups = self._cut(module)
+        return self._groups[stage]
+
+    def forget(self) -> None:
+        """Drop the groups: the module's stages moved, or its layers were built anew."""
+        self._groups.clear()
+
+    def install(self, module: nn.Module) -> int:
+        """Set ``recompute`` on the modules whose class has that attribute; return how many there are."""
+        asking = [part for part in module.modules() if getattr(type(part), "recompute", self) is None]
+        for part in asking:
+            group = Group(0, 0, True, f"a part of {type(part).__name__}", (), ())
+            part.recompute = partial(self.run, group) if self.granularity == "selective" else None  # type: ignore
+        return len(asking)
+
+    def report(self) -> tuple[int, float] | None:
+        """Return the number of recomputations since the last report, and their seconds; None without ``profile``."""
+        found = (self._count, self._seconds) if self._profile else None
+        self._count, self._seconds = 0, 0.0
+        return found
+
+    def run(
+        self,
+        group: Group,
+        function: Callable[..., Any],
+        *args: Any,
+        prefetch: Callable[[], None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return ``function(*args, **kwargs)``, whose backward pass runs the function once more.
+
+        Args:
+            group: names the function in messages, and lists the buffers that it may change.
+            function: the group's forward.
+            args, kwargs: its arguments; their tensors are what is kept.
+            prefetch: called when the backward pass reaches the output. The second run then begins at that point, not
+                when a saved tensor is asked for: all replicas gather weights at the same point.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if self._synchronize:
+            self.grid.synchronize()
+        inputs = self.inputs.keep(group.name, (args, kwargs))
+        state = State(self.grid, self._dropout, self._preserve_rng_state, group.buffers)
+        matmuls = Matmuls() if self.granularity == "matmul" else None
+
+        def run_again() -> None:
+            with self._measured(), state.restored(), matmuls.replayed() if matmuls else nullcontext():
+                repeated, named = inputs.restore()
+                function(*repeated, **named)
+
+        frame = Frame(run_again, group.name)
+        with matmuls.recorded(frame) if matmuls else nullcontext(), frame.hooks():
+            result = function(*args, **kwargs)
+        state.keep_changed_buffers()
+        if prefetch is not None:
+            begin = weakref.WeakMethod(frame.begin)  # the graph's values hold the frame as long as it is needed
+
+            def reached() -> None:
+                prefetch()
+                if (method := begin()) is not None:
+                    method()
+
+            result = mark(result, reached)
+        if self._synchronize:
+            self.grid.synchronize()
+        return result
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        if self._profile or self._synchronize:
+            self.grid.synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._profile or self._synchronize:
+                self.grid.synchronize()
+            self._count += 1
+            self._seconds += time.perf_counter() - start
+
+    def _cut(self, module: Stages) -> dict[int, list[Group]]:
+        """Cut this rank's stages into groups: first runs of layers of the wanted classes, then those into groups."""
+        runs: list[tuple[int, int, int, bool]] = []  # stage, start, stop, wanted
+        for stage in module.stages:
+            flags = [self.names is None or name in self.names for name in module.typenames(stage)]
+            start = 0
+            for wanted, layers in groupby(flags):
+                stop = start + len(list(layers))
+                runs.append((stage, start, stop, wanted))
+                start = stop
+        lengths = [stop - start for _, start, stop, wanted in runs if wanted]
+        counts = iter(shares(lengths, self.number)) if self.number else None
+        groups: dict[int, list[Group]] = {stage: [] for stage in module.stages}
+        for stage, start, stop, wanted in runs:
+            bounds = [(start, stop)]
+            if wanted and counts is not None:
+                count = next(counts)
+                bounds = [(start + a, start + b) for a, b in (split(stop - start, count, i) for i in range(count))]
+            elif wanted:
+                bounds = [(a, min(a + self.interval, stop)) for a in range(start, stop, self.interval)]
+            groups[stage] += [self._group(module, stage, a, b, wanted) for a, b in bounds]
+        return groups
+
+    def _group(self, module: Stages, stage: int, start: int, stop: int, wanted: bool) -> Group:
+        modules = module.modules_of(stage, start, stop)
+        first = module.boundaries[stage] + start
+        name = f"layer {first}" if stop - start == 1 else f"layers {first} to {first + stop - start - 1}"
+        recomputed = wanted and any(next(layer.parameters(), None) is not None for _, layer in modules)
+        buffers = tuple({id(b): b for _, layer in modules for b in layer.buffers()}.values())
+        return Group(start, stop, recomputed, name, tuple(index for index, _ in modules), buffers)
+
+
+def shares(lengths: Sequence[int], number: int) -> list[int]:
+    """Return into how many groups to cut each run of layers, for ``number`` groups in all, the longest one short.
+
+    Each run is at least one group, and a group is at least one layer.
+
+    >>> shares([6, 3], 4)
+    [3, 1]
+    """
+    counts = [1] * len(lengths)
+    while sum(counts) < min(number, sum(lengths)):
+        longest = max(range(len(lengths)), key=lambda i: lengths[i] / counts[i])
+        counts[longest] += 1
+    return counts

@@ -1,0 +1,12 @@
+"""Generators of pipeline schedules, and the search for one. No torch.
+
+classic.py      GPipe, 1F1B, eager 1F1B, interleaved 1F1B, looped breadth-first; forward only
+zero_bubble.py  ZB-H1, ZB-H2: split backward, one stage per rank
+v_shaped.py     ZB-V, V-Half, V-Min, DualPipe-V: two stages per rank in a V
+hanayo.py       Hanayo's waves: two or more stages per rank, to and fro
+squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shaped, zero_bubble and classic use it
+registry.py     RECIPES: name -> generator; named_schedule
+search.py       `auto`: the best schedule found for given costs and memory; tune: a named one for given costs
+annealing.py    simulated annealing on orders of ops, for the search
+choose.py       make_schedule (public): a named schedule, `auto`, or a file
+"""

@@ -1,0 +1,246 @@
+"""Simulated annealing on orders of ops: orders as sequences of codes, a decoder that times them, and the moves.
+
+A sequence has one rank's forwards and input gradients in order. The code of chunk c's forward is c, of its input
+gradient v + c; the k-th use of a code is microbatch k. Weight gradients are not in it: the decoder puts them where the
+rank would wait anyway, or where memory must be freed. So sequences are short, every sequence that can be decoded is a
+valid schedule within memory, and a move takes one code to another place.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..program.ops import Op
+from ..program.simulate import Costs
+
+Sequences = list[list[int]]
+
+
+@dataclass
+class Problem:
+    """Placement, size, costs and memory limits for which sequences are timed.
+
+    `limits` has for each rank the activations it may hold, in stages.
+    """
+
+    placement: tuple[int, ...]
+    pipe: int
+    microbatches: int
+    costs: Costs
+    limits: Sequence[int]
+    mine: list[list[int]] = field(init=False)  # rank -> its stages, ascending
+
+    def __post_init__(self) -> None:
+        stages = len(self.placement)
+        self.chunks = stages // self.pipe
+        self.mine = [[s for s in range(stages) if self.placement[s] == r] for r in range(self.pipe)]
+        cost = self.per_stage = self.costs.op_costs(stages, self.chunks)
+        hops = self.costs.hops(self.placement)
+        self.f = [[cost["F"][s] for s in stages_of] for stages_of in self.mine]
+        self.i = [[cost["I"][s] for s in stages_of] for stages_of in self.mine]
+        self.w = [[cost["W"][s] for s in stages_of] for stages_of in self.mine]
+        self.hop_f, self.hop_b = [*hops, 0.0], [0.0, *hops]
+        work = [sum(f) + sum(i) + sum(w) for f, i, w in zip(self.f, self.i, self.w, strict=True)]
+        self.work = [self.microbatches * x for x in work]
+
+    def lower_bound(self) -> float:
+        """Return a makespan that no order beats: a rank waits for its first input, works, then others finish."""
+        f, i = self.per_stage["F"], self.per_stage["I"]
+        stages = range(len(self.placement))
+        down = sum(f[s] + self.hop_f[s] + i[s] + self.hop_b[s] for s in stages)
+        bounds = [down + min(min(w) for w in self.w)]
+        for rank, mine in enumerate(self.mine):
+            start = sum(f[s] + self.hop_f[s] for s in range(mine[0]))
+            back = sum(i[s] + self.hop_b[s + 1] for s in range(mine[0]))
+            weights = self.microbatches * sum(self.w[rank])
+            bounds += [start + self.work[rank], start + self.work[rank] - weights + back]
+        return max(bounds)
+
+
+@dataclass
+class Decoded:
+    """Times of decoded sequences."""
+
+    makespan: float
+    score: float  # the makespan and a small share of every rank's end, so that a sequence can improve step by step
+    orders: list[list[Op]] | None = None
+    starts: list[list[float]] | None = None  # the start of each code
+
+
+def decode(
+    problem: Problem, sequences: Sequences, patience: Sequence[float], below: float = math.inf, full: bool = False
+) -> tuple[Decoded | None, int]:
+    """Time sequences.
+
+    Args:
+        problem: what they are timed for.
+        sequences: one for each rank.
+        patience: for each rank, by how much a W may delay the next op, as a share of the W's time.
+        below: give up when the makespan must exceed this.
+        full: also return orders and starts.
+
+    Returns:
+        The times (None if the sequences hang, exceed memory, or exceed `below`), and the number of codes decoded.
+    """
+    pipe, mbs, v = problem.pipe, problem.microbatches, problem.chunks
+    stages = len(problem.placement)
+    ready_f = [0.0] * mbs + [-1.0] * (stages * mbs)  # [stage * mbs + mb]: when its input arrives
+    ready_b = [-1.0] * (stages * mbs) + [0.0] * mbs  # [(stage + 1) * mbs + mb]: its output's gradient
+    hop_f, hop_b = problem.hop_f, problem.hop_b
+    at, clock, held, idle = [0] * pipe, [0.0] * pipe, [0] * pipe, [0.0] * pipe
+    uses = [[0] * (2 * v) for _ in range(pipe)]
+    late: list[list[int]] = [[] for _ in range(pipe)]  # codes of the deferred Ws; `first` is the index of the next one
+    first = [0] * pipe
+    waiting: dict[int, int] = {}  # what a blocked rank waits for -> the rank
+    backward = (stages + 1) * mbs  # keys of gradients come after those of activations
+    runnable = list(range(pipe))
+    ended = codes = 0
+    orders: list[list[Op]] = [[] for _ in range(pipe)]
+    starts: list[list[float]] = [[] for _ in range(pipe)]
+    while runnable:
+        r = runnable.pop()
+        sequence, mine, use, pending, limit = sequences[r], problem.mine[r], uses[r], late[r], problem.limits[r]
+        cost_f, cost_i, cost_w, share = problem.f[r], problem.i[r], problem.w[r], patience[r]
+        now, hold, wait, j, head = clock[r], held[r], idle[r], at[r], first[r]
+        slack = below - problem.work[r]
+        begin = j
+        while j < len(sequence):
+            code = sequence[j]
+            mb = use[code]
+            forward = code < v
+            chunk = code if forward else code - v
+            stage = mine[chunk]
+            if forward:
+                key = stage * mbs + mb
+                arrived = ready_f[key]
+            else:
+                if use[chunk] <= mb:
+                    return None, codes
+                key = (stage + 1) * mbs + mb
+                arrived = ready_b[key]
+                key += backward
+            if arrived < 0:
+                waiting[key] = r
+                break
+            while head < len(pending):
+                c = pending[head]
+                w = cost_w[c]
+                if now + w > arrived + share * w and not (forward and hold >= limit):
+                    break
+                if full:
+                    orders[r].append(Op("W", mine[c], pending[:head].count(c)))
+                now += w
+                hold -= 1
+                head += 1
+            if arrived > now:
+                wait += arrived - now
+                if wait > slack:
+                    return None, codes + j - begin
+                now = arrived
+            if full:
+                starts[r].append(now)
+                orders[r].append(Op("F" if forward else "I", stage, mb))
+            if forward:
+                hold += 1
+                if hold > limit:
+                    return None, codes + j - begin
+                now += cost_f[chunk]
+                reader = key + mbs
+                ready_f[reader] = now + hop_f[stage]
+            else:
+                pending.append(chunk)
+                now += cost_i[chunk]
+                reader = key - mbs
+                ready_b[reader - backward] = now + hop_b[stage]
+            use[code] = mb + 1
+            j += 1
+            if reader in waiting:
+                runnable.append(waiting.pop(reader))
+        else:
+            for k, c in enumerate(pending[head:], head):
+                if full:
+                    orders[r].append(Op("W", mine[c], pending[:k].count(c)))
+                now += cost_w[c]
+            head = len(pending)
+            ended += 1
+        codes += j - begin
+        clock[r], held[r], idle[r], at[r], first[r] = now, hold, wait, j, head
+    if ended < pipe:
+        return None, codes
+    end = max(clock)
+    score = end + 0.02 * sum(clock) / pipe
+    return Decoded(end, score, orders if full else None, starts if full else None), codes
+
+
+def encode(problem: Problem, orders: Sequence[Sequence[Op]]) -> Sequences:
+    """Return a schedule's orders as sequences; a whole backward becomes an input gradient."""
+    chunk = {s: c for mine in problem.mine for c, s in enumerate(mine)}
+    v = problem.chunks
+    return [[chunk[op.stage] + (0 if op.kind == "F" else v) for op in order if op.kind != "W"] for order in orders]
+
+
+def anneal(
+    problem: Problem,
+    sequences: Sequences,
+    patience: list[float],
+    codes: int,
+    rng: random.Random,
+    heat: float,
+    frozen: Sequence[tuple[int, int]] | None = None,
+) -> tuple[float, Sequences, list[float]]:
+    """Improve sequences by moving codes (simulated annealing).
+
+    Args:
+        problem: what they are timed for.
+        sequences, patience: the start, as for `decode`.
+        codes: the work: codes to decode in all. It is counted, not timed, so that all ranks find the same schedule.
+        rng: random numbers.
+        heat: the first temperature, in units of a forward.
+        frozen: for each rank, a range of its sequence that no move may touch.
+
+    Returns:
+        (makespan, sequences, patience) of the best found.
+    """
+    sequences, patience = [list(sequence) for sequence in sequences], list(patience)
+    found, used = decode(problem, sequences, patience)
+    assert found is not None
+    best, score = (found.makespan, [list(sequence) for sequence in sequences], list(patience)), found.score
+    unit = sum(map(sum, problem.f)) / len(problem.placement) or 1.0
+    ends = 0.02 * sum(problem.work) / problem.pipe  # at least this much of a score is not makespan
+    pool = [r for r, sequence in enumerate(sequences) if len(sequence) > 1]
+    while used < codes and pool:
+        temperature = heat * unit * (1 - used / codes) ** 2 + 1e-9
+        allowed = score - temperature * math.log(1.0 - rng.random())
+        r = rng.choice(pool)
+        sequence = sequences[r]
+        i = k = 0
+        old = patience[r]
+        if rng.random() < 0.03:
+            patience[r] = rng.choice((0.0, 0.1, 0.25, 0.5, 0.75, 0.99))
+            if patience[r] == old:
+                continue
+        else:
+            i = rng.randrange(len(sequence))
+            k = i + rng.choice((-6, -4, -3, -2, -1, -1, -1, 1, 1, 1, 2, 3, 4, 6))
+            if not 0 <= k < len(sequence):
+                continue
+            if frozen is not None and max(i, k) >= frozen[r][0] and min(i, k) < frozen[r][1]:
+                continue
+            code = sequence[i]
+            if all(x == code for x in sequence[min(i, k) : max(i, k) + 1]):
+                continue
+            sequence.insert(k, sequence.pop(i))
+        found, looked = decode(problem, sequences, patience, below=allowed - ends)
+        used += looked + 10
+        if found is not None and found.score <= allowed:
+            score = found.score
+            if found.makespan < best[0] - 1e-12:
+                best = (found.makespan, [list(sequence) for sequence in sequences], list(patience))
+        elif i == k:
+            patience[r] = old
+        else:
+            sequence.insert(i, sequence.pop(k))
+    return best

@@ -1,0 +1,69 @@
+"""Choice of a schedule by name, by search (`auto`), or from a file: the public `make_schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..program.schedule import Schedule
+from ..program.simulate import Costs
+from .registry import RECIPES, named_schedule
+from .search import find_schedule
+
+NAMES = (*RECIPES, "auto")
+FILES = (".csv", ".json")  # endings of schedule files
+
+
+def make_schedule(
+    name: str,
+    pipe: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+    memory: float | Sequence[float] | None = None,
+) -> Schedule:
+    """Make or read a schedule: a published one, ``auto`` (the best found for ``costs``), or a file.
+
+    Args:
+        name: a published name (``triax.pipe.schedules.registry.RECIPES``), ``auto``, or a path that ends in .csv or
+            .json.
+        pipe: ranks of the pipe axis.
+        microbatches: microbatches of a step.
+        chunks: stages per rank; None: the schedule's default.
+        costs: for ``auto``: the costs of F, I, W and a message.
+        memory: for ``auto``: the activations that a rank may hold, in microbatches through 1/pipe of the model;
+            None: as many as 1F1B holds.
+
+    Raises:
+        ValueError: an unknown name, sizes that the schedule does not exist for, or a file of other sizes.
+    """
+    if name == "auto":
+        return find_schedule(pipe, microbatches, costs, pipe if memory is None else memory, chunks)
+    if not name.endswith(FILES):
+        return named_schedule(name, pipe, microbatches, chunks)
+    schedule = read_schedule(Path(name))
+    found = schedule.pipe, schedule.microbatches, schedule.chunks
+    wanted = pipe, microbatches, schedule.chunks if chunks is None else chunks
+    if found != wanted:
+        raise ValueError(
+            "{} is a schedule of pipe {}, microbatches {}, chunks {}; this run has {}, {}, {}: write one of that size, "
+            "or change the run's".format(name, *found, *wanted)
+        )
+    return schedule
+
+
+def read_schedule(path: Path) -> Schedule:
+    """Read a schedule from JSON (as ``triax schedule --json`` prints it) or CSV (as torch's pipelining writes it).
+
+    Raises:
+        ValueError: the file is not there, or not a schedule.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return Schedule.from_json(content)
+        return Schedule.from_csv(content, name=path.stem)
+    except OSError as error:
+        raise ValueError(f"the schedule {path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from None

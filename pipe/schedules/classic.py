@@ -1,0 +1,165 @@
+"""Schedules with a whole backward (B) and a fixed pattern per rank: GPipe, 1F1B, interleaved, breadth-first.
+
+A generator returns the order of every rank. Its docstring shows the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..program.ops import Op, Orders
+from .squeeze import StageOp, squeeze
+
+
+def gpipe(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+    """All forwards, then all backwards (Huang 2019). Idle (p-1)(F+B), peak m.
+
+    rank 0: 0F0 0F1 0F2 0B0 0B1 0B2
+    rank 1: 1F0 1F1 1F2 1B0 1B1 1B2
+    """
+    return [[Op(kind, r, m) for kind in "FB" for m in range(microbatches)] for r in range(pipe)]
+
+
+def one_f_one_b(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+    """Each backward as early as possible (Narayanan 2019). Idle (p-1)(F+B), peak of rank r min(p-r, m).
+
+    rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+    rank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+    """
+    return [alternate(r, microbatches, ahead=pipe - r) for r in range(pipe)]
+
+
+def eager_1f1b(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+    """1F1B with twice the forwards ahead, which hides slow messages (Zhuang 2022).
+
+    Idle (p-1)(F+B), peak of rank r min(2(p-r)-1, m).
+
+    rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4
+    """
+    return [alternate(r, microbatches, ahead=2 * (pipe - r) - 1) for r in range(pipe)]
+
+
+def alternate(stage: int, microbatches: int, ahead: int) -> list[Op]:
+    """Return a stage's order: `ahead` forwards, then backward and forward in turn."""
+    return number(merge([("F", stage)] * microbatches, [("B", stage)] * microbatches, ahead))
+
+
+def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
+    """1F1B over groups of p microbatches, each group chunk by chunk (Narayanan 2021).
+
+    Idle (p-1)(F+B)/v where m >= p; peak p + (p-1)/v on rank 0, less on the others.
+
+    rank 0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    If p does not divide m, one group is short, and in this order its chunks would wait for each other. Then
+    ops are pulled ahead (squeeze.py) in a few ways to form groups, and the best one is taken.
+    """
+    # forwards before the first backward; from then on the rank holds as many activations
+    ahead = [2 * (pipe - r - 1) + (chunks - 1) * min(pipe, microbatches) + 1 for r in range(pipe)]
+
+    def pattern(sizes_f: list[int], sizes_b: list[int]) -> list[list[StageOp]]:
+        forwards, backwards = chunk_order(sizes_f, chunks), chunk_order(sizes_b, chunks)
+        return [
+            merge([("F", c * pipe + r) for c in forwards], [("B", (chunks - 1 - c) * pipe + r) for c in backwards], n)
+            for r, n in enumerate(ahead)
+        ]
+
+    groups, rest = divmod(microbatches, pipe)
+    if not rest or not groups:
+        sizes = [pipe] * groups or [microbatches]
+        return [number(stage_ops) for stage_ops in pattern(sizes, sizes)]
+    placement = tuple(range(pipe)) * chunks
+    ways = [("last", "merged"), ("first", "first"), ("merged", "merged"), ("last", "first")]
+    tries = [(way, limits) for way in ways for limits in (ahead, [ahead[0]] * pipe)]
+
+    def attempt(i: int, count: int) -> tuple[int, list[list[Op]]] | None:
+        (way_f, way_b), limits = tries[i]
+        stage_ops = pattern(group_sizes(count, pipe, way_f), group_sizes(count, pipe, way_b))
+        return squeeze(stage_ops, placement, count, limits, ahead=True)
+
+    def bound(count: int) -> int:
+        return 3 * chunks * count + 3 * (pipe - 1)
+
+    def best(which: Iterable[int]) -> tuple[int, list[list[Op]]] | None:
+        found = None
+        for i in which:
+            result = attempt(i, microbatches)
+            if result and (found is None or result[0] < found[0]):
+                found = result
+            if found and found[0] <= bound(microbatches):
+                break
+        return found
+
+    def promising() -> Iterator[int]:
+        few = rest + min(groups, 2) * pipe
+        for i in range(len(tries)):
+            sample = attempt(i, few)
+            if sample and sample[0] <= bound(few):
+                yield i
+
+    # a way that reaches the bound on a few microbatches mostly does so on all
+    result = best(promising()) or best(range(len(tries)))
+    assert result is not None
+    return result[1]
+
+
+def group_sizes(microbatches: int, pipe: int, where: str) -> list[int]:
+    """Split the microbatches into groups of ``pipe``, and return the sizes of the groups.
+
+    ``where`` says where the remainder goes: ``"first"`` or ``"last"`` makes it a group of its own, ``"merged"`` adds it
+    to the last full group.
+    """
+    groups, rest = divmod(microbatches, pipe)
+    full = [pipe] * groups
+    return {"first": [rest, *full], "last": [*full, rest], "merged": [*full[:-1], pipe + rest]}[where]
+
+
+def chunk_order(sizes: Sequence[int], chunks: int) -> list[int]:
+    """Return the chunks of a rank in order: each group of microbatches through one chunk, then the next."""
+    return [c for size in sizes for c in range(chunks) for _ in range(size)]
+
+
+def number(stage_ops: Sequence[StageOp]) -> list[Op]:
+    """Number the microbatches of each (kind, stage)."""
+    count = dict.fromkeys(stage_ops, 0)
+    order = []
+    for kind, stage in stage_ops:
+        order.append(Op(kind, stage, count[kind, stage]))
+        count[kind, stage] += 1
+    return order
+
+
+def looped_bfs(pipe: int, microbatches: int, chunks: int) -> Orders:
+    """Breadth first: all microbatches through a chunk, then all through the next (Lamy-Poirier 2023).
+
+    Idle (p-1)(F+B)/v where m >= p, peak m. The ops of a stage are contiguous, so ZeRO-3 gathers it twice.
+
+    rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    rank 1: 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+    """
+    runs = [("F", c) for c in range(chunks)] + [("B", c) for c in reversed(range(chunks))]
+    return [[Op(k, c * pipe + r, m) for k, c in runs for m in range(microbatches)] for r in range(pipe)]
+
+
+def forward(pipe: int, microbatches: int, chunks: int) -> Orders:
+    """Inference: forwards only, in groups of p, so that each result is ready as early as possible.
+
+    Idle (p-1)F/v where p divides m.
+
+    rank 0: 0F0 0F1 0F2
+    rank 1: 1F0 1F1 1F2
+    """
+    groups = chunk_order([*[pipe] * (microbatches // pipe), microbatches % pipe], chunks)
+    return [number([("F", c * pipe + r) for c in groups]) for r in range(pipe)]
+
+
+def merge(forwards: list[StageOp], backwards: list[StageOp], ahead: int) -> list[StageOp]:
+    """Return `ahead` forwards, then backward and forward in turn, then the remaining backwards."""
+    order = forwards[:ahead]
+    for i, stage_op in enumerate(backwards):
+        order.append(stage_op)
+        order += forwards[ahead + i : ahead + i + 1]
+    return order

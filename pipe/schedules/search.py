@@ -1,0 +1,262 @@
+"""Search for the best schedule at given costs, within a memory limit: `auto`.
+
+    >>> found = find_schedule(pipe=4, microbatches=8, costs=Costs(1, 0.993, 0.717, 0.0335), memory=4, chunks=2)
+    >>> print(found.summary())
+    auto: makespan 23.47, bubble 7.63 %, 0.82 % above the lower bound; zb-v took 23.68
+
+The search starts from the named schedules that fit, so it is never worse than the best of them, and improves the two
+best by simulated annealing (annealing.py). Long schedules are improved at their ends: a steady state is cut out of the
+middle, the rest is annealed, and the steady state is put back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..program.ops import Op
+from ..program.placement import zigzag
+from ..program.schedule import Schedule
+from ..program.simulate import Costs, peak_activations, simulate
+from .annealing import Problem, Sequences, anneal, decode, encode
+from .registry import RECIPES, named_schedule
+from .v_shaped import PATTERNS, squeezed_variants
+
+PATIENCE = 0.5
+EFFORT = 8_000_000  # codes to decode: about five seconds
+Start = tuple[float, Problem, Schedule]
+
+
+@dataclass(frozen=True)
+class Found(Schedule):
+    """A schedule that was searched for, with its makespan at the costs of the search, and bounds."""
+
+    makespan: float
+    bubble: float
+    lower_bound: float  # no order on this many ranks and chunks is faster
+    best_named: str
+    named_makespan: float
+
+    @property
+    def gap(self) -> float:
+        """Excess of the makespan over the lower bound, as a share of the bound."""
+        return self.makespan / self.lower_bound - 1.0 if self.lower_bound else 0.0
+
+    def summary(self) -> str:
+        """Return makespan, bubble, gap and the best named schedule in one line."""
+        return (
+            f"{self.name}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.2f} %, "
+            f"{100 * self.gap:.2f} % above the lower bound; {self.best_named} took {self.named_makespan:.4g}"
+        )
+
+
+def find_schedule(
+    pipe: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory: float | Sequence[float] | None = None,
+    chunks: int | None = None,
+    *,
+    effort: float = 1.0,
+    seed: int = 0,
+) -> Found:
+    """Search for the fastest schedule at `costs`, with at most `memory` activations on a rank.
+
+    The result depends on the arguments alone, so every rank of a run finds the same schedule.
+
+    Args:
+        pipe: ranks of the pipe axis.
+        microbatches: microbatches of a step.
+        costs: costs of F, I, W and a message; by default F = I = W = 1.
+        memory: activations that a rank may hold, in microbatches through 1/pipe of the model: one limit, or one for
+            each rank; None: no limit.
+        chunks: stages per rank; None: 1 or 2, whichever is faster.
+        effort: scales the work; 1 takes about five seconds.
+        seed: seed of the search.
+    """
+    costs = costs or Costs()
+    starts: list[Start] = []
+    for v in _options(pipe, costs, chunks):
+        limits = _limits(pipe, microbatches, v, memory)
+        for schedule in _fitting(pipe, microbatches, v, limits):
+            problem = Problem(schedule.placement, pipe, microbatches, costs, limits)
+            starts.append((simulate(schedule, costs).makespan, problem, schedule))
+    starts.sort(key=lambda start: start[0])
+    named_makespan, _, named = starts[0]
+    best, best_makespan = named, named_makespan
+    # the two best starts; a second one far behind the first is not worth its share
+    second = 1 if len(starts) > 1 and starts[1][0] < 1.1 * named_makespan else 0
+    for k, (at, share) in enumerate(((0, 0.6), (second, 0.4))):
+        _, problem, start = starts[at]
+        improved = _improve(problem, start, int(EFFORT * effort * share), random.Random(seed + k))
+        makespan = simulate(improved, costs).makespan
+        if makespan < best_makespan:
+            best, best_makespan = improved, makespan
+    return Found(
+        "auto",
+        pipe,
+        microbatches,
+        best.chunks,
+        best.placement,
+        best.orders,
+        best_makespan,
+        simulate(best, costs).bubble,
+        min(problem.lower_bound() for _, problem, _ in starts),
+        named.name,
+        named_makespan,
+    )
+
+
+def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
+    """Improve a named schedule's order for `costs`, within its own peak memory. Never slower.
+
+    The generators of the zero-bubble papers take the costs too: the best order at F = I = W is not best at others.
+    """
+    peak = round(max(peak_activations(schedule)) * schedule.chunks)
+    limits = [peak] * schedule.pipe
+    problem = Problem(schedule.placement, schedule.pipe, schedule.microbatches, costs, limits)
+    starts = [schedule, *(other for other in _others(schedule) if _fits(other, limits))]
+    start = min(starts, key=lambda candidate: simulate(candidate, costs).makespan)
+    # The search moves every W, which may be worse: keep the best of all.
+    found = min(
+        (schedule, start, _improve(problem, start, int(EFFORT * effort), random.Random(0))),
+        key=lambda candidate: round(simulate(candidate, costs).makespan, 12),
+    )
+    return replace(found, name=schedule.name)
+
+
+def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
+    """Return the chunks to try: the given number, the number that per-stage costs imply, or 1 and 2."""
+    if chunks is not None:
+        return (chunks,)
+    lengths = {len(x) for x in (costs.F, costs.I, costs.W) if isinstance(x, Sequence)}
+    return (max(1, lengths.pop() // pipe),) if len(lengths) == 1 else (1, 2)
+
+
+def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[float] | None) -> list[int]:
+    """Return the activations that each rank may hold, in stages."""
+    if memory is None:
+        return [microbatches * chunks] * pipe
+    per_rank = [memory] * pipe if isinstance(memory, int | float) else list(memory)
+    if len(per_rank) != pipe:
+        raise ValueError(f"memory has {len(per_rank)} limits for {pipe} ranks: give one number, or one each")
+    if min(per_rank) < 1:
+        raise ValueError(f"a rank that runs a microbatch holds 1 activation: memory={min(per_rank):g} is too little")
+    return [int(x * chunks + 1e-9) for x in per_rank]
+
+
+def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -> list[Schedule]:
+    """Return the schedules to start from: every named one that fits, and one that always fits."""
+    schedules = []
+    for name, recipe in RECIPES.items():
+        if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
+            continue
+        schedule = named_schedule(name, pipe, microbatches, chunks)
+        schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
+    placement = zigzag(pipe, chunks)
+    mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
+    passes = [[("F", s) for s in stages] + [("B", s) for s in reversed(stages)] for stages in mine]
+    alone = tuple(tuple(Op(kind, s, m) for m in range(microbatches) for kind, s in ops) for ops in passes)
+    return [*schedules, Schedule("one at a time", pipe, microbatches, chunks, placement, alone)]
+
+
+def _others(schedule: Schedule) -> list[Schedule]:
+    """Return variants of the schedule that may be better at other costs than F = I = W."""
+    if schedule.name not in PATTERNS:
+        return []
+    return [
+        replace(other, name=schedule.name)
+        for other in squeezed_variants(schedule.name, schedule.pipe, schedule.microbatches)
+    ]
+
+
+def _fits(schedule: Schedule, limits: Sequence[int]) -> bool:
+    peaks = peak_activations(schedule)
+    return all(peak * schedule.chunks <= limit + 1e-9 for peak, limit in zip(peaks, limits, strict=True))
+
+
+def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) -> Schedule:
+    sequences = encode(problem, start.orders)
+    patience = [PATIENCE] * problem.pipe
+    decoded, _ = decode(problem, sequences, patience)
+    if decoded is None:
+        return start  # with split backwards it exceeds the memory limit
+    kept = decoded.makespan, sequences, patience
+    few = 3 * problem.pipe
+    # a long schedule has fewer tries per code: stay closer to its start
+    heat = 0.1 if sum(map(len, sequences)) <= 400 else 0.02
+    short = _shorten(problem, sequences, problem.microbatches - few)
+    if short is not None:
+        small, cut, places = short
+        period = 2 * problem.chunks
+        frozen = [(place, place + period) for place in places]
+        _, cut, patience = anneal(small, cut, patience, codes, rng, heat, frozen)
+        periods = problem.microbatches - few
+        longer = [
+            sequence[:at] + sequence[at : at + period] * periods + sequence[at:]
+            for sequence, at in zip(cut, places, strict=True)
+        ]
+        decoded, _ = decode(problem, longer, patience)
+        if decoded and decoded.makespan < kept[0]:
+            kept = decoded.makespan, longer, patience
+    else:
+        found = anneal(problem, sequences, patience, codes, rng, heat)
+        kept = min(kept, found, key=lambda entry: entry[0])
+    decoded, _ = decode(problem, kept[1], kept[2], full=True)
+    assert decoded is not None and decoded.orders is not None
+    orders = tuple(tuple(_join_backward(order)) for order in decoded.orders)
+    return Schedule("auto", problem.pipe, problem.microbatches, problem.chunks, problem.placement, orders)
+
+
+def _shorten(problem: Problem, sequences: Sequences, drop: int) -> tuple[Problem, Sequences, list[int]] | None:
+    """Cut `drop` periods out of each sequence's steady state.
+
+    Returns:
+        (problem, sequences, index of a period that stays in each), or None if the sequences have no steady state of
+        that length, or not all at the same time.
+    """
+    if drop < 4:
+        return None
+    period = 2 * problem.chunks
+    small = replace(problem, microbatches=problem.microbatches - drop)
+    cut, stretches = [], []
+    for sequence in sequences:
+        start, end = _steady(sequence, period)
+        if end - start < (drop + 2) * period or len(set(sequence[start : start + period])) < period:
+            return None
+        cut.append(sequence[:start] + sequence[start + drop * period :])
+        stretches.append((start, end - drop * period - period))
+    decoded, _ = decode(small, cut, [PATIENCE] * problem.pipe, full=True)
+    if decoded is None or decoded.starts is None:
+        return None
+    times = decoded.starts
+    first = max(t[a] for t, (a, _) in zip(times, stretches, strict=True))
+    last = min(t[b] for t, (_, b) in zip(times, stretches, strict=True))
+    if first > last:
+        return None
+    middle = (first + last) / 2
+    places = [next(i for i in range(a, b + 1) if t[i] >= middle or i == b) for t, (a, b) in zip(times, stretches)]
+    return small, cut, places
+
+
+def _steady(sequence: Sequence[int], period: int) -> tuple[int, int]:
+    """Return the longest range of a sequence that repeats with this period."""
+    best, start = (0, 0), 0
+    for i in range(len(sequence) - period + 1):
+        if i == len(sequence) - period or sequence[i] != sequence[i + period]:
+            if i + period - start > best[1] - best[0]:
+                best = (start, i + period)
+            start = i + 1
+    return best
+
+
+def _join_backward(order: Sequence[Op]) -> list[Op]:
+    """Join adjacent I and W of stage 0 into B: no rank waits for that input gradient."""
+    out: list[Op] = []
+    for op in order:
+        if op.kind == "W" and op.stage == 0 and out and out[-1] == op._replace(kind="I"):
+            out[-1] = op._replace(kind="B")
+        else:
+            out.append(op)
+    return out

@@ -1,0 +1,263 @@
+"""V-shaped schedules, with two stages per rank: ZB-V, V-Half, V-Min, DualPipe-V.
+
+    stage   0 1 2 3 4 5 6 7
+    rank    0 1 2 3 3 2 1 0
+
+Rank r holds stage r, on the way down, and stage 2p-1-r, on the way up. Rank p-1 holds the two stages of the turn,
+which therefore needs no message. A microbatch's activations are held long on rank 0 and short on rank p-1 on the way
+down, and the other way round on the way up: so all ranks hold equally many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..program.ops import Op, Orders
+from ..program.placement import zigzag
+from ..program.schedule import Schedule
+from ..program.simulate import Costs, timeline_of
+from ..program.timeline import Timeline
+from .squeeze import StageOp, squeeze
+
+Pattern = tuple[
+    list[list[StageOp]], list[list[int]] | None
+]  # each rank's ops in order, and the time before which each must not start (see squeeze)
+PatternMaker = Callable[[int], Pattern]  # number of microbatches -> pattern
+PERIOD = 6  # F, I and W of both stages: a rank's work for one microbatch, in units
+
+
+def zb_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """ZB-V (Qi 2023): idle only until the first microbatch has gone down.
+
+    Idle (p-1)F/2 at F = I = W, peak p on every rank.
+
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+    """
+    return best_squeezed(*PATTERNS["zb-v"](pipe), microbatches)
+
+
+def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """V-Half (Qi 2024): half of 1F1B's memory. Two units per rank down, one up, and the same backward.
+
+    Idle about (p-1)(F+B)/2 at F = I = W, peak p//2 + 1 on every rank.
+
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+    """
+    return best_squeezed(*PATTERNS["v-half"](pipe), microbatches)
+
+
+def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """V-Min (Qi 2024): a third of 1F1B's memory. One unit per rank in each direction.
+
+    Idle about two thirds of (p-1)(F+B) at F = I = W, more where they differ; peak (p+4)//3.
+
+    rank 0: 0F0 0F1 0F2 5F0 5I0 5W0 5F1 0I0 5I1 0W0 5W1 5F2 5I2 0I1 5W2 0W1 0I2 0W2
+    rank 1: 1F0 1F1 1F2 4F0 4I0 4W0 4F1 1I0 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+    rank 2: 2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
+    """
+    return best_squeezed(*PATTERNS["v-min"](pipe), microbatches)
+
+
+def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
+    """DualPipeV (DeepSeek 2025): a forward next to each backward, for an executor that overlaps the two.
+
+    With F&B the cost of an overlapped pair, idle (p-1)(F&B + B - 3W)/2; peak p + 1/2. The pairs are
+    adjacent in the order. Their backwards are whole; only those at the ends of the step are split.
+
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+    rank 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+    """
+    orders = []
+    for r in range(pipe):
+        down, up, after = r, 2 * pipe - 1 - r, pipe - 1 - r  # `after`: the ranks below this one
+        made = _OrderBuilder()
+        for _ in range(2 * after):
+            made.forward(down)
+        for _ in range(r + 1):
+            made.forward(down)
+            made.forward(up)
+        for _ in range(after):
+            made.backward(up, split=True)
+            made.weight()
+            made.forward(up)
+        for _ in range(microbatches - 2 * pipe + r + 1):
+            made.forward(down)
+            made.backward(up)
+            made.forward(up)
+            made.backward(down)
+        for _ in range(after):
+            made.backward(up)
+            made.forward(up)
+            made.backward(down)
+        # from the middle on, W is deferred: on even ranks half a step later than on odd ones
+        for i in range(r + 1):
+            made.backward(up, split=i > (r + 1) // 2 or (i == (r + 1) // 2 and r % 2 == 1))
+            made.backward(down, split=i >= (r + 1) // 2)
+        for _ in range(after):
+            made.weight()
+            made.backward(down, split=True)
+        while made.deferred:
+            made.weight()
+        orders.append(made.order)
+    return orders
+
+
+class _OrderBuilder:
+    """Builds one rank's order, and counts the microbatches of each stage."""
+
+    def __init__(self) -> None:
+        self.order: list[Op] = []
+        self.deferred: deque[Op] = deque()
+        self.uses: dict[StageOp, int] = {}
+
+    def forward(self, stage: int) -> None:
+        self.order.append(Op("F", stage, self._next("F", stage)))
+
+    def backward(self, stage: int, split: bool = False) -> None:
+        op = Op("I" if split else "B", stage, self._next("B", stage))
+        self.order.append(op)
+        if split:
+            self.deferred.append(op._replace(kind="W"))
+
+    def weight(self) -> None:
+        self.order.append(self.deferred.popleft())
+
+    def _next(self, kind: str, stage: int) -> int:
+        mb = self.uses.get((kind, stage), 0)
+        self.uses[kind, stage] = mb + 1
+        return mb
+
+
+def _zb_v(pipe: int) -> tuple[PatternMaker, int]:
+    """Return the pattern of ZB-V: down and up in turn, as many forwards ahead as memory allows."""
+
+    def make_pattern(count: int) -> Pattern:
+        patterns = []
+        for r in range(pipe):
+            down, up = r, 2 * pipe - 1 - r
+            f, g, i, j = ("F", down), ("F", up), ("I", down), ("I", up)
+            warm = [f] * (2 * (pipe - r) - 1) + [g, f] * r + [g, j] * (pipe - r)
+            patterns.append(first_uses(count, warm + [f, i, g, j] * count + [j, i] * pipe))
+        return patterns, None
+
+    return make_pattern, pipe
+
+
+def _v_half(pipe: int) -> tuple[PatternMaker, int]:
+    turn = 3 if pipe % 2 == 0 else 0  # units of waiting that keep a rank's ops apart in every period
+    offsets = [(2 * r, 3 * pipe - r - 2, 3 * pipe + turn + 2 * r - 1, 6 * pipe + turn - r - 2) for r in range(pipe)]
+    return lambda count: repeat_block(offsets, count), (pipe + 2) // 2
+
+
+def _v_min(pipe: int) -> tuple[PatternMaker, int]:
+    turn = 2 if pipe % 3 == 0 else 0
+    offsets = [(r, 2 * pipe - r - 1, 2 * pipe + turn + r, 4 * pipe + turn - r - 1) for r in range(pipe)]
+    return lambda count: repeat_block(offsets, count), (pipe + 4) // 3
+
+
+# name -> (ranks -> the pattern to squeeze, and the memory limit)
+PATTERNS: dict[str, Callable[[int], tuple[PatternMaker, int]]] = {"zb-v": _zb_v, "v-half": _v_half, "v-min": _v_min}
+
+
+def repeat_block(
+    offsets: Sequence[tuple[int, int, int, int]], microbatches: int
+) -> tuple[list[list[StageOp]], list[list[int]]]:
+    """Repeat one microbatch's block every period: the pattern of a steady state without idle time.
+
+    Args:
+        offsets: for each rank, when it starts F down, F up, I up, I down.
+        microbatches: the number of repetitions.
+
+    Returns:
+        The patterns, and for each op the time before which it must not start, so that the steady state (from rank
+        0's first I down to its last F down) keeps its times.
+    """
+    stages = 2 * len(offsets)
+    begin, end = offsets[0][3], offsets[0][0] + PERIOD * (microbatches - 1)
+    patterns, hold = [], []
+    for r, block in enumerate(offsets):
+        up = stages - 1 - r
+        stage_ops = (("F", r), ("F", up), ("I", up), ("I", r))
+        block_starts = zip(block, stage_ops, strict=True)
+        starts = sorted((t + PERIOD * m, a) for t, a in block_starts for m in range(microbatches))
+        patterns.append([stage_op for _, stage_op in starts])
+        hold.append([t if begin <= t <= end else 0 for t, _ in starts])
+    return patterns, hold
+
+
+def first_uses(microbatches: int, stage_ops: Sequence[StageOp]) -> list[StageOp]:
+    """Keep the first `microbatches` uses of each stage op."""
+    uses = dict.fromkeys(stage_ops, 0)
+    pattern = []
+    for stage_op in stage_ops:
+        uses[stage_op] += 1
+        if uses[stage_op] <= microbatches:
+            pattern.append(stage_op)
+    return pattern
+
+
+def best_squeezed(make_pattern: PatternMaker, memory: int, microbatches: int) -> Orders:
+    """Squeeze a pattern in the variant that is best on a few microbatches.
+
+    Of variants that are equal at F = I = W, take the one that loses least at other costs, with messages.
+    """
+    pipe = len(make_pattern(1)[0])
+
+    def rank(sample: Schedule) -> tuple[float, float]:
+        uneven = Costs(1, 1, 0.75, 0.05)
+        return round(timeline_of(sample).makespan, 6), round(timeline_of(sample, uneven).makespan, 6)
+
+    few = min(microbatches, 2 * pipe)
+    samples = [
+        (rank(sample), variant)
+        for variant in range(len(VARIANTS))
+        if (sample := squeezed(make_pattern, memory, few, variant))
+    ]
+    schedule = squeezed(make_pattern, memory, microbatches, min(samples)[1])
+    assert schedule is not None
+    return [list(order) for order in schedule.orders]
+
+
+def squeezed_variants(name: str, pipe: int, microbatches: int) -> list[Schedule]:
+    """Return a schedule's pattern squeezed in every variant: which one is best depends on the costs."""
+    make_pattern, memory = PATTERNS[name](pipe)
+    made = [squeezed(make_pattern, memory, microbatches, variant) for variant in range(len(VARIANTS))]
+    held = made[VARIANTS.index((True, "times"))]
+    if held is not None:
+        # The warm-up is shorter now, so the steady state may begin earlier: keep it at these times instead.
+        made.append(_squeeze(hold_steady_state(timeline_of(held, Costs(2, 2, 2))), memory, microbatches, ahead=True))
+    return [schedule for schedule in made if schedule is not None]
+
+
+# (pull ops ahead, what the steady state keeps: its times, its order, or nothing)
+VARIANTS = ((False, "nothing"), (True, "times"), (True, "order"), (True, "nothing"))
+
+
+def squeezed(make_pattern: PatternMaker, memory: int, microbatches: int, variant: int) -> Schedule | None:
+    """Squeeze a pattern in one variant; None if memory does not suffice."""
+    ahead, keep = VARIANTS[variant]
+    patterns, hold = make_pattern(microbatches)
+    if hold and keep == "order":
+        hold = [[-1 if t else 0 for t in times] for times in hold]
+    return _squeeze((patterns, None if keep == "nothing" else hold), memory, microbatches, ahead)
+
+
+def _squeeze(pattern: Pattern, memory: int, microbatches: int, ahead: bool) -> Schedule | None:
+    patterns, hold = pattern
+    pipe = len(patterns)
+    placement = zigzag(pipe, 2)
+    result = squeeze(patterns, placement, microbatches, [2 * memory] * pipe, ahead, hold)
+    return Schedule("", pipe, microbatches, 2, placement, tuple(map(tuple, result[1]))) if result else None
+
+
+def hold_steady_state(times: Timeline) -> Pattern:
+    """Return the pattern of a timeline in units, held from rank 0's first I down to its last F down."""
+    start = {span.op: round(span.start) for row in times.rows for span in row if span.op.kind != "W"}
+    begin = min(t for op, t in start.items() if op.kind == "I" and op.stage == 0)
+    end = max(t for op, t in start.items() if op.kind == "F" and op.stage == 0)
+    rows = [[span.op for span in row if span.op.kind != "W"] for row in times.rows]
+    patterns = [[(op.kind, op.stage) for op in row] for row in rows]
+    return patterns, [[start[op] if begin <= start[op] <= end else 0 for op in row] for row in rows]

@@ -1,0 +1,224 @@
+"""Formulas of the papers: bytes of model states, of ZeRO's communication and of activations, per rank.
+
+Reports show them beside the counted bytes. The ZeRO paper's figure 1 has 7.5 billion parameters on 64 replicas, with
+Adam and gradients in fp16:
+
+    >>> [round(model_states(7.5e9, 64, stage, "fp16", "adam", "fp16").total / 1e9, 1) for stage in range(4)]
+    [120.0, 31.4, 16.6, 1.9]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+# Number of state tensors of parameter size that an optimizer keeps, with its default options.
+STATES = {
+    "adadelta": 2,
+    "adagrad": 1,
+    "adam": 2,
+    "adamax": 2,
+    "adamw": 2,
+    "asgd": 1,
+    "lion": 1,
+    "nadam": 2,
+    "onebitadam": 3,  # this and the next 1-bit optimizers: with the residuals of compression
+    "onebitlamb": 4,
+    "radam": 2,
+    "rmsprop": 1,
+    "rprop": 2,
+    "sgd": 0,
+    "uncorrectedadam": 2,
+    "zerooneadam": 3,
+}
+
+
+class ModelStates(NamedTuple):
+    """Bytes of model states on one rank."""
+
+    parameters: float
+    gradients: float
+    masters: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the bytes of all model states."""
+        return sum(self)
+
+
+def model_states(
+    parameters: float,
+    data: int = 1,
+    stage: int = 0,
+    precision: str = "fp32",
+    optimizer: str | int = "adamw",
+    gradients: str | None = None,
+) -> ModelStates:
+    """Return the bytes of model states on one rank between two steps (Rajbhandari et al. 2020, section 3.1, figure 1).
+
+    With fp16 or bf16 a parameter takes 2 bytes, its master 4 and each state tensor of the optimizer 4: the paper's K is
+    12 for Adam. The paper's gradients are fp16; here they are fp32 unless ``gradients`` gives another dtype. Stage 1
+    divides masters and optimizer state by the size of the data axis, stage 2 also gradients, stage 3 everything.
+
+    Args:
+        parameters: elements on this rank before the data axis shards them.
+        data: size of the data axis.
+        stage: stage of ZeRO.
+        precision: ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
+        optimizer: name of the optimizer, or the number of its state tensors of parameter size.
+        gradients: dtype in which gradients are accumulated; by default fp32 with fp16 and bf16.
+
+    Raises:
+        ValueError: the stage, precision or optimizer does not exist; the message lists those that do.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {stage}: the stages of ZeRO are 0, 1, 2 and 3")
+    if data < 1 or parameters < 0:
+        raise ValueError(f"{parameters:g} parameters on {data} replicas: give at least 0 parameters and 1 replica")
+    for name in (precision, gradients):
+        if name is not None and name not in BYTES:
+            raise ValueError(f"precision {name!r}: known are {', '.join(BYTES)}")
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in STATES:
+            raise ValueError(f"optimizer {optimizer!r}: known are {', '.join(STATES)}")
+        optimizer = STATES[optimizer.lower()]
+    half = BYTES[precision] == 2
+    wide = 4 if half else BYTES[precision]
+    share = [1 if stage < needed else data for needed in (3, 2, 1)]
+    return ModelStates(
+        parameters * BYTES[precision] / share[0],
+        parameters * (wide if gradients is None else BYTES[gradients]) / share[1],
+        parameters * (wide if half else 0) / share[2],
+        parameters * wide * optimizer / share[2],
+    )
+
+
+def zero_traffic(
+    stage: int,
+    weights: int,
+    gradients: int,
+    backward_passes: int,
+    trained: bool = True,
+    partitioned: bool = False,
+    reduces_every_backward: bool = False,
+) -> int:
+    """Return the bytes that ZeRO reduces and gathers in one step: Rajbhandari et al. 2020, section 7.
+
+    Of these, each of N replicas sends (N-1)/N. Stage 0, an all-reduce, and stage 1 have two such terms: a
+    reduce-scatter and an all-gather. Stage 2 reduces after every backward pass, and gathers once. Stage 3 gathers for
+    every forward and every backward pass, and reduces after every backward pass. It sends less where weights stay
+    gathered from one pass to the next: in the first layer of a stage that turns from a backward to a forward pass, in
+    all layers if they are kept gathered within the step, and in layers that are frozen below the first trained layer,
+    which no backward pass reaches.
+
+    Args:
+        stage: stage of ZeRO.
+        weights: bytes of weights.
+        gradients: bytes of their gradients as they are sent.
+        backward_passes: backward passes of these weights in one step.
+        trained: False for frozen weights, which are gathered if they are partitioned, and not sent otherwise.
+        partitioned: the weights are shards, gathered for each pass.
+        reduces_every_backward: gradients are reduced after every backward pass, not once per step.
+    """
+    total = 2 * backward_passes * weights if partitioned else 0
+    if trained and stage == 0:
+        total += 2 * gradients
+    elif trained:
+        total += (backward_passes if reduces_every_backward else 1) * gradients + (0 if partitioned else weights)
+    return total
+
+
+RECOMPUTE = ("none", "selective", "matmul", "full")
+
+
+def paper_activations(
+    batch: int,
+    sequence: int,
+    width: int,
+    heads: int,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """Return the bytes of a transformer layer's activations in 16 bits (Korthikanti et al. 2022, table 2).
+
+    The paper is arXiv:2205.05198. Without recomputation they are sbh (10 + 24/t + 5as/(ht)); sequence parallelism
+    divides all of it by t. ``selective`` recomputes the attention's s x s part, 5as/(ht). ``full`` keeps the layer's
+    input only, 2sbh on every rank.
+
+    >>> [paper_activations(1, 2048, 12288, 96, 8, *rest) / 2**20 for rest in ((), (True,), (True, "selective"))]
+    [552.0, 342.0, 102.0]
+    """
+    _known("recompute", recompute, ("none", "selective", "full"))
+    one = sequence * batch * width
+    if recompute == "full":
+        return 2.0 * one
+    core = 5 * heads * sequence / width / tensor if recompute == "none" else 0.0
+    return one * ((10 / tensor if sequence_parallel else 10) + 24 / tensor + core)
+
+
+def gpt_activations(
+    batch: int,
+    sequence: int,
+    width: int,
+    heads: int,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    partitioned: bool = False,
+    dropout: bool = True,
+    precision: str = "fp32",
+    mlp_ratio: int = 4,
+) -> float:
+    """Return the bytes that a block of ``triax.models.gpt`` keeps of a microbatch until its backward pass.
+
+    Korthikanti et al. count the same tensors (34 sbh bytes in 16 bits, their equation 1) and the s x s ones of
+    attention. Attention is fused here: it saves q, k, v and the output, as in the paper, and the logarithm of the
+    softmax's denominator, one number per row and head. A LayerNorm saves two numbers per token, which the paper leaves
+    out. With s sequence, b batch, h width, a heads, e bytes per element, in units of e sbh:
+
+    - divided by sequence parallelism only: each norm's input and output 4, its statistics 4/h, and two dropout masks
+      of one byte per element, 2/e;
+    - divided by the tensor axis: q, k, v and the output 4/t, GELU's input and output 8/t, the softmax's denominator
+      a/(ht) (4 bytes each in 16 bits).
+
+    Args:
+        batch, sequence: samples and tokens of a microbatch.
+        width, heads: of the model; tensor divides heads and sequence.
+        tensor: size of the tensor axis.
+        sequence_parallel: True if hidden states are sharded over the sequence.
+        recompute: what is kept. ``none``: everything. ``selective``: everything but the core of attention. ``full``:
+            the block's input. ``matmul``: its input and the outputs of matrix products and attention.
+        partitioned: the input that ``full`` and ``matmul`` keep is sliced over the tensor axis.
+        dropout: True if the block has dropout.
+        precision: precision of activations.
+        mlp_ratio: hidden width of the MLP over ``width``.
+
+    Raises:
+        ValueError: the precision or the kind of recomputation does not exist.
+    """
+    _known("recompute", recompute, RECOMPUTE)
+    _known("precision", precision, tuple(BYTES))
+    size = BYTES[precision]
+    one = sequence * batch * width
+    apart = tensor if sequence_parallel else 1  # ranks that share the hidden states
+    statistics = sequence * batch * heads / tensor * max(size, 4)
+    products = size * one * (3 + 1 + mlp_ratio) / tensor + statistics  # q, k, v; attention; up
+    kept = size * one / (tensor if partitioned else apart)
+    if recompute == "full":
+        return kept
+    if recompute == "matmul":
+        # A row-parallel product has the full size on each rank. It is not kept if it is summed in place. The last
+        # product is kept for its dropout.
+        in_place = tensor > 1 and not sequence_parallel
+        return kept + products + (0 if in_place else size * one * (1 + dropout))
+    outside = 4 * size * (one + sequence * batch) + (2 * one if dropout else 0)
+    activation = size * one * mlp_ratio / tensor  # GELU's output
+    return outside / apart + products + activation - (statistics if recompute == "selective" else 0.0)
+
+
+def _known(kind: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ValueError(f"{kind} {name!r}: known are {', '.join(names)}")

@@ -1,0 +1,389 @@
+"""Asynchronous and automatic checkpoints: runs that are killed, get SIGTERM and resume; and plain modules."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import triax
+from triax.checkpoint.format.folder import tags
+from triax.engine import read_config
+from triax.grid.errors import ConfigError
+
+from checkpoint_jobs import Cell, Job, losses, make, tensors
+from module_training import MICRO, microbatch, net
+from module_training import config as module_config
+from module_training import groups as module_groups
+from pool import RankFailure
+
+STEPS = 6  # under fp16 the first five overflow
+
+# ------------------------------------------------------------------------------------------ asynchronous saves
+
+
+def behind(folder: str, cell: Cell, job: Job) -> bool:
+    engine = make(cell, job, folder, checkpoint={"async": True})
+    same = True
+    for step in range(4):
+        engine.train_batch()
+        assert engine.save_checkpoint(Path(folder) / "behind", f"{step}")
+        engine.config = engine.config.model_copy(
+            update={"checkpoint": engine.config.checkpoint.model_copy(update={"async_": False})}
+        )
+        assert engine.save_checkpoint(Path(folder) / "before", f"{step}")
+        engine.config = engine.config.model_copy(
+            update={"checkpoint": engine.config.checkpoint.model_copy(update={"async_": True})}
+        )
+    held = sum(room.numel() * room.element_size() for room in engine.checkpointer.writer.copies.values())
+    written = (Path(folder) / "behind" / "3" / f"rank-{engine.grid.rank:05}.safetensors").stat().st_size
+    return same and engine.wait_for_checkpoint() is None and held <= written
+
+
+@pytest.mark.parametrize("cell", [Cell((1, 2, 1), stage=2), Cell((2, 1, 1), "zb-v", 2, 3)])
+def test_what_is_written_behind_is_what_was_there(ranks: Any, tmp_path: Path, cell: Cell) -> None:
+    """Each save has the state at its call, though training goes on meanwhile; a rank holds one copy."""
+    assert all(ranks(2, behind, str(tmp_path), cell, Job(), timeout=90))
+    for step in range(4):
+        one, other = tensors(tmp_path / "behind" / f"{step}"), tensors(tmp_path / "before" / f"{step}")
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def behind_and_failing(folder: str) -> tuple[bool, str | None, float]:
+    engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"async": True})
+    engine.train_batch()
+    blocked = Path(folder) / "file"
+    blocked.touch()
+    done = engine.save_checkpoint(blocked / "inside")
+    loss = engine.train_batch().item()
+    return done, engine.wait_for_checkpoint(), loss
+
+
+def test_what_fails_behind_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    for done, problem, loss in ranks(2, behind_and_failing, str(tmp_path), timeout=60):
+        assert done and loss > 0 and problem is not None and "Not a directory" in problem
+
+
+def behind_and_alone(folder: str) -> tuple[str, str | None, float]:
+    engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"async": True})
+    engine.train_batch()
+    engine.save_checkpoint(folder, "good")
+    engine.wait_for_checkpoint()
+    if engine.grid.rank:
+        engine.checkpointer.writer.start = lambda writer, done: None  # this rank never writes
+    engine.save_checkpoint(folder, "bad")
+    said, start = "", time.monotonic()
+    try:
+        engine.train_batch(iter(()) if engine.grid.rank else None)  # data end here alone, which the run can survive
+    except RuntimeError as error:
+        said = str(error)
+    try:
+        with engine.all_or_none("train_batch"):
+            raise ValueError("the run is over")
+    except RuntimeError as error:
+        said += str(error)
+    return said, engine.wait_for_checkpoint(), time.monotonic() - start
+
+
+def test_a_write_does_not_outlive_the_run(ranks: Any, tmp_path: Path) -> None:
+    """A writer waits for slow ranks, and not for ranks of a run that failed; earlier checkpoints stay."""
+    said, problem, _ = ranks(2, behind_and_alone, str(tmp_path), timeout=40)[0]
+    assert "the run is over" in said and problem is not None and "waited in vain for ranks 1" in problem
+    assert tags(tmp_path) == ["good"] and (tmp_path / "latest").read_text() == "good"
+
+
+# ----------------------------------------------------------------------------------------- automatic checkpoints
+
+
+def settings(folder: str, behind: bool) -> dict[str, Any]:
+    return {"dir": folder, "every": 2, "keep": 2, "resume": "auto", "async": behind}
+
+
+def run(cell: Cell, folder: str, steps: int, kill: tuple[int, float] | None, victim: int, behind: bool) -> list[float]:
+    """Train to the end, every loss written down by the monitor, which does so before a step is saved; one rank dies on
+    the way, so many seconds after so many steps."""
+    curve = {"enabled": True, "output_path": str(Path(folder).parent), "job_name": "curve"}
+    engine = make(cell, Job(), checkpoint=settings(folder, behind), json_monitor=curve)
+    newest = tags(Path(folder))
+    expected = int(newest[-1].removeprefix("global_step")) if newest else 0
+    assert engine.global_steps == expected, (engine.global_steps, newest)
+    losses: list[float] = []
+    while engine.global_steps < steps:
+        if kill is not None and len(losses) == kill[0] and engine.grid.rank == victim:
+            threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        losses.append(engine.train_batch().item())
+    if kill is not None:  # all is done, and it dies all the same
+        if len(losses) <= kill[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10)
+    engine.wait_for_checkpoint()
+    return losses
+
+
+def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int, seed: int) -> int:
+    """Kill a rank again and again; the run goes on, on a grid of the list, and ends as if nothing had been."""
+    draw, died = random.Random(seed), 0
+    for attempt in range(kills + 1):
+        cell = cells[attempt % len(cells)]
+        kill = None if attempt == kills else (draw.randrange(6), draw.uniform(0, 0.05))
+        try:
+            ranks(
+                *(cell.ranks, run, cell, str(folder / "saved"), steps, kill, draw.randrange(cell.ranks)),
+                attempt % 2 == 0,
+                timeout=120,
+            )
+        except RankFailure as failure:
+            if kill is None or "SIGKILL" not in str(failure):
+                raise
+            died += 1
+    seen: dict[int, float] = {}
+    for line in (folder / "curve" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["step"] <= max(seen, default=0) + 1  # nothing is left out
+        seen[row["step"]] = row["Train/Samples/train_loss"]
+    assert [seen[step] for step in range(1, steps + 1)] == pytest.approx(losses(steps), rel=1e-10)
+    assert tags(folder / "saved") == [f"global_step{steps - 2}", f"global_step{steps}"]
+    return died
+
+
+def test_a_run_that_is_killed_comes_back(ranks: Any, tmp_path: Path) -> None:
+    assert survive(ranks, tmp_path, [Cell((1, 2, 1), stage=1), Cell((2, 1, 1)), Cell()], kills=2, steps=12, seed=1) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_is_killed_a_hundred_times(ranks: Any, tmp_path: Path, seed: int) -> None:
+    """25 times in a row, on four runs: a rank, a moment and a grid by chance; every second step begins a save."""
+    grids = [Cell((1, 2, 1), stage=2), Cell((2, 2, 1), stage=1), Cell((1, 1, 2), stage=3), Cell((2, 1, 1), "zb-v", 2)]
+    assert survive(ranks, tmp_path, grids, kills=25, steps=200, seed=seed) == 25
+
+
+def told(folder: str, pids: str) -> tuple[int, int]:
+    engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"dir": folder, "every": 1000})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        while engine.global_steps < 200:
+            if engine.global_steps == 3 and engine.grid.rank == 1:  # this rank alone hears of it
+                os.kill(os.getpid(), signal.SIGTERM)
+            engine.train_batch()
+    except SystemExit as end:
+        return engine.global_steps, int(end.code or 0)
+    finally:
+        assert before is not signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return engine.global_steps, 0
+
+
+def test_sigterm_saves_and_leaves(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, told, str(tmp_path), "", timeout=60) == [(4, 143)] * 2
+    assert tags(tmp_path) == ["global_step4"] and (tmp_path / "latest").read_text() == "global_step4"
+
+
+def test_what_is_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    first = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "every": 1})
+    first.client_state = {"epoch": 2}
+    for _ in range(4):
+        first.train_batch()
+    (tmp_path / ".global_step9.part").mkdir()
+    (tmp_path / "global_step4" / "index.json").write_bytes(b"half of")
+    with (tmp_path / "global_step3" / "rank-00000.safetensors").open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\xff\xfe\xfd")
+    again = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
+    assert again.global_steps == 2 and again.resumed == (str(tmp_path / "global_step2"), {"epoch": 2})
+    for tag, why in (
+        (".global_step9.part", "never finished"),
+        ("global_step4", "damaged"),
+        ("global_step3", "damaged"),
+    ):
+        assert any(tag in line and "is passed over" in line and why in line for line in caplog.messages), tag
+    shutil.rmtree(tmp_path / "global_step2")
+    shutil.rmtree(tmp_path / "global_step1")
+    fresh = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
+    assert fresh.global_steps == 0 and fresh.resumed == (None, None) and "the run begins" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"every": 3}, "every needs a folder: give dir too"),
+        ({"dir": "x", "keep": 2}, "keep is for automatic checkpoints: give every too"),
+        ({"dir": "x", "resume": "always"}, "checkpoint.resume = 'always'"),
+        ({"asynch": True}, "there is no 'asynch'; did you mean 'async'?"),
+        ({"use_node_local_storage": True}, "ranks read files of other ranks"),
+        ({"tag_validation": "maybe"}, "checkpoint.tag_validation"),
+    ],
+)
+def test_sections_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config({"train_batch_size": 2, "checkpoint": section})
+    assert words in str(error.value)
+
+
+def test_async_and_a_disk() -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    with pytest.raises(ConfigError, match="offload to nvme keeps it on disk"):
+        read_config({"train_batch_size": 2, "checkpoint": {"async": True}, "zero_optimization": zero})
+
+
+# ---------------------------------------------------------------------------------------------------- any module
+
+
+def module_steps(engine: Any, first: int, last: int, replicas: int) -> None:
+    """Global batches of two microbatches, of however many replicas."""
+    for step in range(first, last):
+        for index in range(engine.gradient_accumulation_steps()):
+            rows = [microbatch(step, number, 0) for number in range(2)]  # all of them
+            x, y = (torch.cat(parts) for parts in zip(*rows, strict=True))
+            share = len(x) // engine.gradient_accumulation_steps() // replicas
+            at = (index * replicas + engine.grid.data.rank) * share
+            loss = (engine(x[at : at + share], times=0.9) - y[at : at + share]).square().mean()
+            engine.backward(loss)
+            engine.step()
+
+
+def module_run(stage: int, kind: str, source: str, target: str, first: int, last: int, more: Any) -> dict[str, Tensor]:
+    grid = triax.Grid(timeout=60)
+    model = net(seed=grid.rank + 3 * (source != ""))
+    if source:
+        model.get_buffer("shift").zero_()  # a buffer, which the checkpoint has
+    sizes = {"train_batch_size": 2 * MICRO, "train_micro_batch_size_per_gpu": 2}
+    settings = module_config(kind, 1, stage, **more) | sizes
+    del settings["gradient_accumulation_steps"]
+    engine = triax.initialize(model=model, model_parameters=module_groups(model), config=settings, grid=grid)[0]
+    if source:
+        engine.load_checkpoint(source)
+        assert engine.global_steps == first
+    module_steps(engine, first, last, grid.size)
+    if target:
+        assert engine.save_checkpoint(target)
+    found = {**engine.module_state_dict(), **engine.gather()}
+    return found if grid.rank == 0 else {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "a", "b", "more"),
+    [
+        ("AdamW", (1, 0), (2, 3), {}),
+        ("AdamW", (4, 3), (1, 2), {}),
+        ("SGD", (2, 2), (4, 1), {"zero": {"sub_group_size": 100}}),
+    ],
+)
+def test_any_module_moves(ranks: Any, tmp_path: Path, kind: str, a: Any, b: Any, more: Any) -> None:
+    """Frozen parameters, parameter groups, buffers, tied uses: on another number of replicas, in another stage."""
+    saved = str(tmp_path)
+    ranks(a[0], module_run, a[1], kind, "", saved, 0, STEPS, more, timeout=60)
+    found = ranks(b[0], module_run, b[1], kind, saved, "", STEPS, 2 * STEPS, more, timeout=60)[0]
+    wanted = ranks(1, module_run, 0, kind, "", "", 0, 2 * STEPS, {}, timeout=60)[0]
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=name)
+
+
+def sharded(folder: str, tensor: int, first: int, last: int) -> dict[str, Tensor]:
+    grid = triax.Grid(tensor=tensor, timeout=60)
+    torch.manual_seed(first)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6), nn.LayerNorm(6)).double()
+    triax.parallelize(model, grid, {"0": "column", "2": "row"})
+    config = module_config("AdamW", 1, 1) | {"train_micro_batch_size_per_gpu": MICRO // grid.data.size}
+    engine = triax.initialize(model=model, config=config, grid=grid)[0]
+    if first:
+        engine.load_checkpoint(folder)
+    for step in range(first, last):
+        share = slice(grid.data.rank * MICRO // grid.data.size, (grid.data.rank + 1) * MICRO // grid.data.size)
+        x, y = (part[share] for part in microbatch(step, 0, 0))
+        engine.backward((engine(x) - y).square().mean())
+        engine.step()
+    if not first:
+        assert engine.save_checkpoint(folder)
+        engine.save_16bit_model(folder)
+    weights = engine.gather()
+    return weights if grid.rank == 0 else {}
+
+
+def test_a_sharded_module_moves(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, sharded, str(tmp_path), 2, 0, 2, timeout=60)
+    found = ranks(2, sharded, str(tmp_path), 1, 2, 4, timeout=60)[0]
+    wanted = ranks(1, sharded, str(tmp_path / "other"), 1, 0, 4, timeout=60)[0]
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+def test_a_save_between_two_microbatches_is_of_the_step_before(tmp_path: Path) -> None:
+    """Nothing of the step under way is kept: it begins anew, with the batch it began with."""
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    settings = module_config("AdamW", 2, 1) | {"train_micro_batch_size_per_gpu": 2, "seed": 3}
+
+    def started(seed: int) -> Any:
+        return triax.initialize(model=net(seed), config=settings, training_data=TensorDataset(x, x.flip(1)))[0]
+
+    def train(engine: Any, microbatches: int) -> list[float]:
+        losses: list[float] = []
+        batches: Iterator[Any] = iter(())
+        while len(losses) < microbatches:
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(engine.training_dataloader)
+                continue
+            loss = (engine(batch[0]) - batch[1]).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    whole = train(started(0), 12)
+    one, other = started(0), started(1)
+    train(one, 7)
+    assert one.save_checkpoint(tmp_path) and one.global_steps == 3
+    train(other, 3)  # it was in the middle of something too
+    other.load_checkpoint(tmp_path)
+    assert train(other, 6) == pytest.approx(whole[6:], rel=1e-12)
+
+
+def same_grid(cell: Cell, job: Job, folder: str) -> bool:
+    """On the grid it was saved on a run goes on bitwise as it would have."""
+    one = make(cell, job)
+    for _ in range(STEPS):
+        one.train_batch()
+    assert one.save_checkpoint(folder)
+    scale = (one.loss_scale(), one.skipped_steps)
+    random_before = torch.rand(3), random.random()
+    expected = [one.train_batch().item() for _ in range(3)]
+    other = make(cell, job, seed=9)
+    other.load_checkpoint(folder)
+    assert (other.loss_scale(), other.skipped_steps) == scale
+    again = torch.rand(3), random.random()
+    assert torch.equal(random_before[0], again[0]) and random_before[1] == again[1]
+    found = [other.train_batch().item() for _ in range(3)]
+    a, b = one.gather(), other.gather()
+    return found == expected and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("cell", "job"),
+    [
+        (Cell((1, 2, 1), stage=2), Job(half="bf16")),
+        (Cell((2, 1, 1), "zb-v", 2, 1), Job(half="fp16")),
+        (Cell(), Job(optimizer="Adafactor")),
+    ],
+)
+def test_the_same_grid_goes_on_bitwise(ranks: Any, tmp_path: Path, cell: Cell, job: Job) -> None:
+    assert all(ranks(cell.ranks, same_grid, cell, job, str(tmp_path), timeout=60))
+    kinds = {name.rpartition("/")[0] for name in tensors(tmp_path / f"global_step{STEPS}")}
+    state = {"AdamW": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "Adafactor": {"row_var", "col_var", "variance"}}
+    assert kinds == {"weights", *(f"optimizer/{key}" for key in state[job.optimizer])}

@@ -1,0 +1,326 @@
+"""Checkpoints of others made ours, and ours made theirs: torch's DCP, DeepSpeed's universal format, Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import triax
+from triax.models.config import RopeScaling
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.llama import LlamaConfig, llama_layers
+
+from checkpoint_jobs import command
+
+STEPS, AFTER, RATE = 3, 3, 0.01
+
+
+class Net(nn.Module):
+    """Buffers of two kinds, a parameter that is used twice, one that no gradient reaches, one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
+        self.again = nn.Linear(4, 6)
+        self.again.weight = self.first.weight
+        self.idle, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.arange(5.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 4) -> (B, 4)."""
+        y: Tensor = self.last(self.norm(self.first(x)) + self.again(x))
+        return y
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, schedule: Any = None) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def go_on(model: nn.Module, folder: Path, first: int, last: int, **section: Any) -> Any:
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
+        **section,
+    }
+    engine = triax.initialize(model=model, config=config)[0]
+    engine.load_checkpoint(folder)
+    for step in range(first, last):
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+    return engine
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float = 1e-7) -> None:
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=bound, msg=name)
+
+
+# -------------------------------------------------------------------------------------- DeepSpeed's universal format
+
+
+class Scaler:
+    """An object of DeepSpeed's that its common file of the optimizer holds."""
+
+
+def universal(folder: Path, stage: int) -> nn.Module:
+    """A folder as ds_to_universal.py of DeepSpeed 0.19.8 leaves it: written from torch's own optimizer."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    # WarmupLR of DeepSpeed: its last_batch_iteration is one less than the steps taken.
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, max(0, at - 1) / 5))
+    train(model, optimizer, 0, STEPS, warm)
+    place = folder / "step3_universal"
+    names = dict(model.named_parameters())
+
+    def put(name: str, key: str, value: Any) -> None:
+        (place / "zero" / name).mkdir(parents=True, exist_ok=True)
+        if isinstance(value, Tensor) and key != "step":
+            value = value.detach().clone()
+            value = value.reshape(-1) if stage == 3 else {"cat_dim": 0, "param": value}
+        torch.save(value, place / "zero" / name / f"{key}.pt")
+
+    trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        state = optimizer.state.get(parameter, {})
+        if stage < 3 and not state:
+            continue  # its fragments are of what has a gradient; the rest comes from the module, below
+        put(name, "fp32", parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            put(name, key, state.get(key, torch.zeros_like(parameter)))
+        if stage < 3:
+            put(name, "step", state["step"])
+    if stage < 3:
+        for name, tensor in model.state_dict().items():
+            if not (place / "zero" / name).exists():
+                put(name, "fp32", tensor.float())
+    torch.save({"loss_scaler": Scaler(), "zero_stage": stage}, place / "zero" / "optimizer_state.pt")
+    buffers = [name for name, _ in model.named_buffers()]
+    states = {
+        "module": model.state_dict() if stage < 3 else {name: model.state_dict()[name] for name in buffers},
+        "buffer_names": buffers,
+        "param_shapes": [{name: parameter.shape for name, parameter in trained.items()}],
+        "shared_params": {"again.weight": "first.weight"},
+        "lr_scheduler": {"last_batch_iteration": STEPS - 1},
+        "global_steps": STEPS,
+        "skipped_steps": 0,
+        "global_samples": 8 * STEPS,
+        "ds_config": {"scheduler": {"type": "WarmupLR", "params": {}}},
+    }
+    if stage < 3:
+        torch.save(states, place / "mp_rank_00_model_states.pt")
+    else:  # a file of each rank, with its part of what is not trained
+        states["frozen_param_shapes"] = {"frozen": torch.Size([5])}
+        for rank, part in enumerate(torch.cat([model.frozen.detach(), torch.zeros(7)]).view(12, 1)):
+            file = place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            torch.save({**states, "frozen_param_fragments": {"frozen": part.clone()}}, file)
+    (folder / "latest_universal").write_text(place.name)
+    train(model, optimizer, STEPS, STEPS + AFTER, warm)
+    return model
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint_of_deepspeeds(tmp_path: Path, stage: int) -> None:
+    """Weights, moments, steps, buffers, ties and the schedule: the next steps are those of torch's optimizer."""
+    wanted = universal(tmp_path / "theirs", stage)
+    code, text = command("import", tmp_path / "theirs", tmp_path / "runs")
+    assert code and "are pickles" in text and "pass --unpickle" in text and not (tmp_path / "runs").exists()
+    code, text = command("import", tmp_path / "theirs", tmp_path / "runs", "--unpickle")
+    assert code == 0 and "zero/optimizer_state.pt" in text
+    assert stage == 3 or "again.weight (the same as first.weight)" in text
+    torch.manual_seed(1)
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 5, "warmup_type": "linear"}}
+    engine = go_on(Net(), tmp_path / "runs", STEPS, STEPS + AFTER, scheduler=schedule)
+    assert engine.global_steps == STEPS + AFTER and engine.global_samples == 8 * (STEPS + AFTER)
+    assert_same(engine.module_state_dict(), wanted.state_dict())
+    assert engine.module.norm.num_batches_tracked == STEPS + AFTER
+
+
+def test_layers_of_deepspeeds_pipeline_have_our_names(tmp_path: Path) -> None:
+    """DeepSpeed's names are layer numbers, and tied layers have names of their own: --rename maps the first of them."""
+    for name in ("3.weight", "tied_modules.embed.weight"):
+        (tmp_path / "zero" / name).mkdir(parents=True)
+        torch.save({"param": torch.ones(2, 3)}, tmp_path / "zero" / name / "fp32.pt")
+    words = ("--unpickle", "--rename", "tied_modules.embed=layers.0")
+    assert command("import", tmp_path, tmp_path / "runs", *words)[0] == 0
+    code, text = command("show", tmp_path / "runs")
+    assert code == 0 and "weights/layers.0.weight" in text and "weights/layers.3.weight" in text
+
+
+def test_a_pickle_that_runs_code_does_not(tmp_path: Path) -> None:
+    """Even with --unpickle a universal checkpoint is read as tensors and numbers alone."""
+    mark = tmp_path / "ran"
+    evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    universal(tmp_path / "theirs", 1)
+    place = tmp_path / "theirs" / "step3_universal"
+    (place / "mp_rank_00_model_states.pt").write_bytes(evil)
+    code, text = command("import", place, tmp_path / "runs", "--unpickle", "--buffers", "norm.running*")
+    assert code == 0 and "mp_rank_00_model_states.pt (" in text
+    (place / "zero" / "last.bias" / "exp_avg.pt").write_bytes(evil)
+    code, text = command("import", place, tmp_path / "again", "--unpickle")
+    assert code and "exp_avg.pt cannot be read" in text and not (tmp_path / "again" / "imported").exists()
+    assert not mark.exists()
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    assert "make it universal first" in command("import", tmp_path, tmp_path / "runs", "--unpickle")[1]
+    assert "has a folder zero" in command("import", tmp_path / "nothing", tmp_path / "runs", "--unpickle")[1]
+    (tmp_path / "zero").mkdir()
+    assert "no folder of a parameter" in command("import", tmp_path, tmp_path / "runs", "--unpickle")[1]
+    assert "write OLD=NEW" in command("import", tmp_path, tmp_path / "runs", "--unpickle", "--rename", "a")[1]
+
+
+# ---------------------------------------------------------------------------------------------------- torch's DCP
+
+
+def by_fsdp(folder: str) -> dict[str, Tensor]:
+    """Two ranks of FSDP2: a checkpoint after some steps, and the weights after some more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 4))
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    train(model, optimizer, 0, STEPS)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    train(model, optimizer, STEPS, STEPS + AFTER)
+    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_fsdp_wrote_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
+    wanted = ranks(2, by_fsdp, str(tmp_path / "dcp"), timeout=60)[0]
+    words = ("--unpickle", "--rename", "0.=layers.0.", "--rename", "2.=layers.2.")
+    assert command("import", tmp_path / "dcp", tmp_path / "runs", *words)[0] == 0
+    layers = [triax.LayerSpec(nn.Linear, 4, 7), triax.LayerSpec(nn.GELU), triax.LayerSpec(nn.Linear, 7, 4)]
+    model = triax.PipelineModule(layers, grid=triax.Grid(), loss_fn=lambda y, _: y.square().mean(), seed=1)
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": RATE}}}
+    engine = triax.initialize(model=model, config=config)[0]
+    engine.load_checkpoint(tmp_path / "runs")
+    engine.module.train()
+    for step in range(STEPS, STEPS + AFTER):
+        engine.train_batch(iter([(batch(step), batch(step))]))
+    assert engine.global_steps == STEPS + AFTER
+    assert_same(engine.gather(), {f"layers.{name}": weight for name, weight in wanted.items()})
+
+
+# -------------------------------------------------------------------------------------------------- Hugging Face
+
+MODELS: dict[str, Any] = {
+    "gpt2": GPTConfig(53, 16, 24, 2, 4, tie_word_embeddings=True),
+    "gpt2-untied": GPTConfig(47, 16, 24, 2, 4, tie_word_embeddings=False, mlp_ratio=2),
+    "llama": LlamaConfig(53, 32, 24, 3, 4, num_key_value_heads=2, intermediate_size=40, rope_scaling=RopeScaling()),
+    "qwen2": LlamaConfig(
+        53, 32, 24, 2, 4, num_key_value_heads=2, intermediate_size=40, qkv_bias=True, tie_word_embeddings=True
+    ),
+}
+
+
+def trained_and_saved(folder: str, case: str, sizes: tuple[int, int, int], half: bool) -> None:
+    config, grid = MODELS[case], triax.Grid(*sizes)
+    layers = gpt_layers(config) if isinstance(config, GPTConfig) else llama_layers(config)
+    model = triax.PipelineModule(layers, grid=grid, loss_fn=GPTLoss(grid, vocab_size=config.vocab_size), seed=3)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": half},
+    }
+    engine = triax.initialize(model=model, config=settings)[0]
+    ids = torch.arange(2 * 9).view(2, 9)
+    engine.train_batch(iter(lambda: (ids[:, :-1], ids[:, 1:]), None))
+    assert engine.save_checkpoint(Path(folder) / "runs")
+    triax.save_hf(engine, Path(folder) / "run's own")
+
+
+def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return json.loads((folder / "config.json").read_text()), safetensors.torch.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "half"),
+    [
+        ("gpt2", (2, 1, 2), False),
+        ("gpt2-untied", (1, 1, 1), False),
+        ("llama", (1, 2, 2), True),
+        ("qwen2", (2, 1, 1), False),
+    ],
+)
+def test_transformers_reads_what_is_exported(
+    ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], half: bool
+) -> None:
+    """By the command, from the files alone: what the run itself writes with save_hf, bitwise, and masters in bf16."""
+    import transformers
+
+    ranks(sizes[0] * sizes[1] * sizes[2], trained_and_saved, str(tmp_path), case, sizes, half, timeout=60)
+    words = ("--dtype", "bfloat16") if half else ()
+    code, text = command("export", tmp_path / "runs", tmp_path / "hf", "--format", "hf", *words)
+    assert code == 0 and "tensors" in text, text
+    (config, found), (own_config, own) = content(tmp_path / "hf"), content(tmp_path / "run's own")
+    assert config == own_config and found.keys() == own.keys()
+    for name, tensor in own.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    reader: Any = transformers.AutoModelForCausalLM
+    model, info = reader.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in found.items())
+    assert command("export", tmp_path / "runs", tmp_path / "wide", "--format", "hf")[0] == 0
+    assert {tensor.dtype for tensor in content(tmp_path / "wide")[1].values()} == {torch.float32}
+
+
+def test_a_model_of_transformers_own(tmp_path: Path) -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    theirs: Any = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    )
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": RATE}}}
+    engine = triax.initialize(model=theirs, config=config)[0]
+    ids = torch.arange(12).view(2, 6)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    assert engine.save_checkpoint(tmp_path / "runs")
+    assert command("export", tmp_path / "runs", tmp_path / "hf", "--format", "hf")[0] == 0
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(again) is transformers.Qwen3ForCausalLM
+    wanted = engine.module_state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
+
+
+def test_exports_refused(tmp_path: Path) -> None:
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": RATE}}}
+    engine = triax.initialize(model=nn.Linear(4, 4), config=config)[0]
+    assert engine.save_checkpoint(tmp_path / "runs")
+    words = ("export", tmp_path / "runs", tmp_path / "hf")
+    assert "give " in command(*words)[1] and "--format hf for a folder" in command(*words)[1]
+    assert "there are safetensors, hf" in command(*words, "--format", "gguf")[1]
+    assert "does not tell what model it is of: pass --config" in command(*words, "--format", "hf")[1]
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    said = command(*words, "--format", "hf", "--config", tmp_path / "config.json")[1]
+    assert "names do not say what bias is in Hugging Face's model" in said
+    file = tmp_path / "m.safetensors"
+    assert "--config is for --format hf" in command(*words[:2], file, "--config", tmp_path / "config.json")[1]
+    shutil.rmtree(tmp_path / "runs")

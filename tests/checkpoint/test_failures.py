@@ -1,0 +1,187 @@
+"""A disk that fails, and a process that is killed, at each system call of a save: earlier checkpoints stay."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import triax
+from triax.checkpoint.format.folder import tags, verify
+from triax.checkpoint.format.index import read_index
+
+CALLS = ((os, "write"), (os, "fsync"), *((Path, name) for name in ("mkdir", "rename", "replace", "unlink", "open")))
+
+
+@contextmanager
+def disturbed(number: int, act: Callable[[], None]) -> Iterator[list[str]]:
+    """Call ``act`` before call number ``number`` of those that write files. Yields the names of the calls made."""
+    made: list[str] = []
+
+    def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            reads = name == "open" and not {"w", "wb"} & {*args, *kwargs.values()}
+            if not reads:
+                made.append(name)
+                if len(made) == number + 1:
+                    if name == "write":
+                        plain(args[0], args[1][: len(args[1]) // 2])  # half of it is there
+                    act()
+            return plain(*args, **kwargs)
+
+        return call
+
+    before = [(owner, name, getattr(owner, name)) for owner, name in CALLS]
+    for owner, name, plain in before:
+        setattr(owner, name, wrapped(name, plain))
+    try:
+        yield made
+    finally:
+        for owner, name, plain in before:
+            setattr(owner, name, plain)
+
+
+def engine(**section: Any) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        "zero_optimization": {"stage": 1},
+        "checkpoint": section,
+    }
+    return triax.initialize(model=nn.Linear(4, 4), config=config)[0]
+
+
+def train(trained: Any) -> None:
+    trained.backward(trained(torch.ones(2, 4)).square().mean())
+    trained.step()
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    """Client state of each checkpoint in a folder, all of which must be undamaged."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            index = read_index(path)
+            assert not [*verify(path, index)], path
+            found[path.name] = index.head["client_state"]
+        else:
+            found[path.name] = path.read_text()
+    return found
+
+
+def full(folder: str, victim: int, replaces: bool) -> int:
+    """Make the disk full at one call after the other, on one rank."""
+    place, trained = Path(folder), engine()
+    train(trained)
+    world, first = trained.grid.world, trained.grid.rank == 0
+    assert trained.save_checkpoint(place, "good", {"save": "good"})
+
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "it")
+
+    for number in itertools.count():
+        if first and not replaces and (place / "new").exists():
+            shutil.rmtree(place / "new")
+            (place / "latest").write_text("good")
+        before = world.all_gather_object(whole(place) if first else None)[0]
+        with disturbed(number if trained.grid.rank == victim else -1, no_room) as calls:
+            done = trained.save_checkpoint(place, "new", {"save": number})
+        after = world.all_gather_object(whole(place) if first else None)[0]
+        if done:
+            assert after == {"good": {"save": "good"}, "new": {"save": number}, "latest": "new"}, (number, calls[-1:])
+        else:
+            assert after == before, (number, calls[-1:])
+        train(trained)  # the run goes on
+        reached = world.all_gather_object(len(calls) > number)[victim]
+        if not reached:
+            assert done
+            break
+    assert trained.load_checkpoint(place)[1] == {"save": number}
+    return number
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_is_full_at_any_call(ranks: Any, tmp_path: Path, victim: int, replaces: bool) -> None:
+    """Whichever call fails on whichever rank: all of the new checkpoint is there, or nothing of it and what was."""
+    calls = ranks(2, full, str(tmp_path), victim, replaces, timeout=90)
+    assert calls[0] == calls[1] > (20 if victim == 0 else 10)
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
+def test_a_kill_at_any_call(tmp_path: Path, replaces: bool) -> None:
+    """A fork of the run dies at one call after the other: the checkpoint of before is the last one, or the new one."""
+    trained, other = engine(), engine()
+    train(trained)
+    assert trained.save_checkpoint(tmp_path, "good", {"save": -1})
+
+    def held(tag: str | None = None) -> int:
+        return int(other.load_checkpoint(tmp_path, tag)[1]["save"])
+
+    last, new = -1, None
+    for number in itertools.count():
+        if not replaces:
+            shutil.rmtree(tmp_path / "new", ignore_errors=True)
+            (tmp_path / "latest").write_text("good")
+            last, new = -1, None
+        pid = os.fork()
+        if not pid:
+            done = False
+            try:
+                with disturbed(number, lambda: os._exit(9)):
+                    done = trained.save_checkpoint(tmp_path, "new", {"save": number})
+            finally:
+                os._exit(0 if done else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, 9)
+        now = held()
+        assert now == number or (code and now == last), number
+        if new is not None or (tmp_path / "new").exists():  # under its name too, at any moment
+            before, new = new, held("new")
+            assert new == number or (code and new == before), number
+        other.checkpointer.resume(tmp_path)
+        assert other.resumed[1]["save"] in (now, new) and other.global_steps == 1
+        assert not [*tmp_path.glob(".*.old")]
+        last = now
+        if code == 0:
+            break
+    assert number > 20 and tags(tmp_path) == ["good", "new"] and last == new == number
+
+
+def read_only(folder: str) -> tuple[bool, str, float]:
+    trained = engine(**{"async": True})
+    train(trained)
+    effective = os.geteuid()
+    if effective == 0:
+        store = trained.grid._store
+        while not hasattr(store, "path"):
+            store = store.underlying_store
+        Path(store.path).chmod(0o666)  # through which ranks meet
+        Path(store.path).parent.chmod(0o711)
+        os.seteuid(65534)  # nothing is read-only for root
+    try:
+        done = trained.save_checkpoint(folder)
+        said = trained.wait_for_checkpoint()
+    finally:
+        os.seteuid(effective)
+    train(trained)
+    return done, said, trained.global_steps
+
+
+def test_a_folder_that_nobody_may_write_to(ranks: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        for done, said, steps in ranks(2, read_only, folder, timeout=60):
+            assert done and "rank 0 (pipe 0, data 0, tensor 0): Permission denied" in said and steps == 2
+        assert not [*Path(folder).iterdir()]

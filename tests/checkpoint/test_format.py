@@ -1,0 +1,613 @@
+"""Files of a checkpoint: readable with safetensors and json, complete or absent, and never unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import triax
+from triax.checkpoint.convert.export import runs
+from triax.checkpoint.format import folder as folders
+from triax.checkpoint.format.index import Index, StoredTensor, read_index
+from triax.checkpoint.format.json_values import decode, encode
+from triax.checkpoint.protocol import pieces
+from triax.checkpoint.reader import Reader
+from triax.grid import Layout
+from triax.grid.errors import CheckpointError, CorruptError, DamagedError
+from triax.grid.layout import FlatRange
+from triax.grid.ranges import boxes_of_range, everything, overlap
+from triax.models.gpt import gpt_layers
+from triax.optim.schedulers import known
+from triax.zero.state_shards import state_number as number_of
+
+from checkpoint_jobs import SIZES, Cell, Job, begin, command, make
+from paths import DOCS
+
+# ------------------------------------------------------------------------------------------------ boxes and values
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_an_interval_is_a_few_boxes(shape: list[int], data: st.DataObject) -> None:
+    numel = int(np.prod(shape)) if shape else 1
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    numbers = torch.arange(numel).view(shape)
+    found = [numbers[box].reshape(-1) for box in boxes_of_range(shape, start, stop)]
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    assert torch.cat([torch.arange(0), *found]).tolist() == [*range(start, stop)]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_pieces_of_all_ranks_make_up_the_tensor(data: st.DataObject) -> None:
+    unit = data.draw(st.integers(1, 3))
+    parts = tuple(unit * n for n in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    other, dim, size = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 1)), data.draw(st.integers(1, 4))
+    shape = (sum(parts), other) if dim == 0 else (other, sum(parts))
+    layout = Layout(shape, "w", shard_dim=dim, parts=parts, unit=unit)
+    whole, found = torch.randn(shape), torch.full(shape, torch.nan)
+    for rank in range(size):
+        local = layout.shard(whole, rank, size).reshape(-1)
+        cut = data.draw(st.integers(0, local.numel()))
+        for start, stop in ((0, cut), (cut, local.numel())):
+            for box, value in pieces(FlatRange("w", layout, start, stop, local[start:stop]), rank, size):
+                place = tuple(slice(a, b) for a, b in box)
+                assert found[place].isnan().all()  # once each
+                found[place] = value
+                flat = [i for at, n in runs(shape, box) for i in range(at, at + n)]
+                assert flat == torch.arange(whole.numel()).view(shape)[place].reshape(-1).tolist()
+    assert torch.equal(found, whole)
+    assert overlap(everything(shape), everything(shape)) == everything(shape)
+
+
+def test_values_come_back_as_they_were() -> None:
+    value = {
+        "a": [1, 2.5, None, True, "text", float("inf"), (1, (2,)), {3, 4}],
+        "b": {1: "one", (2, 3): {"$float": "not a float"}, "x": Counter({5: 1})},
+        "c": torch.tensor(2.5, dtype=torch.float64),
+        "d": [torch.arange(6).view(2, 3), np.arange(3.0), deque([1])],
+        "e": random.Random(1).getstate(),
+        "f": torch.bfloat16,
+    }
+    kept: list[torch.Tensor] = []
+
+    def put(tensor: torch.Tensor) -> str:
+        kept.append(tensor.clone())
+        return str(len(kept) - 1)
+
+    text = json.dumps(encode(value, put), allow_nan=False)
+    back = decode(json.loads(text), lambda name: kept[int(name)])
+    assert {k: v for k, v in back.items() if k != "d"} == {k: v for k, v in value.items() if k != "d"}
+    assert torch.equal(back["d"][0], value["d"][0]) and (back["d"][1] == value["d"][1]).all()  # type: ignore[index]
+    assert back["d"][2] == deque([1]) and isinstance(back["d"][1], np.ndarray) and type(back["c"]) is torch.Tensor
+    with pytest.raises(TypeError, match=r"client_state\['model'\]\[0\] is a Linear, which is not saved"):
+        encode({"model": [nn.Linear(1, 1)]}, put)
+    with pytest.raises(TypeError, match="is a function"):
+        encode({"f": encode})
+    with pytest.raises(ValueError, match=r"there is no \$code"):
+        decode({"$code": "import os"})
+
+
+# --------------------------------------------------------------------------------------------- what is on the disk
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 2 x 2 x 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks(8, begin, Cell((2, 2, 2), stage=1), Job(), 2, str(folder), "", timeout=120)
+    return folder
+
+
+def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -> None:
+    """The ten lines of docs/checkpoints.md, in a Python that does not know triax."""
+    text = (DOCS / "checkpoints.md").read_text()
+    code = text.split("```python\n# open.py\n")[1].split("```")[0]
+    assert len(code.strip().splitlines()) <= 10
+    shutil.copytree(saved / "there", tmp_path / "runs/there")
+    end = "\ntorch.save(whole, 'whole.pt')\nimport sys\nassert 'triax' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", code + end], cwd=tmp_path, check=True, timeout=60)
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    engine = make(Cell(), Job(), seed=8)
+    engine.load_checkpoint(saved, "there")
+    weights = engine.gather()
+    assert {name.removeprefix("weights/") for name in found if name.startswith("weights/")} == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(found[f"weights/{name}"], tensor)
+
+
+def test_bytes_written_are_the_models_own(saved: Path) -> None:
+    """Under float64, 8 bytes each of value and AdamW's three moments; every element once, on all ranks alike."""
+    index = read_index(saved / "there")
+    weights = [entry for name, entry in index.tensors.items() if name.startswith("weights/")]
+    own = sum(entry.bytes for name, entry in index.tensors.items() if name.split("/")[0] in ("weights", "optimizer"))
+    assert own == 4 * sum(entry.bytes for entry in weights)
+    files = {path.name: path.stat().st_size for path in (saved / "there").glob("*.safetensors")}
+    assert len(files) == 8 and files == {name: file.size for name, file in index.files.items()}
+    rest = sum(entry.bytes for name, entry in index.tensors.items() if name.split("/")[0] == "random")
+    headers = sum(file.header.stop for file in index.files.values())
+    assert sum(files.values()) == own + rest + headers
+    loads = [size - index.files[name].header.stop - rest / 8 for name, size in files.items()]
+    assert max(loads) < 1.35 * sum(loads) / 8  # the first stage has the embedding, which the last one has too
+
+
+def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
+    folder, draw = tmp_path / "there", random.Random(4)
+    shutil.copytree(saved / "there", folder)
+    index = read_index(folder)
+    files = {path: path.stat().st_size for path in sorted(folder.iterdir())}
+    places = [(path, place) for path in files for place in draw.sample(range(files[path]), k=1000 // len(files) + 1)]
+    assert len(places) >= 1000 and folder / "index.json" in files
+    for path, place in places:
+        with path.open("r+b") as file:
+            file.seek(place)
+            before = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([before ^ draw.randrange(1, 256)]))
+        if path.name == "index.json":
+            with pytest.raises(CorruptError, match=r"index\.json is damaged"):
+                read_index(folder)
+        else:
+            problems = (
+                [*folders.verify(folder, index)] if place % 40 == 0 else _affected(folder, index, path.name, place)
+            )
+            assert len(problems) == 1 and path.name in problems[0] and "is damaged" in problems[0]
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([before]))
+    assert not [*folders.verify(folder, index)]
+
+
+def _affected(folder: Path, index: Index, file: str, place: int) -> list[str]:
+    """``verify`` of what holds one byte of a file."""
+    tensors = {
+        name: StoredTensor(entry.shape, entry.dtype, here)
+        for name, entry in index.tensors.items()
+        if (here := [box for box in entry.boxes if box.file == file and box.span.start <= place < box.span.stop])
+    }
+    return [*folders.verify(folder, Index(index.head, tensors, {file: index.files[file]}))]
+
+
+def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    shutil.copytree(saved / "there", folder)
+    engine = make(Cell(), Job())
+    before = engine.gather()
+    name, entry = next((n, e) for n, e in read_index(folder).tensors.items() if n.startswith("optimizer/exp_avg/"))
+    with (folder / entry.boxes[0].file).open("r+b") as file:
+        file.seek(entry.boxes[0].span.start)
+        file.write(b"\x00\x01\x02")
+    with pytest.raises(DamagedError, match=f"{entry.boxes[0].file} is damaged: {name}"):
+        engine.load_checkpoint(tmp_path, "there")
+    assert all(torch.equal(before[n], w) for n, w in engine.gather().items()) and engine.global_steps == 0
+    engine.load_checkpoint(tmp_path, "there", load_module_only=True)  # that part is as it was written
+    (folder / entry.boxes[0].file).write_bytes(b"short")
+    with pytest.raises(DamagedError, match="it has 5 bytes"):
+        engine.load_checkpoint(tmp_path, "there")
+    (folder / entry.boxes[0].file).unlink()
+    with pytest.raises(DamagedError, match="No such file"):
+        engine.load_checkpoint(tmp_path, "there")
+
+
+def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
+    """Each file in turn is one that runs code where it is unpickled."""
+    mark = tmp_path / "ran"
+    evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    for path in sorted((saved / "there").iterdir()):
+        shutil.copytree(saved / "there", tmp_path / "there", dirs_exist_ok=True)
+        (tmp_path / "there" / path.name).write_bytes(evil)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            make(Cell(), Job()).load_checkpoint(tmp_path, "there")
+        command = [sys.executable, "-m", "triax.cli.main", "checkpoint", "verify", str(tmp_path / "there")]
+        if path.name == "index.json":
+            assert subprocess.run(command, capture_output=True, timeout=60).returncode != 0
+    os.system(f"true && touch {tmp_path / 'ran'}-not")  # that a shell could have made it
+    assert not mark.exists() and (tmp_path / "ran-not").exists()
+
+
+# --------------------------------------------------------------------------------------------- names, tags, options
+
+
+def test_names_and_shapes_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
+    class Grown(nn.Module):
+        def __init__(self, extra: bool, width: int) -> None:
+            super().__init__()
+            self.same, self.wide = nn.Linear(4, 4), nn.Linear(4, width)
+            self.new = nn.Linear(4, 2) if extra else None
+            self.old = None if extra else nn.Linear(4, 3)
+            self.register_buffer("count", torch.tensor(7.0 if extra else 3.0))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            last = self.new if self.new is not None else self.old
+            assert last is not None
+            return self.wide(self.same(x)).sum() + last(x).sum()
+
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    first, second = (triax.initialize(model=Grown(*sizes), config=config)[0] for sizes in ((False, 5), (True, 6)))
+    first.backward(first(torch.ones(2, 4)))
+    first.step()
+    assert first.save_checkpoint(tmp_path, "a")
+    before = second.gather()
+    with pytest.raises(CheckpointError) as error:
+        second.load_checkpoint(tmp_path, "a")
+    message = str(error.value)
+    assert "missing there: new.weight, new.bias" in message and "unexpected: old.bias, old.weight" in message
+    assert "of another shape: wide.weight (5, 4) there, (6, 4) here" in message and "strict=False" in message
+    assert second.global_steps == 0 and all(torch.equal(before[n], w) for n, w in second.gather().items())
+    second.load_checkpoint(tmp_path, "a", strict=False)
+    after = second.gather()
+    assert torch.equal(after["same.weight"], first.gather()["same.weight"]) and second.count.item() == 3.0
+    assert torch.equal(after["wide.weight"], before["wide.weight"]) and second.global_steps == 1
+    for _ in range(2):
+        second.backward(second(torch.ones(2, 4)))
+        second.step()
+    assert all(torch.isfinite(w).all() for w in second.gather().values())
+
+
+def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(Cell(), Job(optimizer="SGD"))
+    assert engine.load_checkpoint(tmp_path) == (None, None) and "has no file 'latest'" in caplog.text
+    engine.train_batch()
+    for tag in (None, "second", "third"):
+        assert engine.save_checkpoint(tmp_path, tag, {"tag": tag}, save_latest=tag != "third")
+    assert (tmp_path / "latest").read_text() == "second"
+    assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "second"), {"tag": "second"})
+    assert engine.load_checkpoint(tmp_path, "global_step1")[1] == {"tag": None}
+    with pytest.raises(CheckpointError, match=r"fourth is no checkpoint.*has global_step1, second, third"):
+        engine.load_checkpoint(tmp_path, "fourth")
+    with pytest.raises(CheckpointError, match=r"tag '\.\./up' is no name for a folder"):
+        engine.save_checkpoint(tmp_path, "../up")
+    with pytest.raises(CheckpointError, match=r"client_state\['model'\] is a PipelineEngine, which is not saved"):
+        engine.save_checkpoint(tmp_path, "bad", {"model": engine})
+    assert engine.save_checkpoint(tmp_path, "second", {"tag": "again"})  # in its place
+    assert engine.load_checkpoint(tmp_path)[1] == {"tag": "again"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest", "second", "third"]
+
+
+def test_a_run_that_went_back_goes_on_from_where_it_came(tmp_path: Path) -> None:
+    """The newest checkpoint is the one that was written last, wherever it was copied since, and not that of most steps:
+    it is gone on from, and the older ones are those to prune."""
+    kept = {"dir": str(tmp_path), "every": 2, "keep": 3}
+    first = make(Cell(), Job(optimizer="SGD"), checkpoint=kept)
+    for _ in range(10):
+        first.train_batch()
+    back = make(Cell(), Job(optimizer="SGD"), checkpoint=kept)
+    back.load_checkpoint(tmp_path, "global_step6")
+    back.train_batch()
+    assert back.save_checkpoint(tmp_path)  # by a name that the rule of pruning goes by
+    for path in sorted(tmp_path.glob("*/index.json"), reverse=True):
+        os.utime(path)
+    assert folders.tags(tmp_path) == ["global_step6", "global_step8", "global_step10", "global_step7"]
+    back.train_batch()
+    assert folders.tags(tmp_path) == ["global_step10", "global_step7", "global_step8"]
+    again = make(Cell(), Job(optimizer="SGD"), checkpoint={"dir": str(tmp_path), "resume": "auto"})
+    assert again.global_steps == 8
+    for name, weight in back.gather().items():
+        assert torch.equal(weight, again.gather()[name])
+
+
+def test_written_behind_where_the_run_was_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = make(Cell(), Job(optimizer="SGD"), checkpoint={"async": True})
+    engine.train_batch()
+    assert engine.save_checkpoint("runs")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert engine.wait_for_checkpoint() is None
+    assert folders.tags(tmp_path / "runs") == ["global_step1"] and not any((tmp_path / "elsewhere").iterdir())
+
+
+def linear(optimizer: dict[str, Any], frozen: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    model[0].requires_grad_(not frozen)
+    engine = triax.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer})[0]
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -> None:
+    """Adam's state is loaded by AdamW, and the other way, as torch's own do: each goes on as what it is."""
+    params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": False}
+    adam, adamw = {"type": "Adam", "params": params}, {"type": "AdamW", "params": {**params, "adam_w_mode": True}}
+    assert linear(adam if decoupled else adamw).save_checkpoint(tmp_path)
+    engine = linear(adamw if decoupled else adam)
+    engine.load_checkpoint(tmp_path)
+    assert [group["decoupled_weight_decay"] for group in engine.optimizer.param_groups] == [decoupled]
+
+
+def test_what_had_not_been_trained_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A parameter without steps shares a bucket, and so its step count, with parameters that were trained."""
+    adam = {"type": "Adam", "params": {"lr": 0.1}}
+    assert linear(adam, frozen=True).save_checkpoint(tmp_path)
+    linear(adam).load_checkpoint(tmp_path)
+    assert "parameters beside 0." in caplog.text and "unlike numbers of steps, or none" in caplog.text
+
+
+def test_steps_are_where_fused_kernels_want_them() -> None:
+    """On the parameter's device, as torch's own load_state_dict has it; else on the CPU."""
+    there, step = torch.empty(2, device="meta"), torch.tensor(3.0)
+    for key, group, device in (
+        ("step", {"fused": True}, "meta"),
+        ("step", {"capturable": True}, "meta"),
+        ("step", {"fused": None, "capturable": False}, "cpu"),
+        ("mu_product", {"fused": True}, "cpu"),
+    ):
+        assert number_of(key, step, there, group).device.type == device
+    assert number_of("step", 3, there, {"fused": True}) == 3
+    assert number_of("step", step, step, {}) is not step
+
+
+@pytest.mark.parametrize("kind", sorted(k for k in known() if k != "SequentialLR"))
+def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
+    params: dict[str, dict[str, Any]] = {
+        "WarmupDecayLR": {"total_num_steps": 30, "warmup_num_steps": 3},
+        "WarmupCosineLR": {"total_num_steps": 30, "warmup_num_steps": 3},
+        "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
+        "StepLR": {"step_size": 2},
+        "MultiStepLR": {"milestones": [2, 4]},
+        "ExponentialLR": {"gamma": 0.9},
+        "CosineAnnealingLR": {"T_max": 9},
+        "CosineAnnealingWarmRestarts": {"T_0": 2},
+        "CyclicLR": {"base_lr": 0.001, "max_lr": 0.1, "cycle_momentum": False},
+        "OneCycleLR": {"max_lr": 0.1, "total_steps": 30},
+        "ReduceLROnPlateau": {"patience": 0},
+        "ChainedScheduler": {"schedulers": [{"type": "StepLR", "params": {"step_size": 2}}, {"type": "ConstantLR"}]},
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "scheduler": {"type": kind, "params": params.get(kind, {})},
+    }
+
+    def engine(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return triax.initialize(model=nn.Linear(4, 4), config=config)[0]
+
+    def steps(trained: Any, count: int) -> list[Any]:
+        seen = []
+        for _ in range(count):
+            loss = (trained(torch.ones(2, 4)) - 3).square().mean()
+            trained.backward(loss)
+            trained.step()
+            seen.append((loss.item(), trained.get_lr(), trained.get_mom()))
+        return seen
+
+    one = engine(0)
+    steps(one, 3)
+    assert one.save_checkpoint(tmp_path)
+    other = engine(1)
+    other.load_checkpoint(tmp_path)
+    assert other.get_lr() == one.get_lr() and steps(other, 5) == steps(one, 5)
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+
+
+def alone(folder: str) -> str:
+    engine = make(Cell((1, 2, 1)), Job(), checkpoint={"patience": 1.0})
+    engine.train_batch()
+    try:
+        if engine.grid.rank == 0:
+            engine.save_checkpoint(folder)
+        else:
+            engine.train_batch()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_saves_alone_hears_of_it(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, alone, str(tmp_path), timeout=30)
+    assert "save_checkpoint waited 1 s, and rank 1 (pipe 0, data 1, tensor 0) did not call it" in first
+    assert "Every rank must" in first and "if rank == 0" in first
+    assert "did not call it" in second  # it stopped at once, and says why
+
+
+def failing(folder: str, how: str) -> Any:
+    policy = "stop" if how == "stop" else "continue"
+    engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"on_failure": policy, "tag_validation": "Fail"})
+    engine.train_batch()
+    assert engine.save_checkpoint(folder, "good")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = ""
+    try:
+        if engine.grid.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a full disk, for this rank
+        done = engine.save_checkpoint(folder, "bad")
+    except CheckpointError as error:
+        done, said = False, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    nowhere = Path(folder) / "latest" / "inside a file"
+    refused = None
+    if how == "continue":
+        refused = engine.save_checkpoint(nowhere)
+    with pytest.raises(CheckpointError, match="unlike tags"):
+        engine.save_checkpoint(folder, f"rank{engine.grid.rank}")
+    loss = engine.train_batch().item()  # the run goes on
+    return done, said, refused, loss, engine.load_checkpoint(folder)[0], sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("how", ["continue", "stop"])
+def test_what_cannot_be_written_leaves_the_last_one(ranks: Any, tmp_path: Path, how: str) -> None:
+    for done, said, refused, loss, path, names in ranks(2, failing, str(tmp_path), how, timeout=60):
+        assert done is False and not refused and loss > 0
+        assert path == str(tmp_path / "good") and names == ["good", "latest"]
+        if how == "stop":
+            assert "rank 1 (pipe 0, data 1, tensor 0): File too large" in said and "MB are free" in said
+
+
+def test_the_example_of_the_format_is_read_by_the_formats_library(saved: Path) -> None:
+    index = read_index(saved / "there")
+    reader = Reader(saved / "there", index)
+    for file in index.files:
+        held = safetensors.torch.load_file(saved / "there" / file)
+        for name, entry in index.tensors.items():
+            for box in entry.boxes:
+                if box.file == file:
+                    place = tuple(slice(a, b) for a, b in box.box)
+                    assert torch.equal(held.pop(box.key), reader.snapshot.tensors[name].read_all()[place])
+        assert not held
+
+
+# -------------------------------------------------------------------------------------- one file, the command, docs
+
+
+def in_one_file(folder: str, cell: Cell) -> dict[str, torch.Tensor]:
+    engine = make(cell, Job(half="bf16", tied=False))
+    engine.train_batch()
+    assert engine.save_checkpoint(folder, "bf16") and engine.save_16bit_model(folder, "pytorch_model.bin")
+    weights = engine.gather()
+    return weights if engine.grid.rank == 0 else {}
+
+
+@pytest.mark.parametrize("cell", [Cell((2, 1, 2), stage=1), Cell((1, 2, 1), stage=3)])
+def test_whole_weights_in_one_file(ranks: Any, tmp_path: Path, cell: Cell) -> None:
+    weights = ranks(cell.ranks, in_one_file, str(tmp_path), cell, timeout=60)[0]
+    file = safetensors.torch.load_file(tmp_path / "pytorch_model.safetensors")
+    assert file.keys() == weights.keys() and not [*tmp_path.glob(".*")]
+    for name, weight in weights.items():
+        assert file[name].dtype == torch.bfloat16 and torch.equal(file[name], weight), name
+    assert not command("export", tmp_path / "bf16", tmp_path / "whole.safetensors")[0]
+    assert not command("export", tmp_path / "bf16", tmp_path / "half.safetensors", "--dtype", "bfloat16")[0]
+    masters = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    half = safetensors.torch.load_file(tmp_path / "half.safetensors")
+    for name, weight in weights.items():
+        assert masters[name].dtype == torch.float32 and torch.equal(masters[name].bfloat16(), weight)
+        assert torch.equal(half[name], weight)
+    assert any((masters[name] != weight.float()).any() for name, weight in weights.items())
+
+
+def test_the_command(saved: Path, tmp_path: Path) -> None:
+    engine = make(Cell(), Job(optimizer="SGD"))
+    for _ in range(3):
+        engine.train_batch()
+        assert engine.save_checkpoint(tmp_path)
+    code, text = command("show", saved)
+    size = sum(file.stat().st_size for file in (saved / "there").glob("*.safetensors"))
+    assert code == 0 and f"8 files of {size / 1e6:.3f} MB" in text
+    assert "step 2, saved on 2 pipe x 2 data x 2 tensor" in text and "weights/layers.0.weight" in text
+    assert f"{sum(p.numel() for p in engine.module.parameters()):,} parameters" in text
+    code, text = command("verify", saved)
+    assert code == 0 and f"8 files, {size / 1e6:.3f} MB, all as they were written" in text
+    code, text = command("diff", tmp_path / "global_step1", tmp_path / "global_step3")
+    lines = text.splitlines()
+    assert code == 1 and "step: 1 | 3" in lines and any("layers.0.weight: " in line for line in lines)
+    assert command("diff", tmp_path, tmp_path / "global_step3")[0] == 0
+    other = make(Cell(), Job(optimizer="SGD"))
+    other.load_checkpoint(tmp_path)
+    assert other.save_checkpoint(tmp_path / "other", client_state={"best": 1})
+    assert command("diff", tmp_path, tmp_path / "other") == (1, "client_state/best: None | 1\n")
+    assert "optimizer/exp_avg/layers.0.weight: only in" in command("diff", tmp_path, saved)[1]
+    (tmp_path / "latest").write_text("global_step1")  # it stays in any case
+    assert "global_step2 would go" in command("prune", tmp_path, "--keep", 1, "--dry-run")[1]
+    assert command("prune", tmp_path, "--keep", 1)[0] == 0
+    assert folders.tags(tmp_path) == ["global_step1", "global_step3"]
+    with (tmp_path / "global_step1/rank-00000.safetensors").open("r+b") as file:
+        file.seek(20)
+        file.write(b"\x00")
+    code, text = command("verify", tmp_path)
+    assert code == 1 and "rank-00000.safetensors is damaged: its header" in text
+    assert "is damaged" in command("export", tmp_path, tmp_path / "m.safetensors")[1]
+    assert "give m.safetensors" in command("export", saved, "m.bin")[1]
+    assert "has no index.json" in command("show", tmp_path / "nothing")[1]
+
+
+def run_docs(source: str, folder: str) -> int:
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "docs/checkpoints.md", "exec"), space)
+    return int(space["engine"].global_steps)
+
+
+def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
+    text = (DOCS / "checkpoints.md").read_text()
+    source = text.split("```python\n# save.py\n")[1].split("```")[0]
+    assert ranks(2, run_docs, source, str(tmp_path)) == [4] * 2
+    assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 8]
+
+
+def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    grid = triax.Grid(pipe=2, timeout=60)
+    model = triax.PipelineModule(gpt_layers(SIZES), grid=grid, seed=9, device="meta")
+    generator = triax.init_inference(model, checkpoint=saved, dtype=torch.float32)
+    weights = {p.layout.name: p.parameter.detach().clone() for p in model.local_parameters()}
+    return weights, generator.generate([[1, 2, 3]], 4, temperature=0)
+
+
+def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path, tmp_path: Path) -> None:
+    """On two stages, built from the meta device, in another dtype: the weights, and what they generate."""
+    engine = make(Cell(), Job(), seed=8)
+    engine.load_checkpoint(saved)
+    wanted = engine.gather()
+    first, second = ranks(2, without_an_engine, str(saved), timeout=60)
+    assert {**first[0], **second[0]}.keys() == wanted.keys()
+    for weights, _ in (first, second):
+        assert all(torch.equal(weight, wanted[name].float()) for name, weight in weights.items())
+    assert first[1] == second[1] == triax.init_inference(engine).generate([[1, 2, 3]], 4, temperature=0)
+    model = triax.PipelineModule(gpt_layers(SIZES), seed=9)
+    triax.load_weights(model, saved)
+    triax.save_hf(model, tmp_path)  # to Hugging Face
+    theirs = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(theirs["transformer.wte.weight"], wanted["layers.0.weight"].float())
+    assert torch.equal(theirs["transformer.h.0.attn.c_attn.weight"].T, wanted["layers.2.attention.qkv.weight"].float())
+    plain = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"does not have weights/weight \(2, 2\), weights/bias \(2,\)"):
+        triax.load_weights(plain, saved)
+    with pytest.raises(ValueError, match=r"^weight is on the meta device.*to_empty"):
+        triax.load_weights(plain.to("meta"), saved)
+
+
+def test_a_checkpoint_of_torchs_is_imported(tmp_path: Path) -> None:
+    """Weights, moments, steps: the next steps are those that torch's own optimizer takes."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    code, text = command("import", tmp_path / "dcp", tmp_path / "runs")
+    assert code and "is a pickle" in text and "pass --unpickle" in text and not (tmp_path / "runs").exists()
+    assert "has no tensor net." in command("import", tmp_path / "dcp", tmp_path, "--unpickle", "--weights", "net.")[1]
+    buffers = [word for name in ("running_mean", "running_var", "num_batches") for word in ("--buffers", f"*.{name}*")]
+    code, text = command("import", tmp_path / "dcp", tmp_path / "runs", "--unpickle", *buffers)
+    assert code == 0 and "optimizer.param_groups" in text
+    other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    engine = triax.initialize(model=other, config=config)[0]
+    engine.load_checkpoint(tmp_path / "runs")
+    for _ in range(3):
+        step()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    assert engine.global_steps == 4
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(engine.module_state_dict()[name], tensor, rtol=0, atol=1e-12, msg=name)

@@ -1,0 +1,245 @@
+"""The loader of training data: its order on any grid, where it is, and how it goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule, RepeatingLoader
+from triax.data.dataloader import BatchOrder, Loader, make_loader
+
+from toys import mean_loss
+
+WIDTH, SAMPLES, TRAIN, MICRO = 3, 43, 8, 2  # 5 whole batches an epoch
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, y)
+
+
+def numbers() -> list[int]:
+    return list(range(SAMPLES))
+
+
+def loader(data: Any = None, train: int = TRAIN, replica: int = 0, replicas: int = 1, **options: Any) -> Loader:
+    return make_loader(numbers() if data is None else data, train, MICRO, replica, replicas, 3, **options)
+
+
+def taken(source: Any, count: int) -> list[list[int]]:
+    return [batch.tolist() for batch in islice(source, count)]
+
+
+class Stream(IterableDataset[int]):
+    """Samples that come as they come; another way in each epoch, if it is told which."""
+
+    def __init__(self, told: bool) -> None:
+        self.start = 0
+        if told:
+            self.set_epoch = lambda epoch: setattr(self, "start", 100 * epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, self.start + SAMPLES)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_goes_on_where_it_was(workers: int) -> None:
+    """At every place of two epochs, and from there with other replicas and batches."""
+    whole = taken(RepeatingLoader(loader()), 40)
+    made = loader(workers=workers)
+    source, states = RepeatingLoader(made), []
+    for _ in range(10):
+        states.append(made.state_dict())
+        assert all(type(value) is int for value in states[-1].values())
+        taken(source, 4)  # a global batch
+    assert [(state["epoch"], state["sample"]) for state in states] == [(e, 8 * k) for e in range(2) for k in range(5)]
+    for step, state in enumerate(states):
+        other = loader()
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        assert taken(RepeatingLoader(other), 6) == (whole + taken(RepeatingLoader(_at(10)), 6))[4 * step :][:6]
+        assert taken(RepeatingLoader(_at(step)), 6) == taken(RepeatingLoader(_from(state)), 6)
+        # Two replicas see the same global batches, each its half.
+        halves = [taken(RepeatingLoader(_from(state, replica=r, replicas=2)), 2) for r in range(2)]
+        assert [*halves[0], *halves[1]] == taken(RepeatingLoader(_from(state)), 4)
+        if state["sample"] in (0, 2 * TRAIN):  # twice as large ones begin there too
+            assert taken(RepeatingLoader(_from(state, train=2 * TRAIN)), 4) == taken(RepeatingLoader(_from(state)), 4)
+
+
+def _at(step: int) -> Loader:
+    made = loader()
+    made.seek(step)
+    return made
+
+
+def _from(state: dict[str, int], **options: Any) -> Loader:
+    made = loader(**options)
+    made.load_state_dict(state)
+    return made
+
+
+def test_an_epoch_that_was_left_begins_anew_and_a_batch_given_in_part_is_given_again() -> None:
+    made = loader()
+    first = taken(made, 7)  # one global batch and most of another
+    assert made.state_dict()["sample"] == TRAIN
+    assert taken(RepeatingLoader(_from(made.state_dict())), 3) == first[4:]
+    assert taken(made, 7) == first
+    assert len([*made]) == len(made) == 20 and made.state_dict() == {**made.state_dict(), "epoch": 1, "sample": 0}
+    assert taken(made, 7) != first
+
+
+def test_who_reads_it_already_goes_along_when_it_is_told_to_go_elsewhere() -> None:
+    made = loader()
+    source = RepeatingLoader(made)
+    first = taken(source, 9)
+    made.seek(1)
+    assert taken(source, 5) == first[4:9]
+    again: Any = RepeatingLoader([1, 2])
+    assert [next(again) for _ in range(5)] == [1, 2, 1, 2, 1] and iter(again) is again
+    with pytest.raises(StopIteration):
+        next(RepeatingLoader([]))
+
+
+def test_what_does_not_fill_a_batch() -> None:
+    whole = [i for batch in loader() for i in batch.tolist()]
+    assert len(whole) == len(set(whole)) == 40
+    filled = [i for batch in loader(drop_last=False) for i in batch.tolist()]
+    assert filled[:40] == whole and len(filled) == 48
+    assert set(filled[:SAMPLES]) == set(range(SAMPLES)) and filled[SAMPLES:] == whole[:5]
+    halves = [[i for b in loader(drop_last=False, replica=r, replicas=2) for i in b.tolist()] for r in range(2)]
+    assert [i for k in range(6) for half in halves for i in half[4 * k : 4 * k + 4]] == filled
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_has_its_own_order(workers: int) -> None:
+    made = loader(Stream(told=True), workers=workers)
+    source = RepeatingLoader(made)
+    seen = taken(source, 24)
+    assert [i for batch in seen for i in batch] == [*range(40), *range(100, 108)]  # the last three of an epoch are left
+    state = made.state_dict()
+    assert state == {"epoch": 1, "sample": TRAIN, "samples": 0, "seed": 0}
+    parts = []
+    for replica in range(2):
+        other = loader(Stream(told=True), replica=replica, replicas=2, workers=workers)
+        other.load_state_dict(state)
+        parts.append([i for batch in taken(RepeatingLoader(other), 4) for i in batch])
+    assert parts == [[108, 109, 110, 111, 116, 117, 118, 119], [112, 113, 114, 115, 120, 121, 122, 123]]
+    assert [i for batch in loader(Stream(told=False)) for i in batch.tolist()] == [*range(40)]
+
+
+def test_what_it_cannot_do_it_says() -> None:
+    state = loader().state_dict()
+    with pytest.raises(ValueError, match=r"of training_data with samples 9, and here it is 43"):
+        loader().load_state_dict({**state, "samples": 9})
+    with pytest.raises(ValueError, match=r"with seed 4, and here it is 3"):
+        loader().load_state_dict({**state, "seed": 4})
+    with pytest.raises(ValueError, match=r"24 samples of epoch 0 were read, .* no multiple of the global batch of 16"):
+        loader(train=16).load_state_dict({**state, "sample": 24})
+    with pytest.raises(ValueError, match=r"an IterableDataset has none: save state_dict\(\)"):
+        loader(Stream(told=False)).seek(3)
+    with pytest.raises(ValueError, match="2 workers would each read the whole IterableDataset"):
+        loader(Stream(told=False), workers=2)
+    with pytest.raises(ValueError, match="43 samples, less than one global batch of 64"):
+        loader(train=64)
+    with pytest.raises(TypeError, match="training_data is a generator: give a data set with a length"):
+        loader(i for i in range(9))
+
+
+def test_reading_changes_nothing_that_is_drawn() -> None:
+    """Torch's loader draws a seed for its workers from the generator that the model's dropout uses."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    taken(loader(workers=2), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Noisy(torch.utils.data.Dataset[Tensor]):
+    """Samples with something random in them, as images have."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return index + torch.rand(())
+
+
+def test_what_workers_draw_depends_on_seed_and_epoch() -> None:
+    epochs = [[batch.tolist() for batch in each] for each in [loader(Noisy(), workers=1)] * 2]
+    made = loader(Noisy(), workers=1)
+    made.seek(5)
+    assert [batch.tolist() for batch in made] == epochs[1] != epochs[0]
+
+
+# ------------------------------------------------------------------------------------------- in an engine, on a grid
+
+
+def collate(samples: list[Any]) -> Any:
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x) * 0.5, torch.stack(y)
+
+
+def engine(grid: Grid, **config: Any) -> Any:
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+    model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+    base: dict[str, Any] = {"train_batch_size": TRAIN, "train_micro_batch_size_per_gpu": MICRO, "seed": 3}
+    base |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    return triax.initialize(model=model, config={**base, **config}, training_data=dataset(), collate_fn=collate)[0]
+
+
+Halt = tuple[dict[str, Tensor], dict[str, int]]
+
+
+def part(sizes: tuple[int, int, int], start: Halt | None, steps: int) -> tuple[list[float], Halt]:
+    """So many steps from where another grid was; with the engine's own iterator over its data."""
+    made = engine(Grid(*sizes, timeout=60))
+    if start is not None:
+        weights, state = start
+        for placed in made.module.local_parameters():
+            made.assign(placed.parameter, weights[placed.layout.name])
+        made.training_dataloader.load_state_dict(state)
+    losses = [made.train_batch().item() for _ in range(steps)]
+    return losses, (made.gather(), made.training_dataloader.state_dict())
+
+
+@pytest.mark.parametrize("sizes", [[(1, 1, 1), (4, 1, 1), (2, 2, 1)], [(2, 2, 1), (1, 4, 1), (1, 1, 1)]])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_grid(ranks: Any, sizes: Any) -> None:
+    [(whole, (weights, end))] = ranks(1, part, (1, 1, 1), None, 9)
+    losses: list[float] = []
+    halt: Any = None
+    for grid in sizes:
+        results = ranks(grid[0] * grid[1], part, grid, halt, 3)
+        # Stages between the first and the last read nothing, and are at the same place all the same.
+        assert all(state == results[0][1][1] for _, (_, state) in results)
+        assert all(found == results[0][0] for found, _ in results)
+        losses += results[0][0]
+        halt = results[0][1]
+    assert losses == pytest.approx(whole, rel=1e-10, abs=0)
+    assert halt[1] == end == {"epoch": 1, "sample": 4 * TRAIN, "samples": SAMPLES, "seed": 3}
+    torch.testing.assert_close(halt[0], weights, rtol=1e-10, atol=1e-13)
+
+
+def ends_early(sizes: tuple[int, int, int]) -> str:
+    made = engine(Grid(*sizes, timeout=60))
+    with pytest.raises(RuntimeError) as caught:
+        made.train_batch(islice(iter(made.training_dataloader), 1))
+    assert made.train_batch() > 0  # it can go on
+    return str(caught.value)
+
+
+def test_data_that_ends_says_at_which_microbatch(ranks: Any) -> None:
+    for said in ranks(2, ends_early, (2, 1, 1)):
+        assert "the data ended after 1 of the 4 microbatches of this step" in said
+
+
+def test_the_key_of_the_configuration() -> None:
+    made = engine(Grid(), dataloader_drop_last=False)
+    assert len(made.training_dataloader) == 24 and len(engine(Grid()).training_dataloader) == 20
+    assert isinstance(made.training_dataloader.batch_sampler, BatchOrder)

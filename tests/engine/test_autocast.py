@@ -1,0 +1,476 @@
+"""``torch_autocast`` and ``amp``: gradients against plain PyTorch under the same ``torch.autocast`` in one process.
+
+Bitwise where the same products are computed in the same order. Elsewhere to a stated rounding, and never further from
+the float64 gradients than plain autocast is by more than that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.grid.errors import ConfigError
+from triax.models.gpt import GPTConfig, gpt_layers
+
+VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, MICRO, COUNT = 48, 8, 32, 4, 4, 2, 4
+ROUNDING = 2.0**-8  # of bfloat16, between neighbours
+Gradients = dict[str, Tensor]
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def model(grid: Grid, tie: bool = False, chunks: int = 1, loss: Any = loss_fn, **more: Any) -> PipelineModule:
+    shape = GPTConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        tie_word_embeddings=tie,
+        initializer_range=0.2,
+    )
+    return PipelineModule(
+        gpt_layers(shape, sequence_parallel=more.pop("sequence_parallel", False)),
+        grid=grid,
+        loss_fn=loss,
+        chunks=chunks,
+        partition="uniform",
+        **more,
+    )
+
+
+def batch() -> list[tuple[Tensor, Tensor]]:
+    ids = torch.randint(VOCABULARY, (MICRO * COUNT, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    return [(part[:, :-1], part[:, 1:]) for part in ids.split(MICRO)]
+
+
+def plain(
+    weights: Gradients, dtype: torch.dtype | None, tie: bool = False, scale: float = 1.0
+) -> tuple[float, Gradients]:
+    """The mean loss over the microbatches, and its gradients: torch's functions alone; float64 without a dtype."""
+    kind = torch.float32 if dtype is not None else torch.float64
+    w = {name: value.to(kind, copy=True).requires_grad_() for name, value in weights.items()}
+    total = 0.0
+    for ids, labels in batch():
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = loss_of(w, ids, labels, tie, narrow=dtype is not None)
+        (loss * scale).backward()
+        total += loss.item()
+    return total / COUNT, {name: value.grad / (COUNT * scale) for name, value in w.items() if value.grad is not None}
+
+
+def loss_of(w: Gradients, ids: Tensor, labels: Tensor, tie: bool, narrow: bool) -> Tensor:
+    x = F.embedding(ids, w["layers.0.weight"]) + w["layers.1.weight"][: ids.shape[1]]
+    for i in range(2, 2 + LAYERS):
+        b = {name.removeprefix(f"layers.{i}."): v for name, v in w.items() if name.startswith(f"layers.{i}.")}
+        h = F.layer_norm(x, (WIDTH,), b["norm1.weight"], b["norm1.bias"])
+        q, k, v = F.linear(h, b["attention.qkv.weight"], b["attention.qkv.bias"]).chunk(3, dim=-1)
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x = x + F.linear(y, b["attention.out.weight"], b["attention.out.bias"])
+        h = F.layer_norm(x, (WIDTH,), b["norm2.weight"], b["norm2.bias"])
+        h = F.gelu(F.linear(h, b["mlp.up.weight"], b["mlp.up.bias"]), approximate="tanh")
+        x = x + F.linear(h, b["mlp.down.weight"], b["mlp.down.bias"])
+    x = F.layer_norm(x, (WIDTH,), w[f"layers.{2 + LAYERS}.weight"], w[f"layers.{2 + LAYERS}.bias"])
+    logits = F.linear(x, w["layers.0.weight"] if tie else w[f"layers.{3 + LAYERS}.weight"])
+    return loss_fn(logits, labels) if narrow else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def stepped(
+    shape: tuple[int, int, int],
+    schedule: str = "1f1b",
+    stage: int = 0,
+    chunks: int = 1,
+    tie: bool = False,
+    vocabulary: bool = False,
+    autocast: Any = None,
+    model_options: Any = None,
+    **config: Any,
+) -> Any:
+    """One step on a grid: initial weights, loss, gradients, weights' dtypes, the loss scale; and what one process makes
+    of it under plain autocast (here, where as many threads compute: a norm's sums depend on that)."""
+    grid = Grid(*shape, timeout=60)
+    loss: Any = loss_fn
+    if vocabulary:  # sharded over the tensor axis
+        loss = triax.NextTokenLoss(grid, vocab_size=VOCABULARY)
+    module = model(grid, tie, chunks, loss, **(model_options or {}))
+    made, *_ = triax.initialize(
+        model=module,
+        config={
+            "train_batch_size": MICRO * COUNT,
+            "train_micro_batch_size_per_gpu": MICRO,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 4000},
+            "pipeline": {"schedule": schedule},
+            **(autocast or {"torch_autocast": {"enabled": True}}),
+            **config,
+        },
+    )
+    initial = made.gather()
+    share = COUNT // grid.data.size
+    mine = batch()[grid.data.rank * share : (grid.data.rank + 1) * share]
+    value = made.train_batch(iter(mine)).item()
+    weights = {p.dtype for p in made.module.parameters()}
+    gradients, scale = made.gather("gradients"), made.loss_scale()
+    if grid.rank:
+        return None
+    dtype = torch.bfloat16 if scale is None else torch.float16
+    return initial, value, gradients, weights, scale, *plain(initial, dtype, tie, scale or 1.0)
+
+
+def further(found: Gradients, wanted: Gradients) -> float:
+    """The largest difference of a gradient, by the norm of that gradient."""
+    assert found.keys() == wanted.keys()
+    return max(((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
+
+
+def bitwise(found: Gradients, wanted: Gradients) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value), f"{name}: {(found[name] - value).abs().max()}"
+
+
+def close(made: Any, tie: bool = False) -> None:
+    """No further from plain autocast than that is from float64, and as near to float64 as that is."""
+    initial, loss, found, _, _, plain_loss, narrow = made
+    truth_loss, truth = plain(initial, None, tie)
+    assert loss == pytest.approx(plain_loss, rel=ROUNDING) and loss == pytest.approx(truth_loss, rel=ROUNDING)
+    assert further(found, narrow) < further(narrow, truth)
+    nothing = dict.fromkeys(truth, torch.zeros(()))
+    error, theirs, whole = (
+        torch.stack([(a[n] - b[n]).double().norm() for n in truth]).norm()
+        for a, b in ((found, truth), (narrow, truth), (truth, nothing))
+    )
+    assert error < theirs + ROUNDING / 4 * whole
+
+
+# ---------------------------------------------------------------------------------------------- the pipe executor
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "chunks", "options"),
+    [
+        ((1, 1, 1), "1f1b", 1, {}),
+        ((2, 1, 1), "1f1b", 1, {}),
+        ((2, 1, 1), "interleaved", 2, {}),
+        ((2, 1, 1), "1f1b", 1, {"activation_checkpoint_interval": 1}),
+    ],
+)
+def test_stages_are_bitwise_plain_autocast(ranks: Any, shape: Any, schedule: str, chunks: int, options: Any) -> None:
+    size = shape[0] * shape[1] * shape[2]
+    made = ranks(size, stepped, shape, schedule, 0, chunks, model_options=options)[0]
+    _, loss, gradients, weights, scale, plain_loss, wanted = made
+    assert loss == pytest.approx(plain_loss, rel=1e-6) and scale is None
+    assert weights == {torch.float32}
+    bitwise(gradients, wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "chunks", "options"),
+    [
+        ((2, 1, 1), "zb-h1", 1, {}),
+        ((2, 1, 1), "zb-v", 2, {"activation_checkpoint_interval": 1}),
+    ],
+)
+def test_a_split_backward_is_plain_autocasts(ranks: Any, shape: Any, schedule: str, chunks: int, options: Any) -> None:
+    """The input gradient now and the weight gradient later: the same products, which may round the other way."""
+    close(ranks(2, stepped, shape, schedule, 0, chunks, model_options=options)[0])
+
+
+def deferred_on_rank() -> list[int]:
+    """How many contributions each pass leaves queued: split or not, autocast or not."""
+    from triax.pipe.backward import Deferred, SplitBackward
+
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, 4))
+        table = nn.Embedding(5, 32)
+        deferred = Deferred()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), SplitBackward(deferred):
+            out = net(table(torch.tensor([0, 1])).view(2, 2, 4, 4)).float().square().sum()
+        with deferred.backward():
+            out.backward()
+        found.append(sum(map(len, deferred._queue.values())))
+        assert all(p.grad is None for p in (*net.parameters(), *table.parameters()))
+        deferred.run(lambda parameter: None, lambda parameter: None)
+        split = [p.grad for p in (*net.parameters(), *table.parameters())]
+        whole, rows = copy.deepcopy(net), copy.deepcopy(table)
+        for parameter in (*whole.parameters(), *rows.parameters()):
+            parameter.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            whole(rows(torch.tensor([0, 1])).view(2, 2, 4, 4)).float().square().sum().backward()
+        for mine, parameter in zip(split, (*whole.parameters(), *rows.parameters()), strict=True):
+            torch.testing.assert_close(mine, parameter.grad, rtol=2 * ROUNDING, atol=ROUNDING)
+    return found
+
+
+def test_under_autocast_as_much_is_put_off() -> None:
+    plainly, narrowly = deferred_on_rank()
+    assert plainly == narrowly == 7  # weight and bias of three layers, and the table
+
+
+# ------------------------------------------------------------------------------------------- replicas and shards
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas_of_every_stage_add_up_what_autocast_gives(ranks: Any, stage: int) -> None:
+    """In fp32, in another order than one process: that alone may differ."""
+    _, _, gradients, weights, _, _, wanted = ranks(2, stepped, (1, 2, 1), "1f1b", stage)[0]
+    assert weights == {torch.float32}
+    bound = 1e-6 if stage < 3 else 2 * ROUNDING  # whose products keep weights, and are computed as a split's are
+    assert further(gradients, wanted) < bound
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "stage", "options"),
+    [
+        ((1, 1, 2), "1f1b", 0, {}),
+        ((1, 1, 2), "1f1b", 0, {"sequence_parallel": True}),
+        ((2, 1, 2), "zb-h1", 0, {"sequence_parallel": True}),
+        ((1, 2, 2), "1f1b", 3, {"activation_checkpoint_interval": 1}),
+    ],
+)
+def test_tensor_shards_are_within_a_rounding(ranks: Any, shape: Any, schedule: str, stage: int, options: Any) -> None:
+    """Partial sums of products travel in bfloat16, so each rounds once more."""
+    size = shape[0] * shape[1] * shape[2]
+    found = ranks(size, stepped, shape, schedule, stage, vocabulary=True, tie=True, model_options=options)[0]
+    close(found, tie=True)
+
+
+def traffic_on_rank(enabled: bool) -> float:
+    """Bytes that the tensor axis carries in a step."""
+    grid = Grid(tensor=2, timeout=60)
+    module = model(grid, loss=triax.NextTokenLoss(grid, vocab_size=VOCABULARY))
+    config = {
+        "train_batch_size": MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "torch_autocast": {"enabled": enabled},
+    }
+    made, *_ = triax.initialize(model=module, config=config)
+    made.train_batch(iter(batch()))
+    return float(sum(entry["bytes"] for entry in made.traffic_report()["sent"]["tensor"].values()))
+
+
+def test_products_travel_narrow_over_the_tensor_axis(ranks: Any) -> None:
+    """2 all-reduces a block forward, 2 backward, and 1 into the head: half the bytes; the embedding's and the
+    loss's stay."""
+    wide, narrow = (ranks(2, traffic_on_rank, enabled)[0] for enabled in (False, True))
+    tokens = MICRO * LENGTH
+    assert wide - narrow == (4 * LAYERS + 1) * tokens * WIDTH * (4 - 2)  # 2 (n - 1) / n = 1 at n = 2
+
+
+# -------------------------------------------------------------------------------------------------- fp16 and amp
+
+
+@pytest.mark.parametrize(
+    "autocast",
+    [
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"enabled": False, "loss_scale": 64}},
+        {"amp": {"enabled": True, "loss_scale": 64}},
+    ],
+)
+def test_float16_scales_the_loss(ranks: Any, autocast: Any) -> None:
+    _, loss, gradients, weights, scale, plain_loss, wanted = ranks(2, stepped, (2, 1, 1), autocast=autocast)[0]
+    assert scale == 64.0 and weights == {torch.float32} and loss == pytest.approx(plain_loss, rel=1e-6)
+    bitwise(gradients, wanted)
+
+
+def test_amp_as_apex_has_it() -> None:
+    amp = {"enabled": True, "opt_level": "O1", "loss_scale": "dynamic", "min_loss_scale": 4}
+    made = module_engine(amp=amp, nan_loss="ignore")  # the loss is infinite too, which no scale mends
+    assert made.loss_scale() == 2.0**16
+    x = torch.full((2, 4), 1e6)  # beyond float16
+    for _ in range(16):
+        made.backward(made(x).float().sum())
+        made.step()
+    assert made.skipped_steps == 16 and made.loss_scale() == 4.0
+    assert module_engine(amp={"enabled": True, "opt_level": "O0"})(x).dtype == torch.float32
+    assert module_engine(amp={"enabled": "auto", "opt_level": "auto"}).loss_scale() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"amp": {"enabled": True, "opt_level": "O2"}}, 'write "fp16": {"enabled": true}'),
+        ({"amp": {"enabled": True, "opt_level": "O3"}}, 'write "fp16": {"enabled": true}'),
+        ({"amp": {"enabled": True, "opt_level": "O4"}}, "amp.opt_level = 'O4'"),
+        ({"amp": {"enabled": True, "keep_batchnorm_fp32": False, "master_weights": True}}, "leave it out, or enable"),
+        ({"amp": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled and amp.enabled are both true"),
+        ({"torch_autocast": {"enabled": True}, "fp16": {"enabled": True}}, "enable one of them"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, "torch_autocast.dtype = 'float32'"),
+        (
+            {
+                "torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear"]},
+                "communication_data_type": "bf16",
+            },
+            "both set the dtype in which gradients are summed",
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linaer"]}},
+            "there is no 'torch.nn.Linaer'; did you mean 'torch.nn.Linear'?",
+        ),
+    ],
+)
+def test_what_cannot_act_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        module_engine(**given)
+    assert words in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------- any module
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.linear(x, self.enter.weight.T)  # tied
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def module_engine(grid: Grid | None = None, **config: Any) -> Any:
+    base = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    return triax.initialize(model=net(), grid=grid or Grid(), config={**base, **config})[0]
+
+
+def inputs(index: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(index))
+
+
+def plain_net() -> list[Gradients]:
+    """What one process makes of each of the four microbatches."""
+    found = []
+    for index in range(4):
+        module = net()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module(inputs(index)).float().square().mean()
+        loss.backward()
+        found.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+    return found
+
+
+def added(parts: list[Gradients]) -> Gradients:
+    """In their order, in their dtype."""
+    return {name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+def rounded(gradients: Gradients) -> Gradients:
+    """Those of Linears in bfloat16."""
+    norm = "blocks.1."
+    return {n: g if n.startswith(norm) else g.bfloat16() for n, g in gradients.items()}
+
+
+def divided(gradients: Gradients) -> Gradients:
+    return {name: gradient.float() / 4 for name, gradient in gradients.items()}
+
+
+def module_on_rank(stage: int, options: Any = None) -> Any:
+    grid = Grid(timeout=60)
+    autocast = {"enabled": True, **(options or {})}
+    made = module_engine(
+        grid,
+        zero_optimization={"stage": stage},
+        gradient_accumulation_steps=4 // grid.size,
+        torch_autocast=autocast,
+    )
+    for index in range(4 // grid.size):
+        out = made(inputs(grid.rank * (4 // grid.size) + index))
+        made.backward(out.float().square().mean())
+        made.step()
+    with torch.no_grad():
+        assert made.eval()(inputs(0)).dtype == torch.bfloat16
+    return made.gather("gradients"), out.dtype, {b.communication_dtype for b in made.data_axis.buckets}, plain_net()
+
+
+def test_any_module_is_bitwise_plain_autocast() -> None:
+    gradients, dtype, _, wanted = module_on_rank(0)
+    assert dtype == torch.bfloat16
+    bitwise(gradients, divided(added(wanted)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_any_module_under_every_stage(ranks: Any, stage: int) -> None:
+    for gradients, dtype, _, wanted in ranks(2, module_on_rank, stage):
+        assert dtype == torch.bfloat16
+        assert further(gradients, divided(added(wanted))) < 1e-6  # the order of a sum in fp32
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_safe_modules_travel_narrow(ranks: Any, stage: int) -> None:
+    """Those of Linears are rounded to bfloat16 and summed in it over the replicas, the norm's are not: bit by bit. In
+    stage 0 once a step, in stage 2 each microbatch."""
+    named = {"lower_precision_safe_modules": ["torch.nn.Linear"]}
+    for gradients, _, dtypes, parts in ranks(2, module_on_rank, stage, named):
+        assert dtypes == {torch.bfloat16, torch.float32}
+        if stage == 0:
+            both = [rounded(added(parts[:2])), rounded(added(parts[2:]))]
+            wanted = added(both)
+        else:
+            both = [added([rounded(parts[i]), rounded(parts[i + 2])]) for i in range(2)]
+            wanted = added([{n: g.float() for n, g in each.items()} for each in both])
+        bitwise(gradients, divided(wanted))
+
+
+def test_a_list_with_convolutions_and_functions() -> None:
+    """Any torch layer in a list, under a split schedule and not."""
+    layers: list[Any] = [LayerSpec(nn.Conv1d, 2, 4, 3), torch.relu, LayerSpec(nn.Conv1d, 4, 2, 3), torch.flatten]
+    x, y = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(16)
+
+    def made(schedule: str) -> Gradients:
+        module = PipelineModule([*layers[:3], _flat], grid=Grid(), loss_fn=_square)
+        config = {
+            "train_batch_size": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "torch_autocast": {"enabled": True},
+            "pipeline": {"schedule": schedule},
+        }
+        found, *_ = triax.initialize(model=module, config=config)
+        twin = copy.deepcopy(module)
+        found.train_batch(_once(x, y))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _square(twin(x), y).backward()
+        wanted = {layout_name(n): p.grad for n, p in twin.named_parameters() if p.grad is not None}
+        gradients: Gradients = found.gather("gradients")
+        assert further(gradients, wanted) < ROUNDING
+        return gradients
+
+    assert further(made("zb-h1"), made("1f1b")) < ROUNDING
+
+
+def layout_name(name: str) -> str:
+    return name
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten()
+
+
+def _square(x: Tensor, y: Tensor) -> Tensor:
+    return (x.float()[: y.numel()] - y).square().mean()
+
+
+def _once(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    yield x, y

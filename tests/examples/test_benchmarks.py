@@ -1,0 +1,112 @@
+"""The benchmarks run, on a size at which their figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paths import BENCHMARKS
+
+
+def run(script: str, *args: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_pipeline_compares_and_prints(capsys: Any, monkeypatch: Any) -> None:
+    args = ("--stages", "2", "--stacks", "smoke", "--rounds", "2", "--microbatches", "4", "--only", "triax", "1F1B")
+    # Gradients were those of plain autograd, and activations those of the simulation, or it would have failed.
+    (result,) = json.loads(run("pipeline.py", *args, "--json"))["results"].values()
+    rows = {row["name"]: row for row in result["rows"]}
+    triax = {"triax 1f1b", "triax zb-h1", "triax interleaved", "triax zb-v"}
+    assert rows.keys() == triax | {"torch Schedule1F1B", "one process"}
+    assert rows["triax zb-v"]["activations"] == [2, 2]
+    assert all(len(row["times"]) == 2 and row["step"] > 0 for row in rows.values())
+    assert rows["torch Schedule1F1B"]["ratio"] == 1
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from pipeline import show
+
+    show(result)
+    table = capsys.readouterr().out
+    assert all(name in table for name in rows)
+
+
+@pytest.mark.exhaustive
+def test_zero_compares_and_counts() -> None:
+    args = ("--stack", "smoke", "--data", "2", "--rounds", "2", "--only", "triax", "FSDP2", "--json")
+    # Gradients were those of plain autograd, or it would have failed.
+    (rows,) = json.loads(run("zero.py", *args))["results"].values()
+    names = [row["name"] for row in rows]
+    assert names[0] == "DDP" and sum("triax stage" in name for name in names) == 8 and "FSDP2, resharding" in names
+    assert all(len(row["times"]) == len(row["sent"]) == 2 for row in rows)
+
+
+@pytest.mark.exhaustive
+def test_timeline_draws_measured_beside_simulated(tmp_path: Path) -> None:
+    plot = tmp_path / "timeline.png"
+    args = ("--stages", "2", "--microbatches", "3", "--steps", "3", "--milliseconds", "0.2")
+    report = run("timeline.py", *args, "--schedules", "zb-v", "--plot", str(plot))
+    assert "measured" in report and "simulated" in report
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
+def test_checkpoint_compares(tmp_path: Path) -> None:
+    args = ("--width", "32", "--layers", "2", "--rounds", "1", "--folder", str(tmp_path))
+    # What was loaded was what was saved, or it would have failed.
+    found = json.loads(run("checkpoint.py", *args, "--only", "triax", "DCP"))
+    assert found["ranks"] == 2 and len(found["median seconds"]) == 4 and found["bytes a parameter"]["triax"] > 12
+    found = json.loads(run("checkpoint.py", *args, "--behind"))
+    assert found["steps a block"] > 0 and found["cost of a step"] > 0 and found["the copy, in ms"] > 0
+
+
+@pytest.mark.exhaustive
+def test_checkpoint_measures_the_main_job(tmp_path: Path) -> None:
+    found = json.loads(run("checkpoint.py", "--main-job", "--steps", "1", "--rounds", "1", "--folder", str(tmp_path)))
+    assert (found["ranks"], found["parameters"], found["steps a block"]) == (8, 842_496, 1)
+
+
+@pytest.mark.exhaustive
+def test_tensor_compares_and_counts() -> None:
+    args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
+    # Gradients were those of one process, or it would have failed.
+    (rows,) = json.loads(run("tensor.py", *args))["results"].values()
+    found = {row["name"]: row for row in rows}
+    assert len(found) == 6 and all(len(row["times"]) == len(row["sent"]) == 2 for row in rows)
+    # On sequence shards half of what one process holds, but for each token's two integers and the loss's few numbers.
+    alone, shards = (found[name]["activations"][0] for name in ("one process", "triax, sequence parallel"))
+    assert 0.5 <= shards / alone < 0.55
+    assert found["triax"]["counted"] > 0
+
+
+@pytest.mark.exhaustive
+def test_local_updates_counts_who_steps() -> None:
+    args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
+    alone, beside = json.loads(run("local_updates.py", *args))["rows"]
+    assert len(alone["each"]) == 1 and len(beside["each"]) == 2 and alone["share"] == 1
+    assert min(alone["rounds"] + beside["rounds"]) >= 1 and beside["total"] == sum(beside["each"])
+
+
+@pytest.mark.exhaustive
+def test_compression_makes_its_table(tmp_path: Path) -> None:
+    table, text = tmp_path / "table.md", tmp_path / "text.py"
+    table.write_text("before\n<!-- benchmarks/compression.py -->\nold\n<!-- end -->\nafter\n")
+    text.write_text("def f(x):\n    return x + 1\n" * 99)
+    (tmp_path / "other.py").write_text(text.read_text())
+    sizes = ("--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16", "--batch", "2", "--microbatch", "1")
+    rest = ("--steps", "2", "--data", "2", "--validation", "2", "--runs", str(tmp_path), "--table", str(table))
+    command = ("compression.py", *sizes, *rest, "--text", str(tmp_path), "--methods", "none,bf16")
+    first, second = run(*command), run(*command)  # the second time, the results are there already
+    assert "bf16: step 2" in first and "step 2" not in second
+    lines = table.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
+    none, narrow = (line for line in lines if line.startswith(("| none |", "| bf16 |")))
+    assert "| 1/1.0 |" in none and "| 1/2.0 |" in narrow

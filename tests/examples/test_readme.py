@@ -1,0 +1,314 @@
+"""Everything that README.md tells its reader to type works.
+
+- A ```python block is a program: it is run, in an empty folder. If its first line is `# name.py`, it is run under
+  that name, and the commands below it may use it. A block that imports nothing continues the one before it.
+- In a ```sh block (or bash, console), every line is a command of a known kind, and is checked as far as is cheap:
+  `make` targets by `make -n`, options of the examples and of `triax` by their `--help`, `torchrun` and `python`
+  on one of the README's own programs by running it. A kind that is not known fails: teach it here.
+- Relative links and pictures lead to files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paths import ROOT
+from readme_blocks import broken_links, commands, programs
+
+README = ROOT / "README.md"
+BIN = Path(sys.executable).parent
+
+WRONG = "the README says this, and it does not work"
+
+
+# ------------------------------------------------------------------------------ one check for each kind
+
+
+def run(words: list[str], cwd: Path, seconds: float = 120) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    inherited["MPLBACKEND"] = "agg"
+    done = subprocess.run(words, cwd=cwd, env=inherited, capture_output=True, text=True, timeout=seconds, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{WRONG}: {shlex.join(words)}\n{output}"
+    return output
+
+
+@functools.cache
+def help_of(*words: str) -> str:
+    return run([*words, "--help"], ROOT)
+
+
+def check_options(words: list[str], *program: str) -> None:
+    """Every --option that is typed is one that the program's help names."""
+    known = set(re.findall(r"--[\w-]+", help_of(*program)))
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    assert not unknown, f"{WRONG}: {shlex.join(program)} has no {', '.join(unknown)}; it has {sorted(known)}"
+
+
+def check_script(words: list[str], launcher: list[str], folder: Path) -> None:
+    """`python script.py ...`, or torchrun's: the README's own programs are run, others asked for their help."""
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    assert at is not None, f"{WRONG}: no script in {shlex.join(words)}"
+    script = words[at]
+    if (folder / script).is_file():
+        run([*launcher, *words], folder)
+        return
+    assert (ROOT / script).is_file(), f"{WRONG}: there is no {script}"
+    check_options(words[at + 1 :], sys.executable, str(ROOT / script))
+
+
+def check_make(words: list[str], folder: Path) -> None:
+    targets = [word for word in words if "=" not in word and not word.startswith("-")]
+    run(["make", "-n", *targets], ROOT)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            assert re.search(rf"^{name} \?=|\$\({name}\)", (ROOT / "Makefile").read_text(), re.M), f"{WRONG}: {word}"
+        if name == "ARGS" and targets == ["train"]:
+            check_options(shlex.split(value), sys.executable, str(ROOT / "examples" / "train_gpt.py"))
+
+
+def check_python(words: list[str], folder: Path) -> None:
+    if words[:1] == ["-c"]:
+        run([sys.executable, *words], folder)
+    elif words[:2] == ["-m", "pip"]:
+        check_pip(words[2:], folder)
+    elif words[:2] == ["-m", "pytest"]:
+        check_pytest(words[2:], folder)
+    elif words[:1] == ["-m"]:
+        assert words[1].startswith("triax."), f"{WRONG}: not a module of triax: {words[1]}"
+        run([sys.executable, *words], folder)
+    else:
+        check_script(words, [sys.executable], folder)
+
+
+def check_torchrun(words: list[str], folder: Path) -> None:
+    check_script(words, [sys.executable, "-m", "torch.distributed.run"], folder)
+
+
+def check_triax(words: list[str], folder: Path) -> None:
+    subcommand = [word for word in words[:1] if not word.startswith("-")]
+    check_options(words, str(BIN / "triax"), *subcommand)
+
+
+def check_pip(words: list[str], folder: Path) -> None:
+    assert words[0] in ("install", "wheel"), f"{WRONG}: pip {words[0]}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for option, value in itertools.pairwise(words):
+        if option in ("-c", "-r"):
+            assert (ROOT / value).is_file(), f"{WRONG}: there is no {value}"
+    for word in words:
+        for extra in re.findall(r"[\w.]\[([\w,-]+)\]", word):
+            unknown = set(extra.split(",")) - set(project["optional-dependencies"])
+            assert not unknown, f"{WRONG}: no extra {unknown}"
+
+
+def check_pytest(words: list[str], folder: Path) -> None:
+    output = run([sys.executable, "-m", "pytest", "--collect-only", "-q", *words], ROOT)
+    assert re.search(r"\d+(/\d+)? tests? collected|::", output), f"{WRONG}: no tests for {shlex.join(words)}"
+
+
+def check_nothing(words: list[str], folder: Path) -> None:
+    """Needs the network, or the reader's own folder."""
+
+
+KINDS: dict[str, Callable[[list[str], Path], None]] = {
+    "make": check_make,
+    "python": check_python,
+    "python3": check_python,
+    "python3.11": check_python,
+    "torchrun": check_torchrun,
+    "triax": check_triax,
+    "pip": check_pip,
+    "pytest": check_pytest,
+    "git": check_nothing,
+    "cd": check_nothing,
+    "source": check_nothing,
+}
+
+
+def check(command: str, folder: Path) -> None:
+    words = shlex.split(command, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    kind = words[0].removeprefix(".venv/bin/")
+    assert kind in KINDS, f"README.md says `{command}`, and this test does not know how to check it: teach it"
+    KINDS[kind](words[1:], folder)
+
+
+def write_programs(text: str, folder: Path) -> None:
+    for name, source in programs(text).items():
+        (folder / name).write_text(source)
+
+
+# -------------------------------------------------------------------------------------------- the README
+
+
+def test_readme_shows_a_program_and_commands() -> None:
+    text = README.read_text()
+    assert programs(text), "README.md has no Python example"
+    assert {"make train", "make test"} <= {command.partition("#")[0].strip() for _, command in commands(text)}
+
+
+TYPED = [command for _, command in commands(README.read_text())]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # A program that a command runs is run there.
+        pytest.param(name, marks=pytest.mark.exhaustive if f"python {name}" in TYPED else ())
+        for name in programs(README.read_text())
+    ],
+)
+def test_program_runs(name: str, tmp_path: Path) -> None:
+    write_programs(README.read_text(), tmp_path)
+    run([sys.executable, name], tmp_path)
+
+
+def run_on_rank(arguments: list[str], folder: str) -> str:
+    """Run one of the README's programs in a rank of the pool; returns what it prints."""
+    os.chdir(folder)
+    sys.argv = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(arguments[0], run_name="__main__")
+    return printed.getvalue()
+
+
+def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: Path) -> None:
+    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
+    write_programs(README.read_text(), tmp_path)
+    words = [shlex.split(command) for command in TYPED if command.startswith("torchrun ")]
+    assert words and all(typed[1] == "--nproc-per-node" for typed in words)
+    for _, _, size, *arguments in words:
+        (alone,) = ranks(1, run_on_rank, arguments[:1], str(tmp_path))
+        first, *others = ranks(int(size), run_on_rank, arguments, str(tmp_path))
+        assert first == alone and not any(others)
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        pytest.param(*each, marks=pytest.mark.exhaustive if each[1].startswith("torchrun ") else ())
+        for each in commands(README.read_text())
+    ],
+)
+def test_command_works(line: int, command: str, tmp_path: Path) -> None:
+    write_programs(README.read_text(), tmp_path)
+    check(command, tmp_path)
+
+
+def test_links_lead_somewhere() -> None:
+    assert broken_links(README.read_text()) == []
+
+
+# ---------------------------------------------------------------------------------- and the checks check
+
+
+SAMPLE = """
+# A sample [with a link](LICENSE) and [a dead one](docs/none.md), [one outside](https://example.org)
+
+```python
+# first.py
+import json
+print(json.dumps({}))
+```
+```python
+raise SystemExit(3)
+```
+```python
+from json import loads
+```
+```sh
+make test ARGS="-k pool"   # a comment
+# a comment
+torchrun --nproc-per-node 2 \\
+    first.py
+cd triax && make install
+```
+```console
+$ triax --help
+Usage: nothing of this is typed
+```
+```text
+make nonsense
+```
+"""
+
+
+def test_sample_is_read_as_written(tmp_path: Path) -> None:
+    assert programs(SAMPLE) == {
+        "first.py": "# first.py\nimport json\nprint(json.dumps({}))\nraise SystemExit(3)\n",
+        "line_12.py": "from json import loads\n",
+    }
+    assert [command for _, command in commands(SAMPLE)] == [
+        'make test ARGS="-k pool"   # a comment',
+        "torchrun --nproc-per-node 2 first.py",
+        "cd triax",
+        "make install",
+        "triax --help",
+    ]
+    assert broken_links(SAMPLE) == ["docs/none.md"]
+    write_programs(SAMPLE, tmp_path)
+    with pytest.raises(AssertionError, match=r"first\.py"):
+        check("python first.py", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make nonsense",
+        "make test NONSENSE=1",
+        "python nonsense.py",
+        "python -m triax.pipe.nonsense",
+        "python -c 'import nonsense'",
+        "pip install triax[nonsense]",
+        "pip install -c nonsense.txt triax",
+        "pytest tests/test_nonsense.py",
+        "pytest tests/support_tests/test_pool.py -k nonsense_that_no_test_is_called",
+        "nonsense",
+    ],
+)
+def test_what_does_not_work_is_found(command: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"does not work|does not know"):
+        check(command, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make test ARGS='-k pool'",
+        "python -m triax.pipe.schedules.registry",
+        "python3 -c 'import triax'",
+        "pip install -c constraints.txt -e .[plot]",
+        "pytest tests/examples/test_readme.py -k sample",
+        "git clone https://example.org/triax",
+        "PIP_EXTRA_INDEX_URL=https://example.org make install",
+    ],
+)
+def test_what_works_passes(command: str, tmp_path: Path) -> None:
+    check(command, tmp_path)
+
+
+def test_a_programs_options_are_looked_up(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--real')\n")
+    program.write_text(program.read_text() + "parser.parse_args()\n")
+    check_options(["--real=1"], sys.executable, str(program))
+    with pytest.raises(AssertionError, match="has no --unreal"):
+        check_options(["--unreal", "1"], sys.executable, str(program))

@@ -1,0 +1,192 @@
+"""examples/train_gpt.py, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triax.pipe.program.ops import Op
+from triax.pipe.program.timeline import Span, Timeline
+from triax.pipe.schedules.choose import make_schedule
+
+from paths import EXAMPLES
+
+sys.path.insert(0, str(EXAMPLES))
+
+import report
+import train_gpt
+
+LOSS = "Train/Samples/train_loss"
+SMALL = "--layers 2 --width 16 --heads 2 --sequence 32 --batch 8 --microbatch 2 --steps 6 --warmup 2 --validation 16"
+
+
+def text(folder: Path) -> None:
+    """Write a small text of 8 files to folder/text."""
+    if not (folder / "text").exists():
+        (folder / "text").mkdir()
+        for index in range(8):
+            (folder / "text" / f"{index}.txt").write_text(f"def number{index}(x):\n    return x + {index}\n" * 30)
+
+
+def start(folder: Path, options: str, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the example on a small text in `folder`."""
+    text(folder)
+    command = [*(launcher or [sys.executable]), str(EXAMPLES / "train_gpt.py"), *options.split()]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [row[LOSS] for row in rows if LOSS in row]
+
+
+def test_a_run_from_one_command(tmp_path: Path) -> None:
+    """Four processes and one process: the same losses; and everything that a run leaves."""
+    wide = start(
+        tmp_path,
+        f"--text text --pipe 2 --tensor 2 --sequence-parallel {SMALL} --dtype float64 --name wide --sample 5 "
+        "--print-losses",
+    )
+    assert wide.returncode == 0, wide.stderr
+    one = start(tmp_path, f"--text text {SMALL} --dtype float64 --name one --sample 0")
+    assert one.returncode == 0, one.stderr
+    assert losses(tmp_path, "wide") == pytest.approx(losses(tmp_path, "one"), abs=1e-9, rel=0)
+    assert len(losses(tmp_path, "one")) == 6
+
+    said = wide.stdout
+    assert [f"step {i} loss {loss!r}" for i, loss in enumerate(losses(tmp_path, "wide"), 1)] == [
+        line for line in said.splitlines() if line.startswith("step") and "/" not in line
+    ]
+    assert "2 pipe x 1 data x 2 tensor; ZeRO 1; 1f1b with 4 microbatches of 2" in said
+    assert "nats per byte on held-out files; byte bigrams: " in said
+    assert "\ndef " in said  # the sample
+    assert said.count("trained 6 steps") == 1  # rank 0 alone speaks
+    folder = tmp_path / "runs" / "wide"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert "Validation/bigram_loss" in rows[-1] and "Validation/loss" in rows[-2]
+    assert all("Train/Samples/tokens_per_second" in row for row in rows[:6])
+    page = (folder / "report.html").read_text()
+    assert "validation" in page and "Simulated with its costs" in page and "rank 3 (pipe 1, data 0, tensor 1)" in page
+    assert json.loads((folder / "timeline.json").read_text())["otherData"]["step"] == 6
+    assert {path.name for path in (folder / "model").iterdir()} == {"config.json", "model.safetensors"}
+    for picture in ("loss.png", "schedule.png"):
+        assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
+    assert {path.name for path in folder.glob("*.log")} == {"rank-1.log", "rank-2.log", "rank-3.log"}
+    assert all(path.read_text() == "" for path in folder.glob("*.log"))
+
+
+def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
+    run = start(tmp_path, f"--text text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
+    assert run.returncode == 0, run.stderr
+    assert 1 < len(losses(tmp_path, "gpt")) < 2000
+    assert "of 100000: --time-limit 0.005 ended it\n" in run.stdout
+    assert "nats per byte on held-out files" in run.stdout
+    assert (tmp_path / "runs" / "gpt" / "schedule.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--pipe 3 --processes 8", "3 pipe x 1 tensor take 3 processes a replica, and there are 8"),
+        ("--pipe 2 --data 3 --processes 8", "2 pipe x 3 data x 1 tensor is a grid of 6 processes"),
+        ("--pipe 20", "8 layers cannot fill 20 stages"),
+        ("--tensor 5", "4 attention heads do not reach over tensor=5; give tensor=4 at most"),
+        ("--tensor 3 --sequence-parallel", "--sequence 128 is not shared evenly by --tensor 3: give 126"),
+        ("--pipe 0", "axis pipe has size 0"),
+        ("--text nowhere", "--text nowhere: there is no such file or folder"),
+        ("--batch 30 --microbatch 4", "train_batch_size 30 is no multiple of micro batch 4"),
+        ("--heads 5", "5 heads do not divide a hidden_size of 128"),
+        ("--sequence 9999 --text text", "too few for a sequence of 9999"),
+        ("--steps 0", "--steps is 0"),
+        ("--resume", "give that as --save too"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    tmp_path: Path, options: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, as nothing is started before the options are accepted."""
+    text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "train_gpt.py"), *options.split()])
+    with pytest.raises(SystemExit) as left:
+        train_gpt.main()
+    said = capfd.readouterr()
+    assert left.value.code == 2
+    assert_one_line(said.err, said.out, words)
+
+
+def test_a_refusal_is_the_programs_one_line(tmp_path: Path) -> None:
+    run = start(tmp_path, "--pipe 3 --processes 8")
+    assert run.returncode == 2
+    assert_one_line(run.stderr, run.stdout, "3 pipe x 1 tensor take 3 processes a replica, and there are 8")
+
+
+def assert_one_line(err: str, out: str, words: str) -> None:
+    assert err.startswith("train_gpt.py: error: ") and words in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.exhaustive
+def test_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    good = start(tmp_path, f"--text text --pipe 2 --tensor 2 {SMALL} --name torchrun --sample 0", torchrun)
+    assert good.returncode == 0, good.stderr
+    assert len(losses(tmp_path, "torchrun")) == 6 and good.stdout.count("trained 6 steps") == 1
+    bad = start(tmp_path, "--text text --pipe 3", torchrun)
+    assert bad.returncode != 0
+    assert bad.stderr.count("train_gpt.py: error: 3 pipe x 1 tensor take 3 processes a replica") == 1
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Half of it on four processes, the rest on one; a run that is done says so."""
+    options = f"--text text {SMALL} --dtype float64 --dropout 0.1 --sample 0 --validate-every 3 --save saved"
+    whole = start(tmp_path, f"{options} --pipe 2 --data 2 --zero 2 --name whole")
+    assert whole.returncode == 0, whole.stderr
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step3", "global_step6", "latest"]
+    done = start(tmp_path, f"{options} --resume --name done")
+    assert done.returncode == 0 and "saved is of step 6: give more --steps than that" in done.stdout
+    (tmp_path / "saved" / "latest").write_text("global_step3")
+    rest = start(tmp_path, f"{options} --resume --name rest")
+    assert rest.returncode == 0, rest.stderr
+    assert losses(tmp_path, "rest") == pytest.approx(losses(tmp_path, "whole")[3:], abs=1e-9, rel=0)
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    options: Any = train_gpt.Options(warmup=10, steps=110)
+    rates = [train_gpt.warm_cosine(options, step) for step in range(111)]
+    assert rates[:11] == pytest.approx([0.1 * n for n in range(1, 11)] + [1.0])
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+
+
+def test_ideal_schedule_has_the_measured_means() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    took = {"F": [1.0, 2.0], "B": [3.0, 5.0]}
+    rows, now = [], 100.0
+    for order in schedule.orders:
+        spans = []
+        for op in order:  # one after the other, with idle times, and microbatch 1 slower by a half
+            seconds = took[op.kind][op.stage] * (1 + op.microbatch / 2)
+            spans.append(Span(op, now, now + seconds))
+            now += seconds + 0.25
+        rows.append(tuple(spans))
+    measured = report.from_zero(Timeline(tuple(rows)))
+    assert measured.rows[0][0] == Span(Op("F", 0, 0), 0.0, 1.0)
+    costs = report.mean_costs(schedule, measured)
+    assert np.allclose(costs.F, (1.25, 2.5)) and np.allclose(costs.I, (3.75, 6.25))
+    assert costs.W == (0.0, 0.0)
+
+
+def test_minutes() -> None:
+    assert [report.minutes(s) for s in (0, 59.9, 61, 600)] == ["0:00", "0:59", "1:01", "10:00"]

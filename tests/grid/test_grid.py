@@ -1,0 +1,268 @@
+"""Grid on real ranks: groups of each axis, joint groups, launchers, time limits, and errors."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triax.grid import Grid, Topology
+from triax.grid.comm.axis import Axis
+
+from toys import error_text
+
+AXES = ("pipe", "data", "tensor")
+SHAPES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (1, 2, 4)]
+
+
+def reached(axis: Axis | None) -> tuple[int, ...]:
+    """The ranks that a collective over the axis reaches, and in which order."""
+    if axis is None:
+        return ()
+    mine, all_ranks = torch.tensor([dist.get_rank()]), torch.zeros(axis.size, dtype=torch.long)
+    axis.all_gather(all_ranks, mine)
+    return tuple(all_ranks.tolist())
+
+
+def axes_on_rank(shape: tuple[int, int, int], order: tuple[str, ...]) -> dict[str, Any]:
+    grid = Grid(*shape, order=order)
+    found: dict[str, Any] = {"coordinate": grid.coordinate._asdict(), "rank": grid.rank, "size": grid.size}
+    for name in AXES:
+        axis = grid.axis(name)
+        assert axis is getattr(grid, name)
+        found[name] = (axis.ranks, axis.rank, axis.size, reached(axis))
+        assert (axis.group is None) == (axis.size == 1)
+        assert axis.is_first == (axis.rank == 0) and axis.is_last == (axis.rank == axis.size - 1)
+    assert grid.mesh is not None
+    found["mesh"] = (tuple(grid.mesh.shape), grid.mesh.mesh_dim_names)
+    found["world"] = reached(grid.world)
+    found["joint"] = reached(grid.joint("pipe", "tensor"))
+    assert grid.joint("pipe", "tensor") is grid.joint("pipe", "tensor")  # made once
+    found["ends"] = reached(grid.subgroup("pipe", [0, grid.pipe.size - 1])) if grid.pipe.size > 1 else None
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("order", [AXES, ("data", "tensor", "pipe")])
+def test_every_axis_reaches_its_ranks_and_no_others(
+    ranks: Any, shape: tuple[int, int, int], order: tuple[str, ...]
+) -> None:
+    topology = Topology(**{name: dict(zip(AXES, shape, strict=True))[name] for name in order})
+    for rank, found in enumerate(ranks(8, axes_on_rank, shape, order)):
+        assert (found["rank"], found["size"]) == (rank, 8)
+        assert found["coordinate"] == topology.coordinate(rank)._asdict()
+        for name in AXES:
+            group = tuple(next(g for g in topology.groups(name) if rank in g))
+            assert found[name] == (group, group.index(rank), len(group), group)
+        assert found["world"] == tuple(range(8))
+        assert found["joint"] == tuple(next(g for g in topology.groups("pipe", "tensor") if rank in g))
+        assert found["mesh"] == (topology.shape, topology.names)
+        pipe = next(g for g in topology.groups("pipe") if rank in g)
+        if len(pipe) > 1:
+            ends = (pipe[0], pipe[-1])
+            assert found["ends"] == (ends if rank in ends else ())
+
+
+def test_one_process_needs_no_process_group(ranks: Any) -> None:
+    grid = Grid()
+    assert (grid.rank, grid.size, grid.mesh) == (0, 1, None)
+    assert not dist.is_initialized()
+    x = torch.arange(3.0)
+    for axis in (grid.pipe, grid.data, grid.tensor, grid.world, grid.joint("pipe", "data"), grid.subgroup("pipe", [0])):
+        assert axis is not None
+        axis.all_reduce(x).wait()
+        axis.broadcast(x).wait()
+        out = torch.zeros(3)
+        axis.all_gather(out, x, async_op=True).wait()
+        assert torch.equal(out, x)
+        axis.reduce_scatter(out.zero_(), x).wait()
+        assert torch.equal(out, x) and torch.equal(x, torch.arange(3.0))
+        assert axis.all_gather_object({"a": 1}) == [{"a": 1}]
+        axis.barrier()
+    assert repr(grid) == "Grid(pipe=1, data=1, tensor=1; rank 0 (pipe 0, data 0, tensor 0), cpu)"
+    assert grid.reported_failure() is None
+    grid.report_failure("nobody is there to read it")
+
+
+# ---------------------------------------------------------------------------------------------- collectives
+
+
+def collectives_on_rank() -> None:
+    """Each collective against what it should give, plain and asynchronous, in the dtypes that training uses."""
+    axis = Grid(data=1, tensor=4).tensor
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for async_op in (False, True):
+            x = torch.arange(8).to(dtype) + axis.rank
+            total = x.clone()
+            axis.all_reduce(total, async_op=async_op).wait()
+            assert total.tolist() == [4 * i + 6 for i in range(8)]
+            for op, extreme in (("max", 3), ("min", 0)):
+                y = x.clone()
+                axis.all_reduce(y, op, async_op).wait()
+                assert y.tolist() == [i + extreme for i in range(8)]
+            part = torch.zeros(2, dtype=dtype)
+            axis.reduce_scatter(part, x, async_op).wait()
+            assert part.tolist() == [4 * i + 6 for i in (2 * axis.rank, 2 * axis.rank + 1)]
+            whole = torch.zeros(8, dtype=dtype)
+            axis.all_gather(whole, part, async_op).wait()
+            assert torch.equal(whole, total)
+            axis.broadcast(x, 2, async_op).wait()
+            assert x.tolist() == [i + 2 for i in range(8)]
+    assert axis.all_gather_object(axis.rank) == [0, 1, 2, 3]
+    after, before = (axis.rank + 1) % 4, (axis.rank - 1) % 4
+    received = torch.zeros(2)
+    works = [axis.send(torch.full((2,), float(axis.rank)), after, 5), axis.receive(received, before, 5)]
+    for work in works:
+        work.wait()
+    assert received.tolist() == [before, before]
+    axis.barrier()
+
+
+def test_collectives(ranks: Any) -> None:
+    ranks(4, collectives_on_rank)
+
+
+# ------------------------------------------------------------------------------------------------ launchers
+
+
+def launched_on_rank(launcher: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    rank, size, port = (os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if launcher == "torchrun":
+        os.environ.update(RANK=rank, WORLD_SIZE=size, MASTER_PORT=port)
+    elif launcher == "mpirun":
+        os.environ.update(
+            OMPI_COMM_WORLD_RANK=rank,
+            OMPI_COMM_WORLD_SIZE=size,
+            OMPI_COMM_WORLD_LOCAL_RANK=rank,
+            OMPI_COMM_WORLD_LOCAL_SIZE=size,
+            MASTER_PORT=port,
+        )
+    else:
+        del os.environ["MASTER_ADDR"]
+        os.environ.update(
+            SLURM_PROCID=rank,
+            SLURM_STEP_NUM_TASKS=size,
+            SLURM_LOCALID=rank,
+            SLURM_STEP_NODELIST="127.0.0.1",
+            MASTER_PORT=port,
+        )
+    assert not dist.is_initialized()
+    grid = Grid(pipe=2)
+    assert dist.is_initialized() and dist.get_backend() == "gloo"
+    found = repr(grid), reached(grid.pipe), reached(grid.data)
+    grid.close()
+    assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_the_grid_joins_what_a_launcher_started(ranks: Any, launcher: str) -> None:
+    found = ranks(4, launched_on_rank, launcher, init_group=False)
+    assert found[3] == ("Grid(pipe=2, data=2, tensor=1; rank 3 (pipe 1, data 1, tensor 0), cpu)", (1, 3), (2, 3))
+    assert found[0][1:] == ((0, 2), (0, 1))
+
+
+# -------------------------------------------------------------------------------------- limits and failures
+
+
+def late_on_rank() -> list[tuple[str, float]]:
+    grid = Grid(data=2, tensor=2, timeout=3.0)
+    axes = (grid.world, grid.tensor, grid.joint("pipe", "tensor"))
+    if grid.tensor.rank == 1:
+        time.sleep(6)  # alive, but not there
+        return []
+    start = time.monotonic()
+    works = [axis.all_reduce(torch.ones(1), async_op=True) for axis in axes]
+    said = []
+    for work in works:
+        try:
+            work.wait()
+            said.append(("no error", time.monotonic() - start))
+        except RuntimeError as error:
+            said.append((str(error), time.monotonic() - start))
+    return said
+
+
+def test_no_wait_is_longer_than_the_grids_timeout(ranks: Any) -> None:
+    """The mesh's groups had torch's default of half an hour, whatever the grid was told."""
+    found = ranks(4, late_on_rank, init_group=False, timeout=30)
+    for message, seconds in found[0] + found[2]:
+        assert "Timed out waiting 3000ms" in message
+        assert seconds < 5
+    assert len(found[0]) == 3
+
+
+def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
+    """The scheduler's policies of this process's threads, before and after the grid made its groups."""
+
+    def policies() -> dict[int, int]:
+        threads = [int(folder.name) for folder in Path("/proc/self/task").glob("*")]
+        return {thread: os.sched_getscheduler(thread) for thread in threads}
+
+    before = policies()
+    Grid(pipe=2)
+    return before, policies()
+
+
+def test_the_pipes_gloo_threads_interrupt_nobody_and_no_other_thread_is_touched(ranks: Any) -> None:
+    for before, after in ranks(2, policies_on_rank):
+        assert before.items() <= after.items()
+        made = [policy for thread, policy in after.items() if thread not in before]
+        assert not made or made.count(os.SCHED_BATCH) >= 3  # on Linux; elsewhere no thread is seen
+
+
+def report_on_rank() -> tuple[str | None, str | None]:
+    grid = Grid(data=2)
+    before = grid.reported_failure()
+    grid.world.barrier()
+    if grid.rank == 1:
+        grid.report_failure(f"{grid.describe()} ran out of memory")
+    grid.world.barrier()
+    if grid.rank == 0:
+        grid.report_failure("this one comes second, as a consequence")
+    grid.world.barrier()
+    return before, grid.reported_failure()
+
+
+def test_the_first_failure_is_what_every_rank_reads(ranks: Any) -> None:
+    said = "rank 1 (pipe 0, data 1, tensor 0) ran out of memory"
+    assert ranks(2, report_on_rank) == [(None, said)] * 2
+
+
+def refused_on_rank(sizes: dict[str, Any]) -> str:
+    return error_text(lambda: Grid(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"pipe": 3},
+            (
+                "a grid of pipe 3 x data ? x tensor 1 needs a multiple of 3 processes, and there are 4: start it with "
+                "torchrun --nproc-per-node 6, or give other sizes"
+            ),
+        ),
+        (
+            {"pipe": 2, "data": 2, "tensor": 2},
+            "a grid of pipe 2 x data 2 x tensor 2 needs 8 processes, and there are 4: start it with torchrun --nproc",
+        ),
+        ({"tensor": 0}, "axis tensor has size 0"),
+        ({"order": ("pipe", "data")}, "order=('pipe', 'data') must name pipe, data and tensor once each"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes(ranks: Any, sizes: dict[str, Any], message: str) -> None:
+    for said in ranks(4, refused_on_rank, sizes, init_group=False):
+        assert said.startswith(message)
+
+
+def test_errors_on_one_process() -> None:
+    with pytest.raises(ValueError, match=r"needs a multiple of 2 processes, and there is 1: .*--nproc-per-node 2"):
+        Grid(tensor=2)
+    with pytest.raises(ValueError, match="no axis 'expert'; the axes are pipe, data, tensor"):
+        Grid().axis("expert")

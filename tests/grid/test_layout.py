@@ -1,0 +1,127 @@
+"""Layout: each element of a parameter lies in exactly one box, and is drawn and assembled by it."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from triax.grid.layout import Box, Layout, layout_of, rename, set_layout
+from triax.grid.ranges import split
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
+    shard_dim = draw(st.none() | st.integers(0, len(shape) - 1))
+    parts, unit = None, 1
+    if shard_dim is not None:
+        unit = draw(st.integers(1, 3))
+        shape[shard_dim] *= unit
+        if draw(st.booleans()):
+            parts = tuple(unit * n for n in draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
+            shape[shard_dim] = sum(parts)
+    return Layout(tuple(shape), shard_dim=shard_dim, parts=parts, unit=unit)
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_split_shares_out_everything_evenly(length: int, parts: int) -> None:
+    ranges = [split(length, parts, i) for i in range(parts)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == length
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    sizes = {stop - start for start, stop in ranges}
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(layouts(), st.integers(1, 5))
+def test_assemble_undoes_shard(layout: Layout, size: int) -> None:
+    whole = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)
+    shards = [layout.shard(whole, rank, size) for rank in range(size)]
+    assert [tuple(shard.shape) for shard in shards] == [layout.local_shape(rank, size) for rank in range(size)]
+    assert torch.equal(layout.assemble(shards), whole)
+
+
+@given(layouts(), st.integers(1, 5))
+def test_the_boxes_of_all_ranks_hold_each_element_once(layout: Layout, size: int) -> None:
+    seen = torch.zeros(layout.shape, dtype=torch.long)
+    for rank in range(size):
+        local = torch.zeros(layout.local_shape(rank, size), dtype=torch.long)
+        for box in layout.boxes(rank, size):
+            seen[box.whole] += 1
+            local[box.local] += 1
+        assert bool((local == 1).all())
+    assert bool((seen == (1 if layout.sharded else size)).all())
+
+
+def test_fused_parts_are_sharded_each_on_its_own() -> None:
+    qkv = Layout((12, 2), shard_dim=0, parts=(6, 3, 3))
+    rows = torch.arange(12)[:, None].expand(12, 2)
+    assert qkv.shard(rows, 0, 3)[:, 0].tolist() == [0, 1, 6, 9]
+    assert qkv.shard(rows, 2, 3)[:, 0].tolist() == [4, 5, 8, 11]
+    assert qkv.boxes(1, 3)[1] == Box((slice(7, 8), slice(0, 2)), (slice(2, 3), slice(0, 2)))
+
+
+def test_units_are_not_cut() -> None:
+    heads = Layout((18, 2), shard_dim=0, unit=3)  # 6 heads of 3 rows over 4 ranks
+    rows = torch.arange(18)[:, None].expand(18, 2)
+    assert [heads.shard(rows, rank, 4)[::3, 0].tolist() for rank in range(4)] == [[0], [3, 6], [9], [12, 15]]
+    assert [heads.local_shape(rank, 4)[0] for rank in range(4)] == [3, 6, 3, 6]
+    qkv = Layout((36,), shard_dim=0, parts=(18, 9, 9), unit=3)
+    assert [qkv.lengths(rank, 2) for rank in (0, 1)] == [[9, 3, 3], [9, 6, 6]]
+    assert qkv.shard(torch.arange(36), 0, 2).tolist() == [*range(9), *range(18, 21), *range(27, 30)]
+
+
+@given(layouts(), st.integers(1, 5))
+def test_each_box_is_whole_units(layout: Layout, size: int) -> None:
+    for rank in range(size):
+        for box in layout.boxes(rank, size) if layout.shard_dim is not None else []:
+            assert layout.shard_dim is not None
+            for span in (box.whole[layout.shard_dim], box.local[layout.shard_dim]):
+                assert span.start % layout.unit == span.stop % layout.unit == 0
+
+
+def test_one_box_is_a_view_and_a_replicated_parameter_is_itself() -> None:
+    whole = torch.zeros(4, 4)
+    assert Layout((4, 4), shard_dim=1).shard(whole, 1, 2)._base is whole
+    assert Layout((4, 4)).shard(whole, 1, 2) is whole
+
+
+def test_a_parameter_carries_its_layout() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    assert layout_of(parameter) == Layout((2, 3))  # nobody marked it: whole on every rank
+    set_layout(parameter, Layout((4, 3), shard_dim=0))
+    rename(parameter, "layers.0.weight", tie="embed")
+    assert layout_of(parameter) == Layout((4, 3), name="layers.0.weight", shard_dim=0, tie="embed")
+    assert parameter.layout == torch.strided  # torch's own attribute of that name is not touched
+
+
+def test_the_layout_stays_through_what_models_go_through() -> None:
+    layer: nn.Linear = nn.Linear(3, 2)
+    set_layout(layer.get_parameter("weight"), Layout((4, 3), shard_dim=0))
+    layer.double().to("cpu").requires_grad_(False)
+    assert layout_of(layer.weight).sharded
+    assert layout_of(pickle.loads(pickle.dumps(layer)).weight).sharded
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Layout((4,), parts=(2, 2)), r"parts \(2, 2\) without the dim"),
+        (lambda: Layout((4,), shard_dim=1), r"shard_dim 1 is not a dim of \(4,\)"),
+        (lambda: Layout((4,), shard_dim=-1), "shard_dim -1"),
+        (lambda: Layout((4,), shard_dim=0, parts=(2, 1)), r"add up to 3, but dim 0 of \(4,\) is 4 long"),
+        (lambda: Layout((4,), shard_dim=0, partial=True), "partial is for replicated"),
+        (lambda: Layout((4,), unit=2), "a unit of 2 without the dim it lies on"),
+        (lambda: Layout((9,), shard_dim=0, unit=2), r"a unit of 2 does not divide 9 \(dim 0 of \(9,\)\)"),
+        (lambda: Layout((6,), shard_dim=0, parts=(4, 2), unit=4), "a unit of 4 does not divide 4 and 2"),
+        (lambda: Layout((4,), name="w", shard_dim=0).shard(torch.zeros(3), 0, 2), r"w has shape \(4,\), not \(3,\)"),
+    ],
+)
+def test_errors(wrong: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()  # type: ignore[operator]

@@ -1,0 +1,233 @@
+"""``triax generate``: from a folder to text on the terminal; and the tokens of transformers' own ``generate``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import triax
+from triax.cli.generate import family, find_model, generate, open_text
+from triax.grid import Grid
+from triax.grid.errors import ConfigError
+from triax.models.gpt import GPTConfig, gpt_layers
+from triax.models.huggingface.load import load_hf
+from triax.models.huggingface.save import save_hf
+
+from paths import ROOT
+
+BIN = Path(sys.executable).parent
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 4}),
+    "llama": (
+        "LlamaForCausalLM",
+        {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "max_position_embeddings": 32},
+    ),
+}
+PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3], [2, 2]]
+
+
+# --------------------------------------------------------------------------------------------------- transformers
+
+
+def transformer(name: str) -> Any:
+    """A random model whose tokens vary."""
+    import transformers
+
+    cls, options = FAMILIES[name]
+    config = getattr(transformers, cls).config_class(vocab_size=53, bos_token_id=0, eos_token_id=1, **options)
+    torch.manual_seed(4)
+    theirs = getattr(transformers, cls)(config).double().eval()
+    for parameter in theirs.parameters():
+        parameter.data *= 5
+    return theirs
+
+
+def ours(folder: str, sizes: tuple[int, int, int], eos: int | None) -> list[list[int]]:
+    grid = Grid(*sizes)
+    engine = triax.init_inference(triax.PipelineModule(load_hf(folder), grid=grid), max_batch=3)
+    return engine.generate(PROMPTS, 14, temperature=0, eos=eos)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("gpt2", (2, 1, 1)), ("llama", (1, 1, 4))])
+def test_greedy_tokens_are_those_of_transformers(ranks: Any, tmp_path: Path, name: str, sizes: Any) -> None:
+    theirs = transformer(name)
+    wanted = []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            made = theirs.generate(ids, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
+        wanted.append(made[0].tolist())
+    assert len({tuple(sequence[-5:]) for sequence in wanted}) > 1
+    theirs.save_pretrained(tmp_path)
+    for result in [ours(str(tmp_path), (1, 1, 1), 1), *ranks(sizes[0] * sizes[2], ours, str(tmp_path), sizes, 1)]:
+        assert result == wanted
+
+
+def test_what_is_kept_to_draw_from_is_what_transformers_keeps() -> None:
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    from triax.inference.sampling import _at_least, _kth, _nucleus
+
+    axis = Grid().tensor
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2
+    for k in (1, 5, 39, 40):
+        kept = _at_least(logits, _kth(logits, k, axis, 1, 40))
+        assert torch.equal(kept, TopKLogitsWarper(k)(torch.zeros(1, 1), logits))
+    for p in (0.05, 0.3, 0.9, 0.999):
+        kept = _at_least(logits, _nucleus(logits, p))
+        assert torch.equal(kept, TopPLogitsWarper(p)(torch.zeros(1, 1), logits))
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run as the example leaves it: a model of bytes, in model/."""
+    run = tmp_path_factory.mktemp("run")
+    module = triax.PipelineModule(
+        gpt_layers(
+            GPTConfig(
+                vocab_size=256, max_position_embeddings=48, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+            )
+        )
+    )
+    for parameter in module.parameters():
+        parameter.data *= 4
+    save_hf(module, run / "model")
+    return run
+
+
+def command(*words: object, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    line = [*(launcher or []), str(BIN / "triax"), "generate", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_same_text_from_every_start(folder: Path) -> None:
+    options = [folder, "--prompt", "dé", "--max-new-tokens", 20, "--temperature", 0.8, "--seed", 3, "--top-k", 30]
+    alone = command(*options)
+    assert alone.returncode == 0, alone.stderr
+    module = triax.PipelineModule(load_hf(folder / "model"))
+    prompt = list("dé".encode())
+    (wanted,) = triax.init_inference(module).generate([prompt], 20, temperature=0.8, top_k=30, seed=3)
+    assert alone.stdout == bytes(wanted).decode(errors="replace") + "\n"
+    assert alone.stderr.startswith("20 tokens in ")
+    started = command(*options, "--pipe", 2)
+    assert (started.returncode, started.stdout) == (0, alone.stdout), started.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    under = command(*options, launcher=torchrun)  # two tensor ranks
+    assert (under.returncode, under.stdout) == (0, alone.stdout), under.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["nowhere", "--prompt", "x"],
+            "nowhere is no such folder: give a folder as transformers saves it, or a run of",
+        ),
+        (["{run}", "--prompt", "x", "--tensor", "3"], "2 attention heads do not reach over tensor=3"),
+    ],
+)
+def test_what_cannot_be_is_one_line(folder: Path, words: list[str], message: str) -> None:
+    done = command(*(word.replace("{run}", str(folder)) for word in words))
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 48}, "pass max_new_tokens=47 at most"),
+        ({"prompt": "x" * 48}, "prompt 0 has 48 tokens; with 1 new ones that is 49, and max_length is 48"),
+        ({"dtype": "int8"}, "--dtype int8 is none of float32, float64, bfloat16 and float16"),
+        ({"temperature": -1.0}, "temperature is -1.0; give 0"),
+    ],
+)
+def test_what_the_model_cannot_do(folder: Path, capsys: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        generate(folder, **{"prompt": "x", **options})
+    said = capsys.readouterr()
+    assert left.value.code == 2 and not said.out and message in said.err and said.err.count("\n") == 1
+    with pytest.raises(ConfigError, match="--prompt is empty: the text needs something to follow"):
+        generate(folder, prompt="")
+
+
+def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 300}))
+    assert find_model(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match=r"model_type 'mamba', and those installed are gpt2, llama, qwen2, qwen3"):
+        family(tmp_path)
+    with pytest.raises(ValueError, match=r"no tokenizer.json, and a vocabulary of 300, not the 256 bytes"):
+        open_text(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json is not JSON"):
+        family(tmp_path)
+    with pytest.raises(ConfigError, match=r"has neither config.json nor model/config.json"):
+        find_model(tmp_path.parent)
+
+
+def test_text_comes_in_whole_characters(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, "eos_token_id": [0, 3]}))
+    text = open_text(tmp_path)
+    assert text.ends == [0, 3] and text.encode("é") == [195, 169]
+    assert [text.follow(byte) for byte in (97, 195, 169, 255, 195)] == ["a", "", "é", "\N{REPLACEMENT CHARACTER}", ""]
+    assert text.rest() == "\N{REPLACEMENT CHARACTER}"  # a character that never became whole
+
+
+def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, "eos_token_id": None}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    text = open_text(tmp_path)
+    ids = text.encode("dé ")
+    assert len(ids) == 4 and text.ends == [7]
+    more = text.encode("né é!")
+    text.encode("dé ")
+    assert "".join(text.follow(token) for token in more) + text.rest() == "né é!"
+    assert text.follow(more[1]) == ""  # half of é
+
+
+# ------------------------------------------------------------------------------------ docs/generation.md, benchmark
+
+
+def test_the_documented_programs(tmp_path: Path) -> None:
+    """Every ```python block of docs/generation.md, one behind the other, as a user would go on."""
+    text = (ROOT / "docs" / "generation.md").read_text()
+    source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    (tmp_path / "program.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for command_line in re.findall(r"^triax generate (.*)$", text, re.MULTILINE):
+        known = command("--help").stdout
+        assert all(word in known for word in command_line.split() if word.startswith("--")), command_line
+
+
+@pytest.mark.exhaustive
+def test_the_benchmark_compares() -> None:
+    line = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), "--preset", "bytes-tiny", "--json"]
+    done = subprocess.run(
+        [*line, "--batches", "2", "--rounds", "1"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr  # the greedy tokens were the same, or it would have failed
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["name"] for row in rows} == {"triax", "without a cache", "transformers"}
+    assert all(row["tokens_per_second"] > 0 for row in rows)

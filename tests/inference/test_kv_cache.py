@@ -1,0 +1,141 @@
+"""The key-value cache: what a token costs with it, and that its logits are those of the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triax.grid import Grid
+from triax.inference.decode_loop import layers_with_cache
+from triax.inference.kv_cache import KVCache
+from triax.models.gpt import GPTConfig, gpt_layers
+from triax.models.llama import LlamaConfig, llama_layers
+from triax.pipe.module import PipelineModule
+
+from reference import gpt_logits
+
+GPT = GPTConfig(vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=3, num_attention_heads=4)
+LLAMA = LlamaConfig(
+    vocab_size=53,
+    max_position_embeddings=16,
+    hidden_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=40,
+)
+QWEN = LlamaConfig(
+    vocab_size=53,
+    max_position_embeddings=16,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=40,
+    qkv_bias=True,
+    qk_norm=True,
+)
+
+
+def model(config: Any, grid: Grid | None = None) -> PipelineModule:
+    layers = gpt_layers(config) if isinstance(config, GPTConfig) else llama_layers(config)
+    module = PipelineModule(layers, grid=grid, dtype=torch.float64)
+    for parameter in module.parameters():
+        parameter.data *= 5  # at their initial size, all logits are nearly alike
+    return module.eval()
+
+
+def ids(rows: int, length: int) -> Tensor:
+    return torch.randint(53, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+class Cached:
+    """The model with a cache, by hand."""
+
+    def __init__(self, module: PipelineModule, slots: int, length: int) -> None:
+        self.module, self.cache = module, KVCache(torch.device("cpu"))
+        self.cache.reserve(slots, length)
+        for layer in layers_with_cache(module):
+            layer.cache = self.cache
+
+    def __call__(self, slots: list[int], starts: list[int], x: Tensor) -> Tensor:
+        """ids (B, T) -> logits (B, T, V)"""
+        self.cache.begin(0, slots, starts, x.shape[1])
+        return self.module.run_stage(0, x)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA, QWEN], ids=["gpt", "llama-gqa", "qwen"])
+@torch.no_grad()
+def test_a_token_at_a_time_is_the_whole_sequence(config: Any) -> None:
+    module = model(config)
+    x = ids(4, 13)
+    whole = module(x)
+    if config is GPT:
+        weights = {name: p.detach() for name, p in module.named_parameters()}
+        torch.testing.assert_close(
+            whole, gpt_logits(weights, x, GPT.num_hidden_layers, GPT.num_attention_heads), rtol=1e-10, atol=1e-10
+        )
+    cached = Cached(module, 6, 16)
+    # Neighbours in the cache, and not; each with a prompt of another length; some in pieces.
+    slots, lengths = [4, 5, 0, 2], [3, 7, 1, 5]
+    for row, (slot, length) in enumerate(zip(slots, lengths)):
+        part = cached([slot], [0], x[row : row + 1, :length])
+        torch.testing.assert_close(part[0], whole[row, :length], rtol=1e-10, atol=1e-10)
+    starts = list(lengths)
+    for rows in ([0, 1, 2, 3], [2, 3], [0, 1], [1], [0, 1, 2, 3], [3, 0]):
+        tokens = torch.stack([x[row, starts[row]] for row in rows])[:, None]
+        part = cached([slots[row] for row in rows], [starts[row] for row in rows], tokens)
+        for i, row in enumerate(rows):
+            torch.testing.assert_close(part[i, 0], whole[row, starts[row]], rtol=1e-10, atol=1e-10)
+            starts[row] += 1
+    # Several tokens onto different beginnings; and a slot used again by a shorter sequence.
+    part = cached([0, 2], [starts[2], starts[3]], torch.stack([x[r, starts[r] : starts[r] + 3] for r in (2, 3)]))
+    for i, row in enumerate((2, 3)):
+        torch.testing.assert_close(part[i], whole[row, starts[row] : starts[row] + 3], rtol=1e-10, atol=1e-10)
+    part = cached([5], [0], x[:1, :2])
+    torch.testing.assert_close(part[0], whole[0, :2], rtol=1e-10, atol=1e-10)
+    part = cached([5], [2], x[:1, 2:3])
+    torch.testing.assert_close(part[0, 0], whole[0, 2], rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_the_bytes_are_the_formulas() -> None:
+    for config, kv_heads in ((GPT, 4), (LLAMA, 2)):
+        cached = Cached(model(config), 6, 16)
+        cached([0], [0], ids(1, 2))
+        head_dim = config.hidden_size // config.num_attention_heads
+        assert cached.cache.bytes == 2 * config.num_hidden_layers * 6 * kv_heads * 16 * head_dim * 8
+        cached.cache.reserve(3, 9)  # there is room
+        assert cached.cache.bytes
+        cached.cache.reserve(3, 20)
+        assert (cached.cache.slots, cached.cache.length, cached.cache.bytes) == (6, 20, 0)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@torch.no_grad()
+def test_what_is_no_turn_is_refused(config: Any) -> None:
+    module = model(config)
+    cached = Cached(module, 2, 8)
+    cached([0], [0], ids(1, 3))
+    cached.cache.end()
+    with pytest.raises(RuntimeError, match="while a stream of tokens uses its cache"):
+        module(ids(1, 3))
+    assert cached([0], [3], ids(1, 1)).shape == (1, 1, 53)
+
+
+@torch.no_grad()
+def test_a_layer_that_runs_twice_keeps_two_memories() -> None:
+    """A module listed twice is one layer with two places (as in ALBERT)."""
+    module = model(GPT)
+    block = module.layers["2"]
+    again = PipelineModule([module.layers["0"], module.layers["1"], block, block, module.layers["5"]])
+    again.eval()
+    x = ids(2, 6)
+    whole = again(x)
+    cached = Cached(again, 2, 8)
+    cached([0, 1], [0, 0], x[:, :5])
+    part = cached([0, 1], [5, 5], x[:, 5:])
+    torch.testing.assert_close(part[:, 0], whole[:, 5], rtol=1e-10, atol=1e-10)

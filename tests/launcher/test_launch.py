@@ -1,0 +1,197 @@
+"""launcher/launch.py: ranks start and end together, and the last line names the failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triax.grid.topology import Topology
+from triax.launcher.launch import cores, launch
+from triax.launcher.worker import lost_peer
+
+from processes import is_alive, last_line
+
+GRID = """
+import os, signal, sys, time
+import torch
+from triax.grid import Grid
+grid = Grid(pipe=2)
+x = torch.ones(1)
+
+def forever():
+    while True:
+        grid.world.all_reduce(x)
+        x.fill_(1.0)
+"""
+
+
+@pytest.fixture
+def run(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a script on two ranks: its exit code, and what the launcher printed to stdout and stderr.
+
+    `ranks` is asked for so that the pool's fork server, which has torch, is the one that starts these too. (So
+    rank 0 prints where the server does: what it has to say, it writes to `said.txt`.)
+    """
+
+    def go(body: str, *args: object, **options: Any) -> tuple[int, str, str]:
+        script = tmp_path / "script.py"
+        script.write_text(GRID + body)
+        options = {"topology": Topology(pipe=2), "logs": tmp_path / "logs", **options}
+        start = time.monotonic()
+        code = launch(script, *args, ranks=2, **options)
+        assert time.monotonic() - start < 30
+        return code, *capfd.readouterr()
+
+    return go
+
+
+def test_ranks_find_each_other_and_their_arguments(run: Any, tmp_path: Path) -> None:
+    code, out, err = run(
+        "grid.world.all_reduce(x)\n"
+        "if grid.rank == 0: sys.stdout = open(sys.argv[1], 'w')\n"
+        "print('rank', grid.rank, 'sum', int(x), sys.argv[2:], torch.get_num_threads(), 'LOCAL_RANK' in os.environ)",
+        tmp_path / "said.txt",
+        "--lr",
+        0.1,
+        threads=1,
+    )
+    assert (code, out, err) == (0, "", "")
+    assert (tmp_path / "said.txt").read_text() == "rank 0 sum 2 ['--lr', '0.1'] 1 True\n"
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "rank 1 sum 2 ['--lr', '0.1'] 1 True\n"
+
+
+def test_nothing_of_a_launch_stays(run: Any) -> None:
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    assert run("")[0] == 0
+    assert dict(os.environ) == before
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_killed_rank_is_named(run: Any) -> None:
+    code, _, err = run("if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nforever()")
+    assert code == 128 + signal.SIGKILL
+    assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: SIGKILL")
+    assert "Traceback" not in err
+
+
+def test_killed_first_rank_is_named(run: Any) -> None:
+    """Rank 0 may hold the store: its end must not look like everybody's."""
+    code, _, err = run("if grid.rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\nforever()")
+    assert code == 128 + signal.SIGSEGV
+    assert last_line(err).startswith("rank 0 (pipe 0, data 0, tensor 0) died: SIGSEGV")
+
+
+def test_silent_exit_is_named(run: Any) -> None:
+    code, _, err = run("if grid.rank == 1: os._exit(3)\nforever()", topology=None)
+    assert code == 1
+    assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: exit status 3, without an exception")
+
+
+def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
+    code, _, err = run(
+        "def inner(): raise ValueError('the second\\nhas two lines')\nif grid.rank == 1: inner()\nforever()"
+    )
+    assert code == 1
+    assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: ValueError: the second"
+    assert err.count("Traceback") == 1 and "in inner" in err
+    assert "launch.py" not in err and "runpy" not in err
+
+
+def test_error_that_names_its_rank_is_left_alone(run: Any) -> None:
+    message = "rank 1 (pipe 1, data 0, tensor 0), 1B0: shapes differ"
+    code, _, err = run(f"if grid.rank == 1: raise RuntimeError({message!r})\nforever()")
+    assert code == 1
+    assert last_line(err) == f"{message} (RuntimeError)"
+
+
+def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
+    """A rank that closes its sockets and fails later still is the one that is shown."""
+    code, _, err = run(
+        "if grid.rank == 1:\n"
+        "    torch.distributed.destroy_process_group()\n"
+        "    grid.world.group = grid.pipe.group = grid.mesh = None\n"
+        "    time.sleep(0.7)\n"
+        "    raise KeyError('the cause')\n"
+        "forever()"
+    )
+    assert code == 1
+    assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: KeyError: 'the cause'"
+    assert err.count("Traceback") == 1
+
+
+def test_user_error_is_one_line_and_code_2(run: Any, tmp_path: Path) -> None:
+    code, _, err = run(
+        "from triax.launcher.launch import user_error\n"
+        "if grid.rank == 0: sys.stderr = open(sys.argv[1], 'w')\n"
+        "user_error('3 is not 4; give 4')",
+        tmp_path / "said.txt",
+    )
+    assert (code, err) == (2, "")
+    assert (tmp_path / "said.txt").read_text() == "script.py: error: 3 is not 4; give 4\n"
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
+
+
+def test_other_exit_codes(run: Any) -> None:
+    code, _, err = run("if grid.rank == 1: sys.exit('no more paper')\nforever()")
+    assert code == 1
+    assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: no more paper"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    """As a user meets it: a program that launches itself, and Ctrl-C while its ranks wait for each other."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys\n"
+        "from triax.launcher.launch import launch\n"
+        "def work():\n"
+        + "".join(f"    {line}\n" for line in GRID.strip().splitlines())
+        + "    os.write(1, b'%d\\n' % os.getpid())\n"
+        "    forever()\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(launch(work, ranks=2))\n"
+    )
+    program = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert program.stdout is not None and program.stderr is not None
+    try:
+        pids = [int(program.stdout.readline()) for _ in range(2)]
+        os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
+        if number == signal.SIGKILL:  # the launcher can say nothing, and do nothing
+            assert program.wait(20) == -number
+        else:
+            assert program.wait(20) == 128 + number
+            assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
+        deadline = time.monotonic() + (10 if number == signal.SIGKILL else 0)
+        while alive := [pid for pid in pids if is_alive(pid)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.05)
+    finally:
+        program.kill()
+
+
+def test_lost_peers_are_recognised() -> None:
+    for words in (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:23156",
+        "NCCL error: remote process exited",
+        "Broken pipe",
+    ):
+        assert lost_peer(RuntimeError(words))
+    wrapped = RuntimeError("rank 0, 0F1: failed")
+    wrapped.__cause__ = ConnectionResetError("Connection reset by peer")
+    assert lost_peer(wrapped)
+    assert not lost_peer(ValueError("connection closed: a word of the user's"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_cores() -> None:
+    assert 1 <= cores() <= (os.cpu_count() or 1)

@@ -1,0 +1,411 @@
+"""``triax run``, mpirun and srun: scripts on many processes, restarts, two hosts, and environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.grid.environment import Environment, read_environment
+from triax.grid.errors import ConfigError
+from triax.launcher.launch import launch
+from triax.launcher.log_tail import LogTail, _complete_characters
+
+import processes
+from paths import DOCS
+from processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from triax.grid import Grid
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+grid = Grid(timeout=60)
+x = torch.ones(1)
+grid.world.all_reduce(x)
+print(f"rank {grid.rank} of {int(x)}, attempt {attempt}, {sys.argv[1:]}", flush=True)
+"""
+# Rank 1 is killed in the middle of work, so many times.
+FALLS = """
+for number in range(20):
+    if grid.rank == 1 and attempt < int(sys.argv[1]) and number == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    grid.world.all_reduce(x)
+    x.fill_(1.0)
+print(f"rank {grid.rank} is at the end", flush=True)
+"""
+# Until somebody ends it.
+GOES_ON = """
+for number in range(int(sys.argv[1])):
+    grid.world.all_reduce(x)
+    x.fill_(1.0)
+    if grid.rank == 0 and number % 20 == 0:
+        print(f"step {number} of attempt {attempt}", flush=True)
+    time.sleep(0.05)
+print(f"rank {grid.rank} is at the end", flush=True)
+"""
+
+
+def written(folder: Path, body: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(SCRIPT + body)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------- one host
+
+
+def test_a_module_its_arguments_logs_and_the_cause_of_a_failure_last(tmp_path: Path) -> None:
+    """As a user meets it, with all that a module and torchrun's names ask for."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__init__.py").touch()
+    (tmp_path / "job" / "main.py").write_text(
+        SCRIPT + "import atexit\n"
+        "atexit.register(lambda: print('left in order', flush=True))\n"
+        "print('threads', torch.get_num_threads(), os.environ['OMP_NUM_THREADS'], os.environ['MINE'])\n"
+        "if sys.argv[1] == '--fail' and grid.rank == 1: raise ValueError('the cause')\n"
+        "if sys.argv[1] == '--fail': grid.world.barrier()\n"
+    )
+    command = [*TRIAX, "run", "--nproc-per-node=2", "--log_dir", "logs", "--tee", "all", "--threads", "1"]
+    command += ["--export", "MINE=a b", "-m", "job.main"]
+    good = subprocess.run([*command, "--nproc", "7"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0, good.stderr
+    said = [f"rank {rank} of 2, attempt 0, ['--nproc', '7']\nthreads 1 1 a b\nleft in order\n" for rank in range(2)]
+    for rank in range(2):
+        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == said[rank]
+        assert re.findall(rf"^\[rank {rank}\] (.*)$", good.stdout, re.M) == said[rank].splitlines()
+    bad = subprocess.run([*command, "--fail"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 1
+    assert last_line(bad.stderr) == "rank 1 (pipe 0, data 1, tensor 0) failed: ValueError: the cause"
+    assert bad.stderr.count("Traceback") == 1 and "job/main.py" in bad.stderr
+    assert "Traceback" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.exhaustive
+def test_ten_kills_in_a_row(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks restart ten times; under torchrun, restarted gloo workers read the old ones' addresses, and 5 of 6 fail."""
+    times = 10
+    code = launch(written(tmp_path, FALLS), times, ranks=3, logs=tmp_path / "logs", tee=(), restarts=times)
+    said = capfd.readouterr().err.strip().splitlines()
+    assert code == 0, said
+    assert said == [
+        "rank 1 (pipe 0, data 1, tensor 0) died: SIGKILL (killed from outside, or by the kernel if memory ran out); "
+        f"restarting all ranks ({number} of {times})"
+        for number in range(1, times + 1)
+    ]
+    for rank in range(3):
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert log.count(f"rank {rank} of 3, attempt {times}") == 1
+        assert log.endswith(f"rank {rank} is at the end\n")
+
+
+def test_restarts_come_to_an_end(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = launch(written(tmp_path, FALLS), 5, ranks=2, logs=tmp_path / "logs", tee=(), restarts=1)
+    first, last = capfd.readouterr().err.strip().splitlines()
+    assert code == 128 + signal.SIGKILL
+    assert first.endswith("(1 of 1)") and last.endswith("; the other ranks were stopped")
+
+
+def test_what_ranks_print_is_shown_while_they_print_it(tmp_path: Path) -> None:
+    out = (tmp_path / "out").open("w+")
+
+    def shown() -> str:
+        out.seek(0)
+        return out.read()
+
+    with LogTail(tmp_path, {0}, started=tmp_path, to=out), (tmp_path / "rank-0.log").open("wb", buffering=0) as log:
+        (tmp_path / "here-0").touch()
+        log.write(b"half a line, caf" + "é".encode()[:1])
+        deadline = time.monotonic() + 20
+        while "half a line, caf" not in shown():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        log.write("é".encode()[1:] + b"\nand the end")
+    assert shown() == "half a line, café\nand the end"
+    texts = (b"", b"a", "é".encode(), b"a\xc3", "€".encode()[:2])
+    assert [_complete_characters(text) for text in texts] == [0, 1, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.py"], "there is no file none.py"),
+        (["--nproc", "0", "script.py"], "--nproc '0': write a number of at least 1"),
+        (["--nproc", "many", "script.py"], "--nproc 'many'"),
+        (["--nnodes", "3:2", "script.py"], "--nnodes '3:2'"),
+        (["--nnodes", "2", "script.py"], "--nnodes 2 needs --hostfile"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "script.py"], "count from 0 to 1"),
+        (["--nnodes", "1:2", "script.py"], "--rdzv-endpoint is missing"),
+        (["--rdzv-endpoint", "a:1", "--rdzv-conf", "timeout", "script.py"], "--rdzv-conf 'timeout': write key=value"),
+        (["--tee", "first", "script.py"], "--tee 'first'"),
+        (["--export", "NO_SUCH", "script.py"], "--export NO_SUCH: this process has no such variable"),
+        (["--hostfile", "none", "script.py"], "the hostfile none cannot be read"),
+        (["--hostfile", "hosts", "--include", "c", "script.py"], "there is no host 'c'"),
+        (["--hostfile", "hosts", "--num_gpus", "3", "script.py"], "--num_gpus 3 on b, which has 2 slots"),
+        (["--hostfile", "hosts", "--num_nodes", "3", "script.py"], "--num_nodes 3 of 2 hosts"),
+        (["--hostfile", "hosts", "--nnodes", "1:2", "script.py"], "is a fixed list"),
+        (["--hostfile", "hosts", "--rdzv-endpoint", "a:1", "script.py"], "is a fixed list"),
+        (["--hostfile", "hosts", "--launcher", "rsh {host}", "script.py"], "--launcher 'rsh {host}'"),
+        (["--hostfile", "local", "script.py"], "give its --master-addr"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_starts(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").touch()
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=2\n")
+    (tmp_path / "local").write_text("localhost slots=1\nb slots=1\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", *words])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert said in str(result.exception)
+
+
+# ---------------------------------------------------------------------------------------------------- two hosts
+
+ELSEWHERE = "env HOST={host} sh -c {command}"  # a host that is this one
+
+
+def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -> None:
+    """From a hostfile: the job of two launchers goes on when one's rank is killed, and ends when it is once more."""
+    (tmp_path / "hosts").write_text("one slots=1\ntwo slots=2\n")
+    command = [*TRIAX, "run", "--hostfile", "hosts", "--launcher", ELSEWHERE, "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(free_port()), "--log-dir", "logs", "--max-restarts", "1"]
+    written(tmp_path, FALLS)
+    run = subprocess.run([*command, "script.py", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 128 + signal.SIGKILL, run.stderr
+    again = [line for line in run.stderr.splitlines() if "restarting all ranks (1 of 1)" in line]
+    assert {line.partition(":")[0] for line in again} == {"one", "two"}
+    assert last_line(run.stderr).startswith("rank 1 (pipe 0, data 1, tensor 0) died: SIGKILL")
+    assert run.stdout.splitlines() == [f"rank 0 of 3, attempt {number}, ['2']" for number in (0, 1)] or (
+        "attempt 1" in run.stdout and run.stdout.count("rank 0 of 3") == 2
+    )
+
+
+class Loopback:
+    """Two hosts that are this one, for where nobody may make network namespaces: a lost host is a stopped process."""
+
+    hosts = ("127.0.0.2", "127.0.0.3")
+    template = ELSEWHERE
+
+    def down(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def up(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the second launcher and its ranks: all processes with its environment."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if b"\0HOST=127.0.0.3\0" in b"\0" + (folder / "environ").read_bytes() + b"\0":
+                    os.kill(int(folder.name), number)
+
+    def close(self) -> None:
+        pass
+
+
+class Namespaces:
+    """Two hosts in network namespaces, with a cable between them that can be pulled."""
+
+    template = "ip netns exec {host} sh -c {command}"
+
+    def __init__(self) -> None:
+        net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
+        self.hosts = (f"{net}.1", f"{net}.2")
+        self._cable = f"v{os.getpid()}"
+        for host in self.hosts:
+            self.ip("netns", "add", host)
+        a, b = self.hosts
+        ends = {a: f"{self._cable}a", b: f"{self._cable}b"}
+        self.ip("link", "add", ends[a], "netns", a, "type", "veth", "peer", "name", ends[b], "netns", b)
+        for host in self.hosts:
+            self.ip("-n", host, "addr", "add", f"{host}/24", "dev", ends[host])
+            self.ip("-n", host, "link", "set", ends[host], "up")
+            self.ip("-n", host, "link", "set", "lo", "up")
+
+    @staticmethod
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+    def down(self) -> None:
+        self.ip("-n", self.hosts[1], "link", "set", f"{self._cable}b", "down")
+
+    def up(self) -> None:
+        self.ip("-n", self.hosts[1], "link", "set", f"{self._cable}b", "up")
+
+    def close(self) -> None:
+        for host in self.hosts:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.ip("netns", "del", host)
+
+
+def network() -> Namespaces | Loopback:
+    """Namespaces where one may make them, else the loopback."""
+    if os.geteuid() == 0 and shutil.which("ip"):
+        made = Namespaces.__new__(Namespaces)
+        try:
+            made.__init__()  # type: ignore[misc]
+            return made
+        except subprocess.CalledProcessError:
+            made.close()
+    return Loopback()
+
+
+@pytest.fixture(params=["best", "loopback"])
+def two_hosts(request: pytest.FixtureRequest) -> Iterator[Namespaces | Loopback]:
+    hosts = network() if request.param == "best" else Loopback()
+    print(f"two hosts: {type(hosts).__name__}")
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+def job_on(hosts: Namespaces | Loopback, folder: Path, *options: object, steps: int) -> list[object]:
+    (folder / "hosts").write_text("".join(f"{host} slots=2\n" for host in hosts.hosts))
+    written(folder, GOES_ON)
+    words: list[object] = [*TRIAX, "run", "--hostfile", "hosts", "--launcher", hosts.template, "--lost-after", 5]
+    return [*words, "--master-port", free_port(), "--log-dir", "logs", *options, "script.py", steps]
+
+
+def wait_for(path: Path, words: str, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and words in path.read_text()):
+        assert time.monotonic() < deadline, path.read_text() if path.exists() else f"no {path}"
+        time.sleep(0.1)
+
+
+@pytest.mark.exhaustive
+def test_a_pulled_cable_ends_the_job_on_both_hosts(two_hosts: Namespaces | Loopback, tmp_path: Path) -> None:
+    with started(*job_on(two_hosts, tmp_path, steps=100_000), cwd=tmp_path) as process:
+        wait_for(tmp_path / "logs" / "rank-0.log", "step 20 ")
+        two_hosts.down()
+        pulled = time.monotonic()
+        out, err = process.communicate(timeout=120)
+        took = time.monotonic() - pulled
+        assert process.returncode == 1, err
+        a, b = two_hosts.hosts
+        lost = f"({b} has not been heard of|{a}, the first host, has not answered {b}) for \\d+ s: it, its launcher or"
+        assert re.match(lost, last_line(err)), err
+        assert took < 100  # no wait without end
+        assert "is at the end" not in out
+
+
+@pytest.mark.exhaustive
+def test_with_restarts_it_goes_on_when_the_cable_is_back(two_hosts: Namespaces | Loopback, tmp_path: Path) -> None:
+    with started(*job_on(two_hosts, tmp_path, "--max-restarts", 2, steps=150), cwd=tmp_path) as process:
+        wait_for(tmp_path / "logs" / "rank-0.log", "step 20 ")
+        two_hosts.down()
+        time.sleep(12)  # longer than the limit of 5 s
+        two_hosts.up()
+        out, err = process.communicate(timeout=150)
+        assert process.returncode == 0, err
+        assert "step 140 of attempt 1" in out or "step 140 of attempt 2" in out
+        assert "restarting all ranks (1 of 2)" in err
+        for rank in range(4):
+            assert f"rank {rank} is at the end" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+
+
+@pytest.mark.exhaustive
+def test_hosts_that_come_and_go(tmp_path: Path) -> None:
+    """torchrun's MIN:MAX and its own rendezvous: the second host's ranks join a job that runs already."""
+    written(tmp_path, GOES_ON)
+    words = [*TRIAX, "run", "--nnodes", "1:2", "--nproc", "1", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    words += ["--rdzv-id", "job", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1"]
+    with started(*words, "--log-dir", "one", "script.py", 400, cwd=tmp_path) as one:
+        wait_for(tmp_path / "one" / "rank-0.log", "rank 0 of 1, attempt 0")
+        with started(*words, "--log-dir", "two", "script.py", 60, cwd=tmp_path) as two:
+            deadline = time.monotonic() + 90
+            while "of 2, attempt 1" not in "".join(path.read_text() for path in tmp_path.glob("*/rank-*.log")):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert two.poll() is None and one.poll() is None
+
+
+# ------------------------------------------------------------------------------------------- mpirun and srun
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variables", [as_mpirun, as_mpich, as_srun], ids=["mpirun", "mpich", "srun"])
+def test_a_script_joins_under_other_launchers(variables: Callable[[int, int], dict[str, str]], tmp_path: Path) -> None:
+    """Two processes as the launcher starts them, with its variables and no others."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom triax.grid import Grid\n"
+        "grid, x = Grid(pipe=2, timeout=60), torch.ones(1)\ngrid.world.all_reduce(x)\nprint(grid, int(x))\n"
+    )
+    others = re.compile("RANK|WORLD|LOCAL|MASTER|SLURM|OMPI|PMI")
+    clean = {name: value for name, value in os.environ.items() if not others.match(name)}
+    clean |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        environments = [{**clean, **variables(rank, 2)} for rank in range(2)]
+        both = [stack.enter_context(started(sys.executable, script, env=each)) for each in environments]
+        said = [process.communicate(timeout=90) for process in both]
+    for rank, (out, err) in enumerate(said):
+        assert out == f"Grid(pipe=2, data=1, tensor=1; rank {rank} (pipe {rank}, data 0, tensor 0), cpu) 2\n", err
+
+
+def test_what_other_launchers_say() -> None:
+    many = as_mpich(5, 8) | {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
+    with pytest.raises(ValueError, match=r"add -genv MASTER_ADDR <host of rank 0> to mpirun"):
+        read_environment(many)
+    found = read_environment(many | {"MASTER_ADDR": "worker-1"})
+    assert found == Environment(5, 8, 1, "worker-1", 29500, 0, "mpirun")
+    here = read_environment(as_srun(1, 2))
+    assert here == Environment(1, 2, 1, "localhost", 24711, 0, "srun")  # and not MPICH's, whose PMI it has
+    # Two jobs of one host meet at two ports.
+    ports = {read_environment(as_mpirun(0, 2) | {"PMIX_NAMESPACE": name}).master_port for name in "abc"}  # type: ignore[union-attr]
+    assert len(ports) == 3 and all(20000 <= port < 30000 for port in ports)
+
+
+# ------------------------------------------------------------------------------------------------------- the docs
+
+LAUNCH_DOCS = DOCS / "launch.md"
+
+
+def as_launchers(folder: Path) -> None:
+    """mpirun and srun, as far as a program sees them: processes with their variables."""
+    for name, variables in (("mpirun", as_mpirun), ("srun", as_srun)):
+        (folder / name).write_text(
+            f"#!{sys.executable}\nimport os, subprocess, sys\n"
+            f"sys.path.insert(0, {str(Path(processes.__file__).parent)!r})\n"
+            f"from processes import {variables.__name__} as variables\n"
+            "size = int(sys.argv[2])\n"
+            "ranks = [subprocess.Popen(sys.argv[3:], env={**os.environ, **variables(r, size)}) for r in range(size)]\n"
+            "sys.exit(max(rank.wait() for rank in ranks))\n"
+        )
+        (folder / name).chmod(0o755)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", re.findall(r"```sh\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL))
+def test_the_commands_of_the_docs_run(block: str, tmp_path: Path) -> None:
+    """Those of several hosts with this one in their place."""
+    for kind, source in re.findall(r"```(python|text)\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL):
+        name = "train.py" if kind == "python" else "hosts"
+        (tmp_path / name).write_text(source)
+    as_launchers(tmp_path)
+    block = block.replace("--hostfile", f"--launcher '{ELSEWHERE}' --master-addr 127.0.0.1 --hostfile")
+    block = block.replace("master-addr worker-1", "master-addr 127.0.0.1")
+    folder = str(Path(sys.executable).parent)
+    path = os.pathsep.join([str(tmp_path), folder, os.environ["PATH"]])
+    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}}
+    for command in [block] if "&\n" in block else block.strip().splitlines():
+        with started("sh", "-ec", f"{command.strip()}\nwait", **options) as process:
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert re.search(r"step 2: \d+\.\d{4}", out), (command, out, err)

@@ -1,0 +1,325 @@
+"""What is installed, and how: the wheel, the package, the pins, the Makefile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_string
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+import triax
+
+from import_reader import FOLDERS, library, needs_no_torch
+from paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+STUBS = [ROOT / "__init__.pyi", *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.pyi")))]
+TORCH_FREE = [file for file in library(ROOT) if needs_no_torch(file)]
+
+
+def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    # Without MAKEFLAGS and the like: these tests may themselves run under `make -j`.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, with stray files such as a working checkout has, and with nothing downloaded."""
+    folder = tmp_path_factory.mktemp("wheel")
+    stray = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs")
+    shutil.copytree(ROOT, folder / "copy", ignore=stray)
+    for file in ("runs/a/metrics.json", "runs/a/loss.png", "examples/stray.py", "benchmarks/stray.py"):
+        (folder / "copy" / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "copy" / file).touch()
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", folder)
+    done = run(sys.executable, "-m", "pip", "wheel", *options, folder / "copy", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path) -> Path:
+    folder = wheel.parent / "unpacked"
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- the wheel
+
+
+def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    info = f"triax-{triax.__version__}.dist-info"
+    ours = {name for name in names if not name.startswith(f"{info}/")}
+    stubs = {str(file.relative_to(ROOT)) for file in STUBS}
+    assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs}} | {"triax/py.typed"}
+    assert f"{info}/licenses/LICENSE" in names
+
+
+def test_wheel_says_what_it_needs(unpacked: Path) -> None:
+    (info,) = unpacked.glob("*.dist-info")
+    metadata = message_from_string((info / "METADATA").read_text())
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    core = {need.name for need in needs if need.marker is None}
+    assert core == {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "triax = triax.cli.main:main" in (info / "entry_points.txt").read_text()
+
+
+def test_every_folder_of_the_library_is_packaged() -> None:
+    files = [Path(file).parent for file in library(ROOT) if "/" in file]
+    folders = {".".join(("triax", *folder.parts)) for folder in files}
+    assert {"triax"} | folders == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_command_exists() -> None:
+    module, _, name = PROJECT["project"]["scripts"]["triax"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+# ------------------------------------------------------- without torch: no package but triax is there at all
+
+
+def bare(unpacked: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Python with the standard library and the unpacked wheel, and no site-packages."""
+    return run(sys.executable, "-S", *command, cwd=unpacked, PYTHONPATH=str(unpacked))
+
+
+def test_bare_python_has_no_torch(unpacked: Path) -> None:
+    assert "No module named 'torch'" in bare(unpacked, "-c", "import torch").stderr
+    assert "No module named" in bare(unpacked, "-c", "import triax; triax.Grid").stderr
+
+
+def test_torch_free_files_import_without_torch(unpacked: Path) -> None:
+    modules = [".".join(("triax", *Path(file).with_suffix("").parts)).removesuffix(".__init__") for file in TORCH_FREE]
+    assert "triax.pipe.schedules.registry" in modules and "triax.grid.topology" in modules
+    tell = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    done = bare(unpacked, "-c", tell, *modules)
+    assert done.returncode == 0, done.stderr
+
+
+def test_schedules_run_as_a_program_without_torch(unpacked: Path) -> None:
+    done = bare(unpacked, "-m", "triax.pipe.schedules.registry")
+    assert done.returncode == 0, done.stderr
+
+
+def test_schedules_are_made_verified_and_simulated_without_torch(unpacked: Path) -> None:
+    script = """
+import triax
+schedule = triax.make_schedule("1f1b", 4, 8)
+triax.verify(schedule)
+triax.simulate(schedule)
+assert triax.Topology(pipe=2, data=2).world_size == 4
+"""
+    done = bare(unpacked, "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+# -------------------------------------------------------------------------------------- the package
+
+
+def test_the_package_takes_nothing_in_until_a_name_is_used(tmp_path: Path) -> None:
+    script = "import sys, triax; print(*sorted(name for name in sys.modules if name.startswith(('triax', 'torch'))))"
+    done = run(sys.executable, "-c", script, cwd=tmp_path)
+    assert done.stdout.split() == ["triax", "triax.grid", "triax.grid.lazy"], done.stderr
+
+
+def test_the_package_opens_to_every_name() -> None:
+    for name in triax.__all__:
+        value = getattr(triax, name)
+        assert value is getattr(triax, name)
+        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "triax.")
+        assert home.startswith("triax.")
+    assert set(triax.__all__) <= set(dir(triax))
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=lambda stub: str(stub.relative_to(ROOT)))
+def test_no_public_name_is_a_files(stub: Path) -> None:
+    """Importing ``zero/x.py`` sets the attribute ``x`` of the package, in place of a public function of that name."""
+    names = {line.split()[-1] for line in stub.read_text().splitlines() if line.startswith("from ")}
+    modules = {line.split()[-1] for line in stub.read_text().splitlines() if line.startswith("from . ")}
+    files = {path.stem for path in stub.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert not (names - modules) & files
+
+
+def test_the_package_names_what_it_has_when_asked_for_more() -> None:
+    with pytest.raises(AttributeError, match=r"'triax' has no attribute 'Gird'; it has .*Grid, "):
+        triax.Gird  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_package_may_be_imported_under_another_name() -> None:
+    """pytest does so: the checkout's own folder looks like a package to it."""
+    before = set(sys.modules)
+    spec = importlib.util.spec_from_file_location(
+        "another_name", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["another_name"] = module
+    spec.loader.exec_module(module)
+    assert set(sys.modules) - before == {"another_name", "another_name.grid", "another_name.grid.lazy"}
+    assert module.__version__ == triax.__version__ == PROJECT["project"]["version"]
+
+
+# ------------------------------------------------------------------------------------ pins and Makefile
+
+
+def test_constraints_pin_what_pyproject_asks_for() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {pin.name.lower(): pin.specifier for pin in map(Requirement, (x for x in lines if x and x[0] != "#"))}
+    extras = PROJECT["project"]["optional-dependencies"]
+    asked = [Requirement(x) for x in [*PROJECT["project"]["dependencies"], *extras["plot"], *extras["test"]]]
+    asked += [Requirement(x) for x in [*extras["lint"], *extras["hf"], *PROJECT["build-system"]["requires"]]]
+    assert len(asked) > 10
+    for need in asked:
+        (pin,) = pins[need.name.lower()]
+        assert pin.operator == "==" and pin.version in need.specifier, f"{need} against {pin}"
+    assert str(pins["torch"]) == "==2.13.0"
+    assert all(len(specifier) == 1 and next(iter(specifier)).operator == "==" for specifier in pins.values())
+
+
+PIP, PYTEST = "-m pip install", "-m pytest"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The Makefile in a folder of its own, with a Python that only notes what it is asked."""
+    folder = tmp_path / "clone with a space"
+    folder.mkdir()
+    for file in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/run"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
+    fake = folder / "fake-python"
+    fake.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> "{folder}/log"\n'
+        f'case "$*" in "-m venv"*) mkdir -p .venv/bin; cp "{fake}" .venv/bin/python ;; esac\n'
+        'case "$*" in *"-m pytest"*) echo "3 passed in 0.01s"; exit ${FAKE_STATUS:-0} ;; esac\n'
+    )
+    fake.chmod(0o755)
+    return folder
+
+
+def asked(clone: Path) -> list[str]:
+    log = clone / "log"
+    lines = [line for line in log.read_text().splitlines() if line != "-c"] if log.exists() else []
+    log.unlink(missing_ok=True)
+    return [line for line in lines if line.strip() not in ("-c", "--version")]
+
+
+def make(clone: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run("make", "PYTHON=./fake-python", *words, cwd=clone, **environment)
+
+
+@pytest.mark.parametrize("jobs", ["-j1", "-j8"])
+def test_make_installs_when_the_environment_is_missing_or_stale(clone: Path, jobs: str) -> None:
+    done = make(clone, "test", "test-all", jobs)
+    assert done.returncode == 0, done.stderr
+    first = asked(clone)
+    assert first[0].startswith("-m venv") and PIP in first[1] and "-c constraints.txt" in first[1]
+    assert [PYTEST in line for line in first] == [False, False, True, True]
+    assert "exhaustive or not exhaustive" in first[3]
+    assert "missing or older" in done.stdout
+
+    make(clone, "test", jobs)
+    assert [PYTEST in line for line in asked(clone)] == [True]
+
+    for source in ("pyproject.toml", "constraints.txt", "Makefile"):
+        later = (clone / ".venv" / "installed").stat().st_mtime + 10
+        os.utime(clone / source, (later, later))
+        done = make(clone, "test", jobs)
+        assert f"older than {source}" in done.stdout
+        assert [PIP in line for line in asked(clone)] == [True, False]
+        os.utime(clone / ".venv" / "installed", (later + 1, later + 1))
+
+
+def test_an_install_that_failed_is_not_taken_for_done(clone: Path) -> None:
+    fake = (clone / "fake-python").read_text()
+    (clone / "fake-python").write_text(fake + 'case "$*" in *"pip install"*) exit 1 ;; esac\n')
+    assert make(clone, "test").returncode != 0
+    assert not any(PYTEST in line for line in asked(clone))
+    shutil.rmtree(clone / ".venv")
+    (clone / "fake-python").write_text(fake)
+    assert make(clone, "test").returncode == 0
+    assert [PIP in line for line in asked(clone)] == [False, True, False]
+
+
+def test_options_reach_the_command(clone: Path) -> None:
+    make(clone, "train", "ARGS=--steps 3")
+    assert asked(clone)[-1] == "examples/train_gpt.py --pipe 2 --data 2 --tensor 2 --steps 3"
+    make(clone, "test", "ARGS=-k pool")
+    assert asked(clone)[-1].endswith("-m pytest -k pool")
+
+
+def test_every_target_is_explained(clone: Path) -> None:
+    listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
+    assert listed == ["help", "install", "train", "check", "test", "test-all", "lint"]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_ci_ends_with_the_tests_own_line_and_status(clone: Path, status: int) -> None:
+    make(clone, "install")
+    done = run(clone / ".ci" / "run", cwd=clone.parent, FAKE_STATUS=str(status))
+    assert (done.returncode == 0) == (status == 0)
+    assert done.stdout.splitlines()[-1] == "3 passed in 0.01s"
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        ((), "1 passed, 1 deselected"),
+        (("-m", "exhaustive"), "1 passed, 1 deselected"),
+        (("-m", "exhaustive or not exhaustive"), "2 passed"),
+        (("-k", "sweep"), "2 deselected"),
+        (("test_it.py::test_sweep",), "1 passed"),
+    ],
+)
+def test_sweeps_run_when_asked_for(tmp_path: Path, words: tuple[str, ...], outcome: str) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    exhaustive\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_one(): ...\n@pytest.mark.exhaustive\ndef test_sweep(): ...\n"
+    )
+    done = run(sys.executable, "-m", "pytest", "-q", *words, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1].startswith(f"{outcome} in "), done.stdout
+
+
+# Packages that torch, transformers or accelerate look for by name. From the checkout's root, `find_spec` would find a
+# folder of that name in place of the package.
+LOOKED_FOR = (
+    *("apex", "av", "clearml", "comet_ml", "datasets", "decord", "deepspeed", "diffusers", "evaluate", "horovod"),
+    *("keras", "kernels", "megatron", "mlflow", "neptune", "onnx", "openai", "optimum", "optuna", "peft", "ray"),
+    *("sagemaker", "scipy", "smdistributed", "tensorboard", "tensorflow", "tokenizers", "torchvision", "trackio"),
+    *("transformers", "triton", "trl", "wandb"),
+)
+
+
+def test_no_folder_is_taken_for_another_package() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert not folders & {*LOOKED_FOR, *sys.stdlib_module_names}
+    # Every top-level module of the installed packages. The examples and benchmarks folders of other packages' wheels
+    # are no modules that a dependency imports.
+    installed = {name for name in packages_distributions() if name not in ("tests", "examples", "benchmarks", "docs")}
+    assert not folders & installed

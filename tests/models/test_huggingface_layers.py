@@ -1,0 +1,233 @@
+"""``hf_layers``: transformers' own blocks over pipe stages, against its models on one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import triax
+from triax import CausalLMLoss, Grid, PipelineModule, hf_layers
+from triax.models.huggingface.load import load_hf
+from triax.models.huggingface.names import expand
+from triax.models.huggingface.save import save_hf, wrapping
+
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GPT2: dict[str, Any] = {"n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4} | _NO_TOKENS
+_GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+} | _NO_TOKENS
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", _GPT2 | {"vocab_size": 53}),
+    "gpt2-untied": ("GPT2", _GPT2 | {"vocab_size": 41, "tie_word_embeddings": False, "n_inner": 40}),
+    "llama": ("Llama", _LLAMA | {"vocab_size": 61}),
+    "llama-tied": ("Llama", _LLAMA | {"vocab_size": 43, "tie_word_embeddings": True, "pad_token_id": 3}),
+    "qwen2": ("Qwen2", _LLAMA | {"vocab_size": 47}),
+}
+MICROBATCHES = 4
+
+
+def model_of(case: str, attention: str = "sdpa") -> Any:
+    """A random model in fp64 in which no bias is 0 and no norm 1."""
+    import transformers
+
+    family, sizes = CASES[case]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    config._attn_implementation = attention
+    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """transformers' RMSNorm rounds fp64 to fp32: the last bit decides on the eighth digit. Within this it does not."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return y
+
+    kinds: list[Any] = [LlamaRMSNorm, Qwen2RMSNorm]
+    before = [kind.forward for kind in kinds]
+    for kind in kinds:
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for kind, own in zip(kinds, before):
+            kind.forward = own
+
+
+def rows(vocab: int, replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    """Ids and labels, of which unlike numbers count."""
+    generator = torch.Generator().manual_seed(10 * replica + microbatch)
+    ids = torch.randint(vocab, (2, 11), generator=generator)
+    labels = ids.clone()
+    labels[:, : 1 + (3 * replica + 2 * microbatch) % 7] = -100
+    return ids, labels
+
+
+def whole_batch(case: str, replicas: int) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss over every label that counts, and its gradients, by transformers' model on one process."""
+    model = model_of(case)
+    all_rows = [rows(model.config.vocab_size, r, m) for r in range(replicas) for m in range(MICROBATCHES)]
+    with exact_norms():
+        logits = model(input_ids=torch.cat([ids for ids, _ in all_rows])).logits
+    labels = torch.cat([labels for _, labels in all_rows])
+    # (transformers' own loss rounds to fp32.)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    rounded = model(input_ids=torch.cat([ids for ids, _ in all_rows]), labels=labels).loss
+    assert loss.item() == pytest.approx(rounded.item(), rel=1e-6)
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, out: str, meta: bool) -> Any:
+    """One step by 1F1B, and whole gradients by transformers' names; a folder before and after it."""
+    model = model_of(case)
+    grid = Grid(*sizes)
+    layers = hf_layers(model)
+    options: dict[str, Any] = {"device": "meta", "dtype": torch.float64} if meta else {}
+    pipeline = PipelineModule(layers, grid=grid, loss_fn=CausalLMLoss(), **options)
+    engine, *_ = triax.initialize(
+        model=pipeline,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICROBATCHES,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": stage},
+            "pipeline": {"schedule": schedule},
+        },
+    )
+    save_hf(engine, f"{out}/before")
+    data = (rows(model.config.vocab_size, grid.data.rank, m) for m in range(MICROBATCHES))
+    with exact_norms():
+        loss = engine.train_batch(data)
+    gradients = engine.gather("gradients")
+    entries = expand(wrapping(pipeline).names(), 3)
+    save_hf(engine, f"{out}/after")
+    return loss.item(), {entries[name].theirs[0]: gradient for name, gradient in gradients.items()}
+
+
+def state(folder: str) -> dict[str, Tensor]:
+    import transformers
+
+    reader: Any = transformers.AutoModelForCausalLM
+    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    return dict(model.state_dict())
+
+
+def check(ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int, meta: bool = False) -> None:
+    loss, wanted = whole_batch(case, sizes[1])
+    out = str(tmp_path)
+    for mine, gradients in ranks(sizes[0] * sizes[1], trained, case, sizes, stage, "1f1b", out, meta, timeout=120):
+        assert mine == pytest.approx(loss, rel=1e-10)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+    before, after, model = state(f"{out}/before"), state(f"{out}/after"), model_of(case)
+    assert before.keys() == after.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(before[name], value), name
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(after[name], parameter - 0.5 * wanted[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_gpt2_over_two_stages_and_two_replicas(ranks: Any, tmp_path: Path) -> None:
+    check(ranks, tmp_path, "gpt2", (2, 2, 1), 2)
+
+
+def test_llama_over_two_stages_from_the_meta_device(ranks: Any, tmp_path: Path) -> None:
+    check(ranks, tmp_path, "llama", (2, 1, 1), 3, meta=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_grid_and_stage(
+    ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], stage: int
+) -> None:
+    check(ranks, tmp_path, case, sizes, stage, meta=bool(stage % 2))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_models(case: str, attention: str) -> None:
+    model = model_of(case, attention).eval()
+    mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss()).eval()
+    ids, labels = rows(model.config.vocab_size, 0, 3)
+    with torch.no_grad():
+        theirs = model(input_ids=ids, labels=labels)
+        logits = mine(ids)
+    torch.testing.assert_close(logits, theirs.logits, rtol=1e-12, atol=1e-12)
+    total, count = CausalLMLoss()(logits, labels)
+    assert (total / count).item() == pytest.approx(theirs.loss.item(), rel=1e-6)
+
+
+def test_from_a_configuration(tmp_path: Path) -> None:
+    """Weights as transformers draws them, and a folder that it reads; then another model's weights into it."""
+    for case in ("gpt2", "llama"):
+        model = model_of(case).float()
+        mine = PipelineModule(hf_layers(model.config), loss_fn=CausalLMLoss())
+        save_hf(mine, tmp_path / case)
+        drawn, names = state(str(tmp_path / case)), dict(type(model)(model.config).named_parameters())
+        for name, parameter in names.items():
+            if parameter.dim() > 1 and parameter.numel() > 500:
+                assert drawn[name].std().item() == pytest.approx(parameter.std().item(), rel=0.2), name
+            elif parameter.dim() == 1:
+                assert torch.equal(drawn[name].float(), parameter), name
+        load_hf(model, mine)
+        save_hf(mine, tmp_path / f"{case}-filled")
+        for name, value in state(str(tmp_path / f"{case}-filled")).items():
+            assert torch.equal(value.float(), model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_leaves_frequencies_as_they_are(half: str) -> None:
+    """A rotary frequency in bf16 would be off by radians some thousand tokens on, and no checkpoint would say so."""
+    config = {"train_batch_size": 2, half: {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    model = model_of("llama").float()
+    wanted = model.model.rotary_emb.inv_freq.clone()
+    pipe = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss())
+    for each in (pipe, model):
+        triax.initialize(model=each, config=config)
+        found = [buffer for name, buffer in each.named_buffers() if name.endswith("inv_freq")]
+        assert found and all(buffer.dtype == torch.float32 and torch.equal(buffer, wanted) for buffer in found)
+        assert {p.dtype for p in each.parameters()} == {torch.bfloat16 if half == "bf16" else torch.float16}
+
+
+def whole(case: str) -> str:
+    with pytest.raises(ValueError, match="2 tensor ranks: take load_hf") as error:
+        PipelineModule(hf_layers(model_of(case)), grid=Grid(tensor=2))
+    return str(error.value)
+
+
+def test_what_is_refused(ranks: Any) -> None:
+    import transformers
+
+    with pytest.raises(ValueError, match="gpt2, llama, qwen2, not of 'bert'"):
+        hf_layers(transformers.BertConfig())
+    with pytest.raises(ValueError, match="add_cross_attention"):
+        hf_layers(transformers.GPT2Config(add_cross_attention=True))
+    with pytest.raises(ValueError, match="sliding_attention"):
+        hf_layers(transformers.Qwen2Config(use_sliding_window=True, max_window_layers=1, sliding_window=8))
+    assert len(ranks(2, whole, "gpt2")) == 2

@@ -1,0 +1,370 @@
+"""Llama's family: its sizes, its math against plain torch and transformers, its shards, packed rows."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from triax.grid import Grid
+from triax.grid.layout import Layout
+from triax.models.config import LlamaConfig, RopeScaling
+from triax.models.llama import LlamaLoss, llama_layers
+from triax.pipe.module import PipelineModule
+from triax.pipe.spec import TiedLayerSpec
+
+from paths import DOCS
+from reference import llama_logits, rms_norm
+from toys import token_batch
+
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11}  # gradients here reach 15
+
+# An uneven vocabulary, a hidden width that 4 does not divide, heads of another width than width / heads.
+PLAIN = LlamaConfig(
+    vocab_size=53,
+    max_position_embeddings=16,
+    hidden_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=30,
+    head_dim=6,
+)
+CONFIGS = {
+    "llama": PLAIN,
+    "every head its own keys": replace(PLAIN, num_key_value_heads=4),
+    "scaled rope, tied": replace(
+        PLAIN,
+        max_position_embeddings=128,
+        rope_theta=5e2,
+        rope_scaling=RopeScaling(original_max_position_embeddings=100),
+        tie_word_embeddings=True,
+    ),
+    "qwen2": replace(PLAIN, qkv_bias=True, rms_norm_eps=1e-6, rope_theta=1e6),
+    "qwen3": replace(
+        PLAIN, num_attention_heads=6, num_key_value_heads=3, qk_norm=True, rms_norm_eps=1e-6, rope_theta=1e6
+    ),
+}
+
+
+def build(config: LlamaConfig, grid: Grid, sequence_parallel: bool = False) -> PipelineModule:
+    """With weights so large that nothing is nearly linear, and biases and norms that do something."""
+    model = PipelineModule(llama_layers(config, sequence_parallel), grid=grid, seed=5, dtype=torch.float64)
+    with torch.no_grad():
+        for placed in model.local_parameters():
+            whole = torch.linspace(-0.5, 0.5, math.prod(placed.layout.shape), dtype=torch.float64)
+            shift = placed.layout.shard(whole.view(placed.layout.shape), grid.tensor.rank, grid.tensor.size)
+            if placed.parameter.dim() == 1:
+                placed.parameter.add_(shift, alpha=len(placed.layout.name))
+            else:
+                placed.parameter.mul_(25 if placed.layout.name == "layers.0.weight" else 8)
+    return model
+
+
+def batch(config: LlamaConfig, rows: int = 3, length: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    return token_batch(config.vocab_size, rows, length)
+
+
+def train_on_rank(size: int, cases: list[tuple[LlamaConfig, bool, bool]]) -> list[dict[str, Any]]:
+    grid, found = Grid(tensor=size), []
+    for config, sequence_parallel, packed in cases:
+        model = build(config, grid, sequence_parallel)
+        ids, labels, documents = batch(config)
+        logits = model((ids, documents) if packed else ids)
+        total, weight = LlamaLoss(grid, config.vocab_size)(logits, labels)
+        (total / weight).backward()
+        placed = {p.layout.name: p for p in model.local_parameters()}
+        found.append(
+            {
+                "loss": (total / weight).detach(),
+                "logits": logits.detach(),
+                "weights": {name: p.parameter.detach() for name, p in placed.items()},
+                "grads": {name: p.parameter.grad for name, p in placed.items()},
+                "layouts": {name: p.layout for name, p in placed.items()},
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_gradient_is_that_of_plain_torch(ranks: Any, size: int) -> None:
+    cases = [(config, i % 2 == 1, i % 3 == 1) for i, config in enumerate(CONFIGS.values())]
+    by_rank = ranks(size, train_on_rank, size, cases)
+    for (config, _, packed), *found in zip(cases, *by_rank, strict=True):
+        layouts: dict[str, Layout] = found[0]["layouts"]
+        weights = {name: layout.assemble([f["weights"][name] for f in found]) for name, layout in layouts.items()}
+        weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        ids, labels, documents = batch(config)
+        wanted = llama_logits(weights, ids, config, documents if packed else None)
+        loss = F.cross_entropy(wanted.flatten(0, 1), labels.flatten())
+        loss.backward()
+        logits = Layout((3, 12, 53), shard_dim=2).assemble([f["logits"] for f in found])
+        torch.testing.assert_close(logits, wanted.detach(), **CLOSE)
+        for f in found:
+            torch.testing.assert_close(f["loss"], loss.detach(), rtol=1e-10, atol=0)
+        for name, layout in layouts.items():
+            parts = [f["grads"][name] for f in found]
+            grad = sum(parts) if layout.partial else layout.assemble(parts)
+            torch.testing.assert_close(grad, weights[name].grad, **CLOSE, msg=f"{config} {name}: {{}}".format)
+
+
+# --------------------------------------------------------------------------------- against transformers
+
+
+def theirs(config: LlamaConfig) -> nn.Module:
+    """The model of ``transformers`` of the same shape, its norms in the dtype of what they norm (not float32)."""
+    transformers = pytest.importorskip("transformers")
+    kind = "Qwen2" if config.qkv_bias else "Qwen3" if config.qk_norm else "Llama"
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        rope |= {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "original_max_position_embeddings": s.original_max_position_embeddings,
+        }
+        rope |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
+    made = getattr(transformers, f"{kind}Config")(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rope_parameters=rope,
+        attn_implementation="sdpa",
+    )
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(made).double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = lambda self, x: rms_norm(x, self.weight, self.variance_epsilon)  # noqa: E731
+            module.forward = MethodType(norm, module)
+    return model
+
+
+def their_names(config: LlamaConfig) -> dict[str, tuple[str, ...]]:
+    """Our names, and theirs: several where ours are fused."""
+    names: dict[str, tuple[str, ...]] = {"layers.0.weight": ("model.embed_tokens.weight",)}
+    for i in range(config.num_hidden_layers):
+        ours, layer = f"layers.{i + 1}.", f"model.layers.{i}."
+        names[f"{ours}norm1.weight"] = (f"{layer}input_layernorm.weight",)
+        names[f"{ours}norm2.weight"] = (f"{layer}post_attention_layernorm.weight",)
+        names[f"{ours}mlp.gate_up.weight"] = (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight")
+        names[f"{ours}mlp.down.weight"] = (f"{layer}mlp.down_proj.weight",)
+        names[f"{ours}attention.out.weight"] = (f"{layer}self_attn.o_proj.weight",)
+        for end in ("weight", "bias") if config.qkv_bias else ("weight",):
+            names[f"{ours}attention.q.{end}"] = (f"{layer}self_attn.q_proj.{end}",)
+            names[f"{ours}attention.kv.{end}"] = (f"{layer}self_attn.k_proj.{end}", f"{layer}self_attn.v_proj.{end}")
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                names[f"{ours}attention.{norm}.weight"] = (f"{layer}self_attn.{norm}.weight",)
+    names[f"layers.{config.num_hidden_layers + 1}.weight"] = ("model.norm.weight",)
+    if not config.tie_word_embeddings:
+        names[f"layers.{config.num_hidden_layers + 2}.weight"] = ("lm_head.weight",)
+    return names
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_computes_what_transformers_computes(name: str) -> None:
+    config = CONFIGS[name]
+    model, peer = build(config, Grid()), theirs(config)
+    ours = {p.layout.name: p.parameter for p in model.local_parameters()}
+    names, parameters = their_names(config), dict(peer.named_parameters())
+    assert sorted(sum(names.values(), ())) == sorted(parameters) and names.keys() == ours.keys()
+    with torch.no_grad():
+        for mine, parts in names.items():
+            for part, value in zip(parts, ours[mine].chunk(len(parts)), strict=True):
+                parameters[part].copy_(value)
+    ids, labels, _ = batch(config)
+    logits, wanted = model(ids), peer(input_ids=ids).logits
+    torch.testing.assert_close(logits, wanted, **CLOSE)
+    F.cross_entropy(wanted.flatten(0, 1), labels.flatten()).backward()
+    total, weight = LlamaLoss(Grid(), config.vocab_size)(logits, labels)
+    (total / weight).backward()
+    for mine, parts in names.items():
+        grads = [parameters[part].grad for part in parts]
+        torch.testing.assert_close(ours[mine].grad, torch.cat(grads), **CLOSE, msg=f"{mine}: {{}}".format)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- packed rows
+
+
+def test_a_packed_row_is_each_document_alone() -> None:
+    """Logits and gradients: 5 + 1 + 6 tokens in one row, and then each in a row of its own."""
+    for name in ("llama", "qwen3"):
+        config = CONFIGS[name]
+        ids, labels, _ = batch(config, rows=1)
+        documents = torch.tensor([[3] * 5 + [4] + [8] * 6])
+        packed, alone = build(config, Grid()), build(config, Grid())
+        loss = LlamaLoss(Grid(), config.vocab_size)
+        together = packed((ids, documents))
+        total, weight = loss(together, labels)
+        (total / weight).backward()
+        for start, stop in ((0, 5), (5, 6), (6, 12)):
+            logits = alone(ids[:, start:stop])
+            torch.testing.assert_close(together[:, start:stop].detach(), logits.detach(), **CLOSE)
+            (loss(logits, labels[:, start:stop])[0] / weight).backward()
+        for (key, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, **CLOSE, msg=f"{name} {key}: {{}}".format)
+
+
+# -------------------------------------------------------------------------------------------- the config
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        # As transformers counts the released weights.
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.2-1b", 1_235_814_400),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+    ],
+)
+def test_published_numbers_of_parameters(name: str, count: int) -> None:
+    assert LlamaConfig.preset(name).parameter_count == count
+
+
+@pytest.mark.parametrize("name", LlamaConfig.presets())
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parameter_count_is_that_of_the_built_model(name: str, tied: bool) -> None:
+    config = LlamaConfig.preset(
+        name, tie_word_embeddings=tied, num_hidden_layers=2
+    )  # 2 layers show what any number would
+    with torch.device("meta"):
+        specs = llama_layers(config)
+        layers = [spec.build(Grid()) for spec in (specs[:-1] if tied else specs)]
+    assert sum(p.numel() for layer in layers for p in layer.parameters()) == config.parameter_count
+
+
+def test_initial_values() -> None:
+    config = LlamaConfig.preset("llama-small", hidden_size=256, qkv_bias=True, qk_norm=True)
+    model = PipelineModule(llama_layers(config), grid=Grid())
+    for placed in model.local_parameters():
+        name, value = placed.layout.name, placed.parameter.detach()
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "norm" in name or name == f"layers.{config.num_hidden_layers + 1}.weight":
+            assert bool((value == 1).all()), name
+        else:
+            std = (
+                0.02 / math.sqrt(2 * config.num_hidden_layers) if name.endswith(("out.weight", "down.weight")) else 0.02
+            )
+            assert abs(float(value.std()) / std - 1) < 0.03, name
+            assert abs(float(value.mean())) < 0.03 * std, name
+
+
+def test_the_list_of_layers_and_names() -> None:
+    specs = llama_layers(CONFIGS["scaled rope, tied"])
+    assert [spec.typename for spec in specs] == [
+        "TokenEmbedding",
+        "LlamaBlock",
+        "LlamaBlock",
+        "FinalRMSNorm",
+        "TokenEmbedding",
+    ]
+    assert all(isinstance(spec, TiedLayerSpec) and spec.key == "embed" for spec in (specs[0], specs[-1]))
+    untied = llama_layers(PLAIN)
+    assert untied[-1].typename == "VocabParallelHead"
+    names = {name for name, _ in untied[1].build(Grid()).named_parameters()}
+    ends = ("norm1", "attention.q", "attention.kv", "attention.out", "norm2", "mlp.gate_up", "mlp.down")
+    assert names == {f"{end}.weight" for end in ends}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; give at least 1"),
+        (
+            {"hidden_size": 100, "num_attention_heads": 16},
+            "16 heads do not divide a hidden_size of 100; give hidden_size=96, say, or head_dim",
+        ),
+        (
+            {"num_attention_heads": 32, "num_key_value_heads": 5},
+            "num_key_value_heads=5 does not divide 32 heads; give num_key_value_heads=1, 2, 4, 8, 16, 32",
+        ),
+        (
+            {"hidden_size": 24, "num_attention_heads": 8},
+            "a head_dim of 3: rotary positions turn pairs; give an even number",
+        ),
+        ({"dropout": 1.0}, r"dropout is a probability in \[0, 1\), not 1.0"),
+    ],
+)
+def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(**changes)
+
+
+def test_a_scaling_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="give 0 < low < high, such as 1 and 4"):
+        RopeScaling(low_freq_factor=4.0, high_freq_factor=4.0)
+    with pytest.raises(
+        ValueError, match=r"factor is 0.5 and original_max_position_embeddings is 8192; give at least 1 for each"
+    ):
+        RopeScaling(factor=0.5)
+
+
+def test_a_tensor_axis_that_is_too_large() -> None:
+    config = LlamaConfig.preset("qwen2.5-0.5b")
+    config.check_tensor(14)
+    with pytest.raises(ValueError, match="14 attention heads do not reach over tensor=16; give tensor=14 at most"):
+        config.check_tensor(16)
+    with pytest.raises(ValueError, match="an intermediate_size of 3 does not reach over tensor=4"):
+        LlamaConfig(hidden_size=32, num_attention_heads=4, intermediate_size=3).check_tensor(4)
+
+
+def test_an_unknown_preset_or_field_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no preset 'llama9'; there are llama2-7b, llama2-13b"):
+        LlamaConfig.preset("llama9")
+    with pytest.raises(TypeError, match="no field depth in a LlamaConfig; its fields are vocab_size"):
+        LlamaConfig.preset("llama2-7b", depth=3)
+
+
+# -------------------------------------------------------------------------------------- docs/models.md
+
+
+def programs() -> dict[str, str]:
+    text = (DOCS / "models.md").read_text()
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python")
+    return {name: source for source, name in blocks}
+
+
+def run_program(source: str, sizes: list[str]) -> None:
+    sys.argv = ["program.py", *sizes]
+    exec(compile(source, "docs/models.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("presets.py", []),
+        ("packed.py", []),
+        ("packed.py", ["1", "2", "2"]),
+        ("own.py", []),
+        ("own.py", ["1", "1", "4"]),
+    ],
+)
+def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
+    ranks(math.prod(map(int, sizes)), run_program, programs()[name], sizes, timeout=60)
+
+
+def test_the_docs_programs_are_all_run() -> None:
+    assert list(programs()) == ["presets.py", "packed.py", "own.py"]

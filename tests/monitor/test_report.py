@@ -1,0 +1,252 @@
+"""`triax report`: the page of a run, of half a run, and of next to nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.grid.errors import ConfigError
+from triax.monitor.protocol import Slice, StepRecord
+from triax.monitor.report.run_folder import read_run, read_trace
+from triax.monitor.report.svg import Curve, line_chart, number, thinned, ticks
+from triax.monitor.report.write import write_report
+from triax.monitor.trace.clock_offsets import Offset
+from triax.monitor.trace.trace import chrome_trace
+from triax.pipe.program.measured_costs import costs_of
+from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.schedules.choose import make_schedule
+
+
+class Page(HTMLParser):
+    """Parser of a page. An end tag that does not match is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.count: dict[str, int] = {}
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.attributes += attrs
+        if tag not in ("br", "meta"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, (tag, self.open)
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def trace(schedule: str = "1f1b", pipe: int = 2, replicas: int = 2) -> dict[str, Any]:
+    """Trace of a run on that grid, with the times of a simulation: F 2, B 3, messages 0.5 ms."""
+    made = make_schedule(schedule, pipe, 4)
+    times = simulate(made, Costs(F=[2e-3] * pipe, I=[3e-3] * pipe, W=0.0, COMM=5e-4)).timeline
+    end = max(s.end for row in times.rows for s in row) + 1e-3
+    records: list[StepRecord] = []
+    places: list[dict[str, int]] = []
+    for row in times.rows:
+        for replica in range(replicas):
+            ops = [Slice(str(s.op), s.op.kind, 7 + s.start, 7 + s.end, {}) for s in row]
+            reduce = Slice("all_reduce", "tensor:all_reduce", ops[0].start, ops[0].start + 5e-4, {})
+            program = Slice("program", "program", 7.0, 7 + end, {})
+            inner = sorted([program, *ops, reduce], key=lambda s: (s.start, -s.end))
+            records.append(StepRecord(3, (Slice("step 3", "step", 7.0, 7 + end, {}), *inner), ()))
+            places.append({"pipe": len(places) // replicas, "data": replica, "tensor": 0})
+    names = [f"rank {r} (pipe {p['pipe']}, data {p['data']}, tensor 0)" for r, p in enumerate(places)]
+    about = {"step": 3, "schedule": made.to_dict()}
+    return chrome_trace(records, names, places, [Offset(0.0, 0.0)] * len(records), about)
+
+
+def write(folder: Path, steps: int = 30) -> Path:
+    """A whole run's folder."""
+    folder.mkdir(exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        told = {"train_loss": 5 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1000.0 + step}
+        rows.append({"step": step, "samples": 8 * step, **{f"Train/Samples/{k}": v for k, v in told.items()}})
+        if step % 10 == 0:
+            rows.append({"step": step, "samples": 8 * step, "Validation/loss": 5.5 / step})
+    rows.append({"step": steps, "samples": 8 * steps, "Validation/bigram_loss": 2.42})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    memory = {
+        "held": {"parameters": 1_000_000, "gradients": 2_000_000, "masters": 0, "optimizer": 3_000_000}
+        | {"buffers": 0, "activations": 123_456, "working": 7},
+        "formula": {"parameters": 1e6, "gradients": 2e6, "masters": 0.0, "optimizer": 2e6},
+        "peak": 9e8,
+    }
+    sent = {"data": {"all_reduce": {"calls": 3, "bytes": 4_500_000.0}}, "pipe": {"send": {"calls": 8, "bytes": 1e6}}}
+    rank = {"name": "rank 0 (pipe 0, data 0, tensor 0)", "pipe": 0, "data": 0, "tensor": 0, "parameters": 250_000}
+    record = {
+        "grid": {"pipe": 2, "data": 2, "tensor": 1},
+        "parameters": 1_234_567,
+        "zero": 1,
+        "after_steps": 2,
+        "config": {"note": "</pre><script>alert(1)</script>"},
+        "ranks": [rank | {"memory": memory, "traffic": {"sent": sent, "formula": {"data": 4_500_000.0}}}],
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "timeline.json").write_text(json.dumps(trace()))
+    return folder
+
+
+def test_a_run_has_a_page_with_everything(tmp_path: Path) -> None:
+    text = write_report(write(tmp_path / "a & b")).read_text()
+    page = Page(text)
+    for words in (
+        *("a & b", "2 pipe × 2 data × 1 tensor", "1.235M parameters", "training loss, last step", "bigram loss 2.42"),
+        *("Measured", "Simulated with its costs", "All 4 ranks, the whole step", "Time of step 3 by part"),
+        *("rank 3 (pipe 1, data 1, tensor 0)", "1.000", "0.123", "4.500", "in 3", "Configuration, resolved"),
+    ):
+        assert words in page.text, words
+    assert "1.200" in page.text  # held over formula: 6 / 5 MB
+    # Nothing comes from elsewhere, and what the run says is text.
+    assert not {name for name, _ in page.attributes} & {"src", "href", "srcset"}
+    assert "url(" not in text and "@import" not in text and "<script>alert" not in text
+    for holder in text.split('<script type="application/json">')[1:]:
+        lines = json.loads(holder.partition("</script>")[0])
+        assert all(line["points"] for line in lines)
+
+
+def test_both_widths_are_drawn_and_the_style_shows_one(tmp_path: Path) -> None:
+    text = write_report(write(tmp_path / "run")).read_text()
+    wide, narrow = text.count('<svg class="w"'), text.count('<svg class="n"')
+    assert wide == narrow == 4  # loss, learning rate, norm, speed
+    assert 'name="viewport"' in text and "@media (max-width: 700px)" in text
+    assert "prefers-color-scheme: dark" in text and 'viewBox="0 0 362 220"' in text  # 390 pixels less the margins
+
+
+def test_a_run_that_died_half_way_has_a_page(tmp_path: Path) -> None:
+    folder = write(tmp_path / "died")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "samples": 248, "Train/Samples/train_loss": null}\n{"step": 32, "sam')
+    (folder / "run.json").unlink()
+    (folder / "timeline.json").write_text((folder / "timeline.json").read_text()[:1000])
+    (folder / "rank-1.log").write_text("\n".join(f"line {i}" for i in range(30)) + "\nRuntimeError: <rank 1> failed")
+    (folder / "rank-2.log").write_text("")
+    page = Page(write_report(folder).read_text())
+    for words in (
+        *("The loss was not finite at step 31", "1 line of metrics.jsonl could not be read", "no run.json"),
+        *("timeline.json could not be read", "rank-1.log", "RuntimeError: <rank 1> failed", "line 29"),
+    ):
+        assert words in page.text, words
+    assert "rank-2.log" not in page.text and "line 3\n" not in page.text and "Memory" not in page.text
+
+
+@pytest.mark.parametrize("only", ["metrics.jsonl", "run.json", "timeline.json"])
+def test_any_one_file_is_enough(tmp_path: Path, only: str) -> None:
+    folder = write(tmp_path / "run")
+    for file in ("metrics.jsonl", "run.json", "timeline.json"):
+        if file != only:
+            (folder / file).unlink()
+    text = Page(write_report(folder).read_text()).text
+    wanted = {"metrics.jsonl": "Curves", "run.json": "Memory", "timeline.json": "Simulated with its costs"}
+    assert {file for file, words in wanted.items() if words in text} == {only}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"traceEvents": []}', '{"otherData": {"ranks": [{}]}, "traceEvents": [{"ph": "X"}]}']
+)
+def test_a_file_of_another_kind_is_named_and_left_out(tmp_path: Path, content: str) -> None:
+    folder = write(tmp_path / "run")
+    (folder / "timeline.json").write_text(content)
+    page = Page(write_report(folder).read_text())
+    assert "timeline.json" in page.text.partition("Left out")[2] and "Simulated" not in page.text
+
+
+def test_the_command(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "deep" / "page.html")])
+    assert done.exit_code == 0 and done.output.strip() == str(tmp_path / "deep" / "page.html")
+    assert (tmp_path / "deep" / "page.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("none", "there is no such folder"), (".", "run has some"), ("empty", "enable json_monitor in the configuration")],
+)
+def test_no_run_is_said_with_the_next_thing_to_type(tmp_path: Path, where: str, words: str) -> None:
+    write(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=words):
+        write_report(tmp_path / where)
+
+
+def test_a_trace_is_read_back_as_it_was() -> None:
+    """The timeline is the simulation's that it was made of; its costs simulate to it again."""
+    made = make_schedule("1f1b", 2, 4)
+    traced = read_trace(trace())
+    assert traced is not None and traced.schedule == made and traced.step == 3
+    wanted = simulate(made, Costs(F=[2e-3] * 2, I=[3e-3] * 2, W=0.0, COMM=5e-4)).timeline
+    for replica in range(2):
+        times = traced.timeline(replica)
+        assert [[s.op for s in row] for row in times.rows] == [[s.op for s in row] for row in wanted.rows]
+        assert times.makespan == pytest.approx(wanted.makespan) and times.bubble == pytest.approx(wanted.bubble)
+    costs = costs_of([traced.timeline()], made.placement)
+    assert pytest.approx((2e-3, 2e-3)) == costs.F and pytest.approx((3e-3, 3e-3)) == costs.I and costs.W == (0.0, 0.0)
+    assert pytest.approx((5e-4,)) == costs.COMM
+    for rank in range(4):
+        parts = traced.parts(rank)
+        step = traced.slices[rank][0]
+        assert sum(parts.values()) == pytest.approx(step.end - step.start)
+        assert parts["tensor", "collectives"] == pytest.approx(5e-4)
+        assert parts["compute", "forward"] == pytest.approx(4 * 2e-3 - 5e-4)
+        assert parts["compute", "backward"] == pytest.approx(4 * 3e-3)
+
+
+def test_a_clock_that_is_ahead_is_set_back() -> None:
+    """Two ranks, the second one's clock 5 s ahead: the trace has them at the same time."""
+    whole = [StepRecord(1, (Slice("step 1", "step", at, at + 1.0, {}),), ()) for at in (10.0, 15.25)]
+    places = [{"pipe": r, "data": 0, "tensor": 0} for r in range(2)]
+    made = chrome_trace(whole, ["a", "b"], places, [Offset(0.0, 0.0), Offset(5.25, 3e-5)], {})
+    assert [e["ts"] for e in made["traceEvents"] if e["ph"] == "X"] == [0.0, 0.0]
+    assert made["otherData"]["clock"] == "estimated, to 30 us"
+    assert made["otherData"]["clock_error_us"] == pytest.approx(30)
+
+
+def test_a_step_taken_again_counts_once(tmp_path: Path) -> None:
+    rows = [{"step": s, "samples": s, "x": x} for s, x in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = read_run(tmp_path)
+    assert run.series("x") == [(1, 1.0), (2, 2.5), (3, 3.5)] and run.last_step == 3
+
+
+def test_curves_keep_their_spikes_and_lose_what_is_no_number() -> None:
+    points = [(float(i), 1.0) for i in range(10_000)]
+    points[5003] = (5003.0, 9.0)
+    points[7001] = (7001.0, -9.0)
+    few = thinned(points, 200)
+    assert len(few) <= 200 and (5003.0, 9.0) in few and (7001.0, -9.0) in few
+    assert [x for x, _ in few] == sorted(x for x, _ in few) and thinned(points[:5], 200) == points[:5]
+    assert line_chart([Curve("a", [(1, math.nan)], 0)], 500, 200, "step") == ""
+    drawn = line_chart([Curve("a", [(1, 2.0), (2, math.nan), (3, 4.0)], 0)], 500, 200, "step")
+    assert drawn.count('<path class="line') == 1 and "nan" not in drawn
+
+
+def test_axes_have_round_numbers() -> None:
+    assert ticks(0.3, 9.1, 5) == [0, 2, 4, 6, 8, 10] and ticks(2, 2, 4) == [1, 2, 3] and ticks(0, 0, 4) == [-1, 0, 1]
+    assert ticks(1.0, 1.003, 3) == [1.0, 1.001, 1.002, 1.003]
+    assert [number(x) for x in (0, 0.004, 2.5, 1200, 25_000, 3.1e6, 5e-5)] == [
+        *("0", "0.004", "2.5", "1200", "25k", "3.1M", "5e-5")
+    ]

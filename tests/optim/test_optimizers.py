@@ -1,0 +1,288 @@
+"""Optimizers by name, through the engine, against torch's on whole tensors or the formula of their paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.engine import read_config
+from triax.grid.errors import ConfigError
+from triax.optim import onebit
+from triax.optim.optimizers import KNOWN, resolve
+
+from toys import mean_loss
+
+WIDTH, STEPS = 3, 5
+LR = 0.02
+
+
+def layers() -> list[Any]:
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+
+
+def data(replica: int = 0, replicas: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    x, y = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    share = 4 // replicas
+    while True:
+        yield x[replica * share : (replica + 1) * share], y[replica * share : (replica + 1) * share]
+
+
+def trained(optimizer: dict[str, Any], grid: Grid | None = None, **config: Any) -> dict[str, Tensor]:
+    grid = grid or Grid()
+    model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+    whole = {"train_batch_size": 4, "optimizer": optimizer, "gradient_clipping": 0.5, **config}
+    engine = triax.initialize(model=model, config=whole)[0]
+    batches = data(grid.data.rank, grid.data.size)
+    for _ in range(STEPS):
+        engine.train_batch(batches)
+    return engine.gather()
+
+
+Update = Callable[[Tensor, Tensor, dict[str, Any], int], None]
+
+
+def reference(
+    update: Update | None = None, make: Callable[[Any], torch.optim.Optimizer] | None = None, frozen: int = 0
+) -> Any:
+    """The same steps on whole tensors: by an optimizer of torch's, or by ``update(p, g, state, step)`` on each."""
+    model = PipelineModule(layers(), loss_fn=mean_loss, dtype=torch.float64)
+    for p in model.parameters():
+        p.requires_grad_(p.dim() != frozen)
+    optimizer = None if make is None else make(model.parameters())
+    states: dict[Tensor, dict[str, Any]] = {p: {} for p in model.parameters()}
+    batches = data()
+    for step in range(1, STEPS + 1):
+        x, y = next(batches)
+        model.zero_grad()
+        mean_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if optimizer is not None:
+            optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters() if update is not None else ():
+                assert update is not None and p.grad is not None
+                update(p, p.grad, states[p], step)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def adam(decay: float, corrected: bool, decoupled: bool, betas: tuple[float, float] = (0.9, 0.999)) -> Update:
+    """Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int) -> None:
+        if not decoupled:
+            g = g + decay * p
+        m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
+        v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
+        if corrected:
+            m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
+        p.copy_(p - LR * (decay * p if decoupled else 0) - LR * m / (v.sqrt() + 1e-8))
+
+    return update
+
+
+def lion(decay: float, betas: tuple[float, float]) -> Update:
+    """Chen et al. 2023, algorithm 2."""
+
+    def update(p: Tensor, g: Tensor, state: dict[str, Any], step: int) -> None:
+        m = state.get("m", torch.zeros_like(p))
+        c = betas[0] * m + (1 - betas[0]) * g
+        p.copy_(p - LR * (c.sign() + decay * p))
+        state["m"] = betas[1] * m + (1 - betas[1]) * g
+
+    return update
+
+
+def case(kind: str, **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": {"lr": LR, **params}}
+
+
+BY_FORMULA: list[tuple[dict[str, Any], Update]] = [
+    (case("Adam"), adam(0.0, True, True)),
+    (case("Adam", weight_decay=0.1), adam(0.1, True, True)),
+    (case("adam", weight_decay=0.1, adam_w_mode=False, torch_adam=True), adam(0.1, True, False)),
+    (case("AdamW"), adam(0.01, True, True)),  # torch's default
+    (case("AdamW", weight_decay=0.1, betas=[0.8, 0.9], adam_w_mode=False), adam(0.1, True, True, (0.8, 0.9))),
+    (case("FusedAdam", weight_decay=0.1, set_grad_none=True), adam(0.1, True, True)),
+    (case("FusedAdam", weight_decay=0.1, adam_w_mode=False, bias_correction=False), adam(0.1, False, False)),
+    (case("DeepSpeedCPUAdam", weight_decay=0.1, adamw_mode=False), adam(0.1, True, False)),
+    (case("DeepSpeedCPUAdam", fp32_optimizer_states=True, bias_correction=False), adam(0.0, False, True)),
+    (case("Lion", weight_decay=0.1), lion(0.1, (0.9, 0.999))),
+    (case("FusedLion", betas=[0.9, 0.99]), lion(0.0, (0.9, 0.99))),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "update"), BY_FORMULA, ids=[str(c[0]) for c in BY_FORMULA])
+def test_the_formula(optimizer: dict[str, Any], update: Update) -> None:
+    torch.testing.assert_close(trained(optimizer), reference(update), rtol=1e-10, atol=1e-13)
+
+
+BY_TORCH: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (case("SGD", momentum=0.9, nesterov=True, weight_decay=0.1), "SGD", {}),
+    (case("Adagrad", weight_decay=0.1), "Adagrad", {}),
+    (case("DeepSpeedCPUAdagrad"), "Adagrad", {}),
+    *((case(name), name, {}) for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")),
+    (case("Adam", amsgrad=True), "AdamW", {"weight_decay": 0.0}),
+    (case("AdamW", weight_decay="auto", betas="auto", eps="auto"), "AdamW", {"weight_decay": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "name", "more"), BY_TORCH, ids=[str(c[0]) for c in BY_TORCH])
+def test_torchs_own_on_whole_tensors(optimizer: dict[str, Any], name: str, more: dict[str, Any]) -> None:
+    options = {key: value for key, value in optimizer["params"].items() if value != "auto"} | more
+    wanted = reference(make=lambda parameters: getattr(torch.optim, name)(parameters, **options))
+    torch.testing.assert_close(trained(optimizer), wanted, rtol=1e-10, atol=1e-13)
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("Adafactor", {"lr": LR, "weight_decay": 0.1}),
+    ("Muon", {"lr": LR, "ns_steps": 3}),
+]
+
+
+def on_whole_tensors(shape: tuple[int, int, int], name: str, params: dict[str, Any], given: str) -> Any:
+    """Matrices by an optimizer that needs them whole; where that takes matrices alone, biases stand still."""
+    grid = Grid(*shape, timeout=60)
+    model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
+    parameters = [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4 // shape[1], "gradient_clipping": 0.5}
+    config["zero_optimization"] = {"reduce_bucket_size": 5}
+    more: dict[str, Any] = {"model_parameters": parameters}
+    if given == "instance":
+        more = {"optimizer": getattr(torch.optim, name)(parameters, **params)}
+    else:
+        config["optimizer"] = {"type": name, "params": params}
+    engine, optimizer, *_ = triax.initialize(model=model, config=config, **more)
+    batches = data(grid.data.rank, grid.data.size)
+    for _ in range(STEPS):
+        engine.train_batch(batches)
+    assert type(optimizer) is getattr(torch.optim, name)
+    return engine.gather()
+
+
+@pytest.mark.parametrize(("name", "params"), WHOLE, ids=[name for name, _ in WHOLE])
+def test_whole_tensors_in_stage_0(ranks: Any, name: str, params: dict[str, Any]) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)([p for p in parameters if p.dim() == 2 or name != "Muon"], **params)
+
+    wanted = reference(make=make, frozen=1 if name == "Muon" else 0)
+    for shape, given in (((1, 1, 1), "instance"), ((1, 2, 1), "config"), ((2, 1, 1), "config")):
+        for found in ranks(shape[0] * shape[1], on_whole_tensors, shape, name, params, given):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def sharded_whole() -> list[str]:
+    said = []
+    for grid, zero in ((Grid(tensor=2, timeout=60), {}), (Grid(data=2, timeout=60), {"stage": 1})):
+        try:
+            trained(case("Adafactor"), grid, zero_optimization=zero)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_whole_tensors_are_asked_for_where_there_are_none(ranks: Any) -> None:
+    for said in ranks(2, sharded_whole):
+        assert "the grid's tensor axis of 2 shards tensors: use Lion" in said[0]
+        assert "zero_optimization.stage 1 steps flat ranges: set stage 0, or use Lion" in said[1]
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match="leave them out, or use AdamW"):
+        read_config({"train_batch_size": 4, "optimizer": case("muon"), "zero_optimization": zero})
+
+
+def used_late(kind: str, params: dict[str, Any], zero: dict[str, Any], torchs: bool) -> dict[str, Tensor]:
+    """A layer that the loss depends on from the third step on, beside one that it always does."""
+    torch.manual_seed(2)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).double()
+    x, y = next(data())
+    optimizer, engine = getattr(torch.optim, kind)(model.parameters(), **params), None
+    if not torchs:
+        config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}, "zero_optimization": zero}
+        engine = triax.initialize(model=model, config=config)[0]
+    for step in range(STEPS):
+        z = model[0](x) if step < 2 else model[1](model[0](x))
+        loss = mean_loss(z, y)
+        if engine is None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            engine.backward(loss)
+            engine.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 10, "stage": 2}])
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("SGD", {"lr": LR, "momentum": 0.9, "weight_decay": 0.5}),
+        ("RMSprop", {"lr": LR, "weight_decay": 0.5}),
+        ("Adadelta", {"lr": LR, "weight_decay": 0.5}),
+    ],
+)
+def test_what_is_used_late_begins_then(kind: str, params: dict[str, Any], zero: dict[str, Any]) -> None:
+    """Its state is made with the others', in steps in which it stands still, and is nothing until its first use."""
+    wanted, found = used_late(kind, params, {}, True), used_late(kind, params, zero, False)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
+
+
+def test_every_name_has_a_case() -> None:
+    cases = [case for case, _ in BY_FORMULA] + [case for case, *_ in BY_TORCH]
+    tried = {case["type"].lower() for case in cases}
+    assert {name.lower() for name in KNOWN} <= tried | {
+        "adafactor",
+        "muon",
+        "deepspeedcpulion",
+        *map(str.lower, onebit.NAMES),  # test_onebit.py
+    }  # above; and Lion by a third name
+    assert resolve("DeepSpeedCPULion", {}, {})[0] is resolve("Lion", {}, {})[0]
+
+
+def sharded(stage: int, zero: dict[str, Any]) -> list[dict[str, Tensor]]:
+    cases = [case("Lion", weight_decay=0.1), case("Adam", weight_decay=0.1, bias_correction=False)]
+    return [
+        trained(each, Grid(data=2, timeout=60), zero_optimization={"stage": stage, "reduce_bucket_size": 5, **zero})
+        for each in cases
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> None:
+    wanted = [reference(lion(0.1, (0.9, 0.999))), reference(adam(0.1, False, True))]
+    for zero in ({}, {"sub_group_size": 4}):
+        for found in ranks(2, sharded, stage, zero):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (case("Lamb"), "optimizer.type = 'Lamb': its trust ratio is of a whole tensor"),
+        (case("LBFGS"), "it evaluates the loss several times a step"),
+        (case("Adamm"), "there is no such optimizer; did you mean 'Adam'?"),
+        (case("Adam", max_grad_norm=1.0), "optimizer.params.max_grad_norm: write gradient_clipping"),
+        (case("Adam", fp32_optimizer_states=False), "optimizer.params.fp32_optimizer_states: the state has"),
+        (case("Adam", weight_decy=1), "Adam has no weight_decy; it takes lr, betas, eps, weight_decay"),
+        (case("Adam", adam_w_mode="no"), "optimizer.params.adam_w_mode: give true or false"),
+        (case("Adam", adam_w_mode=True, adamw_mode=False), "are one switch, and differ"),
+        (case("Adam", amsgrad=True, bias_correction=False), "amsgrad needs bias_correction"),
+        (case("Adam", betas=[0.9]), "optimizer.params.betas: give a list of 2 numbers, not [0.9]"),
+        (case("Adam", betas=[0.9, 1.0]), "optimizer.params.betas = [0.9, 1.0]"),
+        (case("Lion", betas=[0.9, -1.0]), "optimizer.params.betas = [0.9, -1.0]: betas are at least 0"),
+        (case("Adam", eps=-1), "optimizer.params.eps = -1"),
+        ({"type": "Adam", "params": {"lr": "auto"}}, 'optimizer.params.lr is "auto"'),
+        ({"type": "Adam", "params": {"lr": "1e-3"}}, "optimizer.params.lr: give a number, not '1e-3'"),
+        ({"type": "SGD", "params": {"lr": True}}, "optimizer.params.lr: give a number, not true"),
+    ],
+)
+def test_refused(optimizer: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config({"train_batch_size": 4, "optimizer": optimizer})
+    assert words in str(error.value)

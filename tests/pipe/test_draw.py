@@ -1,0 +1,71 @@
+"""Pictures: every op is there, in a file of the right kind, at any size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from triax.pipe.program.draw import chrome_trace, picture, text
+from triax.pipe.program.simulate import Costs, timeline_of
+from triax.pipe.program.timeline import Span, Timeline
+from triax.pipe.schedules.choose import make_schedule
+
+
+def plain(subject: object) -> list[str]:
+    console = Console(width=500, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(subject)
+    return console.export_text().splitlines()
+
+
+def test_text_is_the_pipeline_in_cells() -> None:
+    lines = plain(text(make_schedule("1f1b", 2, 3)))
+    assert [line.rstrip() for line in lines[:2]] == [
+        "rank 0 F0F1    B0  F2B1    B2",
+        "rank 1   F0B0  F1B1  F2B2",
+    ]
+    assert "forward" in lines[2] and "weight gradient" not in lines[2]
+
+
+def test_text_colours_each_kind() -> None:
+    console = Console(width=200, force_terminal=True, color_system="standard", record=True)
+    drawn = text(make_schedule("zb-v", 2, 2))
+    assert len({str(span.style) for span in drawn.spans}) >= 6
+    console.print(drawn)
+
+
+def test_text_of_measured_times_does_not_need_units() -> None:
+    times = timeline_of(make_schedule("zb-v", 2, 4), Costs(0.0012, 0.0011, 0.0007, 0.0001))
+    lines = plain(text(times, width=90))
+    assert all(len(line) <= 97 for line in lines[:2])
+    assert plain(text(Timeline(((),)))) == ["no op runs"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures_stack_timelines_on_one_axis(suffix: str, tmp_path: Path) -> None:
+    schedule = make_schedule("zb-v", 4, 8)
+    ideal, measured = timeline_of(schedule), timeline_of(schedule, Costs(1, 1.2, 0.8, 0.1))
+    path = tmp_path / f"run{suffix}"
+    picture([ideal, measured], path, ["ideal", "measured"])
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert len(content) > 10_000
+    with pytest.raises(ValueError, match="1 titles for 2 timelines"):
+        picture([ideal, measured], path, ["ideal"])
+
+
+def test_large_and_partly_empty_pictures_are_drawn(tmp_path: Path) -> None:
+    picture(timeline_of(make_schedule("interleaved", 8, 64)), tmp_path / "large.png")
+    nothing = Timeline(((Span(make_schedule("1f1b", 1, 1).orders[0][0], 2.0, 3.0),), ()))
+    picture(nothing, tmp_path / "one.png")
+    assert (tmp_path / "large.png").stat().st_size > 20_000 and (tmp_path / "one.png").exists()
+
+
+def test_the_trace_holds_every_op_once() -> None:
+    times = timeline_of(make_schedule("zb-h1", 3, 4))
+    events = chrome_trace(times, scale=1000)["traceEvents"]
+    ops = [event for event in events if event["ph"] == "X"]
+    assert {(e["tid"], e["name"]) for e in ops} == {(r, str(s.op)) for r, row in enumerate(times.rows) for s in row}
+    assert max(e["ts"] + e["dur"] for e in ops) == pytest.approx(1000 * times.makespan)
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]

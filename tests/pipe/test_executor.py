@@ -1,0 +1,330 @@
+"""Executor: messages and layers of all kinds; gradients equal those of plain autograd on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec, make_schedule, simulate
+
+from toys import summed_loss
+
+WIDTH, MICROBATCHES = 6, 4
+Pair = tuple[Any, Tensor]
+
+
+class Split(nn.Module):
+    """A tensor -> a nest with an integer, a boolean and a float tensor that need no gradient among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        mask = x > 0
+        index = torch.arange(x.shape[0]) % 2
+        return {"pair": (self.a(x), [self.b(x)]), "mask": mask, "index": index, "scale": x.detach() * 2, "name": "x"}
+
+
+class Nested(nn.Module):
+    """The nest -> the nest, each part of it used; one float tensor passes through untouched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(2, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        first, (second,) = x["pair"]
+        assert x["name"] == "x" and x["mask"].dtype == torch.bool and x["index"].dtype == torch.int64
+        first = torch.where(x["mask"], self.c(first), first) + self.table(x["index"])[:, None]
+        return {**x, "pair": (first, [second])}
+
+
+class Join(nn.Module):
+    """The nest -> a tensor."""
+
+    def forward(self, x: Any) -> Tensor:
+        first, (second,) = x["pair"]
+        return torch.tanh(first * second + x["scale"])
+
+
+class InPlace(nn.Module):
+    """Changes what it is given: allowed in a model that is not cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0).add_(1.0)
+
+
+class InPlaceBehindLinears(nn.Module):
+    """Changes what linears return, in each way that models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.a(x), inplace=True)
+        y = self.b(h)
+        y += x
+        y[..., 0] = 0.5
+        z: Tensor = self.c(y)
+        return z.add_(x).tanh_()
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.requires_grad_(False)
+
+
+class Unused(nn.Module):
+    """Returns a second tensor that wants a gradient and never gets one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x), self.b(x)
+
+
+class Convolutions(nn.Module):
+    """Each kind of convolution, with strides, groups and paddings, between linears and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, padding_idx=1)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.one = nn.Conv1d(4, 8, 3, padding=1, groups=2)
+        self.two = nn.Conv2d(1, 2, (3, 2), stride=(1, 2), bias=False)
+        self.back = nn.ConvTranspose2d(2, 1, (3, 2), stride=(1, 2))
+        self.same = nn.Conv1d(8, 4, 3, padding="same")
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Parameter(torch.linspace(0, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.table(x.detach().abs().long() % 5).sum(-2)
+        y = self.one(y)
+        y = self.back(self.two(y[:, None]))[:, 0]
+        return self.norm(self.same(y)) @ self.mix + F.linear(x, self.mix)
+
+
+class Pool(nn.Module):
+    """Averages over the sequence, whose length changes from microbatch to microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True).expand_as(x) + x
+
+
+def first(x: Any) -> Tensor:
+    return x[0]
+
+
+def linear() -> LayerSpec:
+    return LayerSpec(nn.Linear, WIDTH, WIDTH)
+
+
+def attend(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight) + layer.bias.sum()
+
+
+def shared_modules() -> list[Any]:
+    """A module listed twice, and two modules that share a parameter."""
+    twice, one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    other.weight = one.weight
+    return [twice, one, torch.tanh, twice, LayerSpec(nn.LayerNorm, WIDTH), other]
+
+
+MODELS: dict[str, Callable[[], list[Any]]] = {
+    "plain": lambda: [linear(), torch.tanh, linear(), linear(), linear()],
+    "nests": lambda: [LayerSpec(Split), LayerSpec(Nested), LayerSpec(Nested), LayerSpec(Join)],
+    "in place": lambda: [linear(), LayerSpec(InPlace), LayerSpec(InPlace), linear()],
+    "in place behind linears": lambda: [LayerSpec(InPlaceBehindLinears) for _ in range(4)],
+    "stage without parameters": lambda: [linear(), torch.tanh, torch.sin, linear()],
+    "frozen stages": lambda: [LayerSpec(Frozen), LayerSpec(Frozen), linear(), LayerSpec(Frozen)],
+    "frozen in the middle": lambda: [linear(), LayerSpec(Frozen), LayerSpec(Frozen), linear()],
+    "unused output": lambda: [linear(), LayerSpec(Unused), first, linear()],
+    "convolutions": lambda: [linear(), LayerSpec(Convolutions), LayerSpec(Convolutions), linear()],
+    "sequences": lambda: [linear(), LayerSpec(Pool), linear(), linear()],
+    "tied whole": lambda: [
+        TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH),
+        linear(),
+        TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH),
+        TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH, forward_fn=attend),
+    ],
+    "tied classes": lambda: [
+        linear(),
+        TiedLayerSpec("t", nn.Embedding, WIDTH, WIDTH, forward_fn=lambda e, x: x @ e.weight),
+        linear(),
+        TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH),
+    ],
+    "modules": shared_modules,
+}
+
+
+def data(ragged: bool) -> list[Pair]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for i in range(2 * MICROBATCHES):
+        shape = (2 + i % 3, 3 + i % 2, WIDTH) if ragged else (3, 4, WIDTH)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        made.append((x, torch.randn(shape, generator=generator, dtype=torch.float64)))
+    return made
+
+
+def module(name: str, grid: Grid, **kwargs: Any) -> PipelineModule:
+    torch.manual_seed(5)
+    options = {"partition": "uniform", "loss_fn": summed_loss, "dtype": torch.float64, **kwargs}
+    return PipelineModule(MODELS[name](), grid=grid, **options)
+
+
+def pipelined(name: str, pipe: int, schedule: str, ragged: bool, stage: int, **kwargs: Any) -> Any:
+    grid = Grid(pipe=pipe, timeout=60)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"schedule": schedule},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = triax.initialize(model=module(name, grid, **kwargs), config=config)
+    pairs, found = iter(data(ragged)), []
+    for _ in range(2):
+        loss = engine.train_batch(pairs).item()
+        found.append((loss, engine.gather("gradients"), engine.get_global_grad_norm()))
+    return found, engine.gather(), engine.executor.peak
+
+
+def plain(name: str, ragged: bool) -> Any:
+    """Train the same model as a chain of calls, with autograd and SGD of torch."""
+    model, pairs, found = module(name, Grid()), data(ragged), []
+    named = {p.layout.name: p.parameter for p in model.local_parameters()}
+    trained = {n: p for n, p in named.items() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        terms = [summed_loss(model(x.clone()), y) for x, y in pairs[step * MICROBATCHES : (step + 1) * MICROBATCHES]]
+        loss = torch.stack([t for t, _ in terms]).sum() / sum(w for _, w in terms)
+        loss.backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        optimizer.step()
+        found.append((loss.item(), gradients, norm.item()))
+    return found, {n: p.detach() for n, p in named.items()}
+
+
+def assert_same(results: list[Any], wanted: Any) -> None:
+    wanted_steps, wanted_weights = wanted
+    for steps, weights, _ in results:
+        for (loss, gradients, norm), (want_loss, want_gradients, want_norm) in zip(steps, wanted_steps, strict=True):
+            assert loss == pytest.approx(want_loss, rel=1e-10, abs=0)
+            assert norm == pytest.approx(want_norm, rel=1e-10, abs=0)
+            torch.testing.assert_close(gradients, want_gradients, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(weights, wanted_weights, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_any_message(ranks: Any, name: str, schedule: str) -> None:
+    ragged = name not in ("in place", "convolutions")
+    assert_same(ranks(4, pipelined, name, 4, schedule, ragged, 0), plain(name, ragged))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_in_chunks(ranks: Any, name: str, schedule: str) -> None:
+    """Two stages a rank: in a V the first and the last stage, and a tie between them, are on one rank."""
+    ragged = name not in ("in place", "convolutions")
+    assert_same(ranks(2, pipelined, name, 2, schedule, ragged, 1, chunks=2), plain(name, ragged))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_in_place_behind_linears_on_one_process(schedule: str) -> None:
+    """A split linear's output may be changed as ``F.linear``'s may: 3-D inputs and a bias made it a function's view."""
+    name = "in place behind linears"
+    assert_same([pipelined(name, 1, schedule, True, 0)], plain(name, True))
+
+
+def test_two_stages_and_replicas(ranks: Any) -> None:
+    """Every replica reads the same data here: the whole batch is twice the microbatches, its mean the same."""
+    for name in ("nests", "tied whole", "modules", "frozen in the middle"):
+        assert_same(ranks(4, pipelined, name, 2, "1f1b", True, 1), plain(name, True))
+
+
+def test_activations_held_are_those_of_the_schedule(ranks: Any) -> None:
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
+        wanted = simulate(make_schedule(schedule, 2, MICROBATCHES, chunks)).peak_activations
+        found = ranks(2, pipelined, "plain", 2, schedule, False, 0, chunks=chunks)
+        assert [r[2] / chunks for r in found] == list(wanted), schedule
+
+
+class Changing(nn.Module):
+    """Layer whose output shape does not follow from its input shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x[: 1 + self.calls % 2]
+
+
+class Bad(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        if self.what == "raise" and x.shape[0] == 4:
+            raise ArithmeticError("boom")
+        return {1: x} if self.what == "keys" else {x} if self.what == "set" else x
+
+
+def failing(kind: str) -> str:
+    layer: Any = {"changing": LayerSpec(Changing)}.get(kind) or LayerSpec(Bad, kind)
+    model = PipelineModule(
+        [linear(), layer, linear(), linear()],
+        grid=Grid(pipe=4, timeout=60),
+        loss_fn=lambda outputs, labels: outputs.square().mean(),
+        partition="uniform",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine, *_ = triax.initialize(model=model, config=config)
+    with pytest.raises(RuntimeError) as error:
+        engine.train_batch((x.float(), y.float()) for x, y in data(kind == "raise"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raise", "rank 1 (pipe 1, data 0, tensor 0) failed at 1F2: ArithmeticError: boom"),
+        ("changing", "changed from (float32[2, 4, 6]) to (float32[1, 4, 6]) while the inputs kept their shape"),
+        ("keys", "a dict between stages has str keys, not [1]"),
+        ("set", "a set cannot be sent between stages"),
+    ],
+)
+def test_a_failing_rank_names_itself_and_stops_the_others(ranks: Any, kind: str, words: str) -> None:
+    messages = ranks(4, failing, kind, timeout=30)
+    assert words in messages[1]
+    for rank in (0, 2, 3):
+        assert f"rank {rank} (pipe {rank}" in messages[rank], messages[rank]
+        assert "rank 1 (pipe 1, data 0, tensor 0) failed at" in messages[rank], messages[rank]
+
+
+def test_a_tie_of_unlike_arguments_is_refused() -> None:
+    layers = [TiedLayerSpec("t", nn.Linear, 4, 4), TiedLayerSpec("t", nn.Linear, 4, 4, bias=False)]
+    with pytest.raises(ValueError, match="layers 0 and 1 have the key 't' and are one layer"):
+        PipelineModule(layers)

@@ -1,0 +1,309 @@
+"""Schedules: drawn as their docstrings say, as fast and as small as published, refused with a way out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from triax.cli.schedule import schedule as schedule_command
+from triax.pipe.program.ops import Op
+from triax.pipe.program.placement import loop, zigzag
+from triax.pipe.program.schedule import Schedule
+from triax.pipe.program.simulate import simulate
+from triax.pipe.program.verify import verify
+from triax.pipe.schedules.choose import make_schedule
+from triax.pipe.schedules.registry import RECIPES
+
+TRAINING = [name for name in RECIPES if name != "forward"]
+
+
+def idle(schedule: Schedule) -> float:
+    """The makespan's share that is not one rank's work, at F = I = W = 1."""
+    return simulate(schedule).makespan - 3 * schedule.microbatches
+
+
+def peak(schedule: Schedule) -> float:
+    return max(simulate(schedule).peak_activations)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_generator_stands_under_a_drawing_of_its_output(name: str) -> None:
+    rows = re.findall(r"rank (\d+): (.*)", RECIPES[name].make.__doc__ or "")
+    drawn = [[Op.parse(op) for op in row.split()] for _, row in rows]
+    assert drawn, f"{name} has no drawing"
+    microbatches = 1 + max(op.microbatch for row in drawn for op in row)
+    chunks = (1 + max(op.stage for row in drawn for op in row)) // len(drawn)
+    schedule = make_schedule(name, len(drawn), microbatches, chunks)
+    assert [list(order) for order in schedule.orders] == drawn, str(schedule)
+
+
+# name, chunks, idle time and peak at (p, m), from the papers: see docs/schedules.md
+FORMULAS = {
+    "gpipe": (1, lambda p, m: 3 * (p - 1), lambda p, m: m),
+    "1f1b": (1, lambda p, m: 3 * (p - 1), lambda p, m: min(p, m)),
+    "eager-1f1b": (1, lambda p, m: 3 * (p - 1), lambda p, m: min(2 * p - 1, m)),
+    "looped-bfs": (3, lambda p, m: p - 1, lambda p, m: m),
+    "zb-h1": (1, lambda p, m: p - 1, lambda p, m: p),
+    "zb-h2": (1, lambda p, m: p - 1, lambda p, m: min(2 * p - 1, m)),
+    "zb-v": (2, lambda p, m: (p - 1) / 2, lambda p, m: p),
+    "dualpipe-v": (2, lambda p, m: (p - 1) / 2, lambda p, m: p + 0.5),
+    "wave": (2, lambda p, m: 2 * (p - 1), lambda p, m: p),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("pipe", [1, 2, 3, 4, 5, 8, 13])
+def test_bubble_and_peak_are_the_published_ones(name: str, pipe: int) -> None:
+    chunks, idle_time, most = FORMULAS[name]
+    for m in {pipe, pipe + 1, 2 * pipe, 2 * pipe + 1, 3 * pipe + 2}:
+        if m >= RECIPES[name].least(pipe):
+            schedule = make_schedule(name, pipe, m, chunks)
+            assert idle(schedule) == pytest.approx(idle_time(pipe, m)), (name, pipe, m)
+            if name == "eager-1f1b" or m >= 2 * pipe - 1:
+                assert peak(schedule) == most(pipe, m), (name, pipe, m)
+
+
+@pytest.mark.parametrize("pipe", range(2, 10))
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_interleaved_loses_no_time_where_p_does_not_divide_m(pipe: int, chunks: int) -> None:
+    for m in range(pipe, 3 * pipe + 2):
+        schedule = make_schedule("interleaved", pipe, m, chunks)
+        assert idle(schedule) == pytest.approx(3 * (pipe - 1) / chunks), m
+        assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, m
+
+
+@pytest.mark.parametrize("pipe", [4, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 3, 5, 6, 7, 8))])
+def test_interleaved_takes_any_number_of_microbatches(pipe: int) -> None:
+    for chunks, m in itertools.product(range(2, 9), range(1, 34)):
+        schedule = make_schedule("interleaved", pipe, m, chunks)
+        verify(schedule)
+        assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, (m, chunks)
+        if m >= pipe:
+            assert idle(schedule) <= (1 if chunks <= 4 else 2.4) * 3 * (pipe - 1) / chunks + 1e-9, (m, chunks)
+
+
+@pytest.mark.parametrize("pipe", [2, 3, 4, 5, 6, 7, 8, 9, 12])
+def test_v_half_and_v_min_are_no_slower_than_their_papers_generator(pipe: int) -> None:
+    # what the generator of "Controllable Memory" reaches, measured at F = I = W for these sizes
+    half = {2: 0.5}.get(pipe, 1.5 * pipe - (3.5 if pipe % 2 == 0 else 2))
+    least = 2 * pipe - (3.5 if pipe % 3 == 0 else 2.5)
+    for m in (pipe, 2 * pipe + 1, 4 * pipe):
+        schedule = make_schedule("v-half", pipe, m)
+        assert idle(schedule) <= half + 1e-9 and peak(schedule) <= (pipe + 2) // 2
+        schedule = make_schedule("v-min", pipe, m)
+        assert idle(schedule) <= least + 1e-9 and peak(schedule) <= (pipe + 4) // 3
+
+
+@pytest.mark.parametrize("pipe", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_waves_idle_no_longer_than_published(pipe: int, waves: int) -> None:
+    """Liu 2023, Hanayo: of p microbatches."""
+    bubble = simulate(make_schedule("wave", pipe, pipe, 2 * waves)).bubble
+    assert bubble < (2 * pipe - 2) / (3 * pipe * waves + pipe - 1)
+
+
+@pytest.mark.parametrize(("pipe", "chunks"), [(2, 4), (4, 4), (8, 4), (4, 6)])
+def test_more_waves_make_a_smaller_bubble(pipe: int, chunks: int) -> None:
+    for m in (2 * pipe, 4 * pipe):
+        schedule = make_schedule("wave", pipe, m, chunks)
+        assert idle(schedule) <= 1.4 * 3 * (pipe - 1) / chunks
+        assert peak(schedule) <= pipe + (pipe - 1) * (chunks - 2) / (2 * chunks) + 1e-9
+
+
+def test_zb_h1_at_other_costs() -> None:
+    from triax.pipe.program.simulate import Costs
+
+    for costs in (Costs(1, 1.2, 0.7), Costs(1, 1, 0.5), Costs(1.5, 1, 1)):
+        f, i, w = (float(x) for x in (costs.F, costs.I, costs.W))  # type: ignore[arg-type]
+        for p, m in ((2, 4), (4, 9), (6, 12)):
+            result = simulate(make_schedule("zb-h1", p, m), costs)
+            assert result.makespan == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - w))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_size_runs_or_is_refused_with_one_that_does(name: str) -> None:
+    for pipe in (0, 1, 2, 3, 5):
+        for m in (0, 1, 2, 3, 7):
+            for chunks in (None, 0, 1, 2, 3, 4):
+                refusal = refused(name, pipe, m, chunks)
+                if refusal is None:
+                    verify(make_schedule(name, pipe, m, chunks))
+                    continue
+                nearest = re.search(r"the nearest is ((?:\w+=\d+(?:, )?)+)", refusal)
+                assert nearest, refusal
+                better = {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", nearest[1])}
+                again = better.get("pipe", pipe), better.get("microbatches", m), better.get("chunks", chunks)
+                # where two things were wrong, the second is named next
+                assert refused(name, *again) != refusal
+
+
+def refused(name: str, pipe: int, microbatches: int, chunks: int | None) -> str | None:
+    try:
+        make_schedule(name, pipe, microbatches, chunks)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_an_unknown_name_lists_the_names() -> None:
+    with pytest.raises(ValueError, match="1f1b, eager-1f1b"):
+        make_schedule("1F1B", 2, 2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_json_and_csv_round_trip(name: str) -> None:
+    schedule = make_schedule(name, 3, 6)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert hash(Schedule.from_json(schedule.to_json())) == hash(schedule)
+    assert Schedule.from_csv(schedule.to_csv(), name) == schedule
+    assert all(Op.parse(str(op)) == op for order in schedule.orders for op in order)
+
+
+def test_torchs_csv_with_idle_cells_messages_and_pairs() -> None:
+    text = "0UNSHARD,0F0,0SEND_F0,0F1,,,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n,1RECV_F0,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n"
+    schedule = Schedule.from_csv(text)
+    assert schedule.orders[0] == tuple(map(Op.parse, ("0F0", "0F1", "0B0", "0B1")))
+    assert schedule.orders[1] == tuple(map(Op.parse, ("1F0", "1B0", "1F1", "1B1")))
+    assert (schedule.pipe, schedule.microbatches, schedule.chunks) == (2, 2, 1)
+    verify(schedule)
+    with pytest.raises(ValueError, match="is not an op"):
+        Schedule.from_csv("0F0,0X0\n")
+    with pytest.raises(ValueError, match="runs on line 1"):
+        Schedule.from_csv("0F0,0B0\n0F1,0B1\n")
+
+
+def test_names_and_pictures_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from triax.pipe.program import draw, ops, passes, simulate, verify\n"
+        "from triax.pipe.schedules.choose import make_schedule\n"
+        "s = make_schedule('zb-v', 2, 4); verify.verify(passes.lower(s)); simulate.simulate(s)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_torchs_own_orders_where_they_can_be_had() -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+    def theirs(kind: str, pipe: int, m: int, placement: tuple[int, ...]) -> Schedule:
+        maker = object.__new__(getattr(pipelining, kind))
+        maker.pp_group_size, maker._n_microbatches, maker.n_local_stages = pipe, m, 2
+        maker._num_stages = maker.num_stages = 2 * pipe
+        maker.number_of_rounds = max(1, m // pipe)
+        maker.microbatches_per_round = m // maker.number_of_rounds
+        lines = []
+        for rank in range(pipe):
+            maker.rank = rank
+            actions = [a for a in maker._calculate_single_rank_operations(rank) if a is not None]
+            lines.append(",".join(str(part) for a in actions for part in (a.sub_actions or (a,))))
+        return Schedule.from_csv("\n".join(lines))
+
+    try:
+        for p in (2, 3, 4):
+            for m in (2 * p, 4 * p):
+                assert theirs("ScheduleInterleaved1F1B", p, m, loop(p, 2)).orders == (
+                    make_schedule("interleaved", p, m).orders
+                )
+                assert theirs("ScheduleDualPipeV", p, m, zigzag(p, 2)).orders == (
+                    make_schedule("dualpipe-v", p, m).orders
+                )
+            for m in range(1, 3 * p):
+                ours, torchs = make_schedule("zb-v", p, m), theirs("ScheduleZBVZeroBubble", p, m, zigzag(p, 2))
+                assert simulate(ours).makespan <= simulate(torchs).makespan + 1e-9
+                assert peak(ours) <= peak(torchs)
+    except AttributeError as error:
+        pytest.fail(f"torch's pipelining is not what it was when this was written for 2.13: {error}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TRAINING)
+def test_large_sizes_are_made_verified_and_timed_at_once(name: str) -> None:
+    begin = time.process_time()
+    schedule = make_schedule(name, 32, 256)
+    verify(schedule)
+    simulate(schedule)
+    assert time.process_time() - begin < 1.5
+    if name == "1f1b":
+        begin = time.process_time()
+        schedule = make_schedule(name, 64, 4096)
+        verify(schedule)
+        simulate(schedule)
+        assert time.process_time() - begin < 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pipe", [1, 2, 3, 5, 6, 8, 12, 16, 24, 32])
+def test_every_name_verifies_at_every_size(pipe: int) -> None:
+    for name, recipe in RECIPES.items():
+        for m in {1, 2, pipe - 1, pipe, pipe + 1, 2 * pipe, 3 * pipe - 1, 64} - {0}:
+            for chunks in (1, 2, 3, 4):
+                if recipe.accepts(chunks) and m >= recipe.least(pipe):
+                    verify(make_schedule(name, pipe, m, chunks))
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+app = typer.Typer()
+app.command()(schedule_command)
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+def test_the_command_prints_one_json_object() -> None:
+    code, output = run("zb-v", "--pipe", "4", "--microbatches", "8", "--json")
+    assert code == 0
+    found = json.loads(output)
+    expected = make_schedule("zb-v", 4, 8)
+    assert found["orders"] == [[str(op) for op in order] for order in expected.orders]
+    assert found["placement"] == [0, 1, 2, 3, 3, 2, 1, 0] and found["chunks"] == 2
+    assert found["makespan"] == 25.5 and found["peak_activations"] == [4, 4, 4, 4]
+    assert found["bubble"] == pytest.approx(1.5 / 25.5)
+
+
+def test_the_command_compares_what_fits() -> None:
+    code, output = run("--compare", "--pipe", "4", "--microbatches", "8", "--memory", "3", "--json")
+    assert code == 0
+    assert {row["name"] for row in json.loads(output)["schedules"]} == {"v-half", "v-min"}
+    code, output = run("--compare", "--pipe", "4", "--microbatches", "8")
+    assert code == 0 and all(name in output for name in TRAINING)
+
+
+def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    mine = tmp_path / "mine.csv"
+    mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    code, output = run("--file", str(mine), "--json", "--plot", str(tmp_path / "mine.svg"))
+    assert code == 0 and json.loads(output)["name"] == "mine"
+    assert (tmp_path / "mine.svg").read_text().startswith("<?xml")
+    again = tmp_path / "again.json"
+    again.write_text(output)
+    assert run("--file", str(again), "--json")[0] == 0
+    mine.write_text("0F0,0F1,0B1,0B0\n1F0,1B0\n")
+    code, output = run("--file", str(mine))
+    assert code == 2 and "rank 1 never runs 1F1" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["1f1b"], "--pipe 4 --microbatches 8"),
+        ([], "give a schedule's name"),
+        (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
+        (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),
+        (["zb-v", "--pipe", "4", "--microbatches", "8", "--chunks", "3"], "chunks=2"),
+        (["1f1b", "--pipe", "2", "--microbatches", "2", "--plot", "x.gif"], ".png"),
+    ],
+)
+def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
+    code, output = run(*words)
+    assert code == 2 and message in output

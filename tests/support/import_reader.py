@@ -1,0 +1,143 @@
+"""Reader of the library's imports, and the table of what each folder may import (DESIGN, section 1)."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+ASIDE = ("tests", "examples", "benchmarks")
+_PARTS = (
+    *("grid", "pipe", "tensor_parallel", "zero", "config", "optim", "data", "checkpoint", "launcher", "monitor"),
+    "plan",
+)
+# From a folder, to the folders or files that it may import, beside itself: lower levels only.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "grid": (),
+    "pipe": ("grid",),
+    "tensor_parallel": ("grid",),
+    "zero": ("grid",),
+    "config": ("grid",),
+    "optim": ("grid",),
+    "data": ("grid",),
+    "checkpoint": ("grid",),
+    "launcher": ("grid",),
+    "monitor": ("grid", "pipe/program"),
+    "models": ("grid", "pipe/spec.py", "tensor_parallel"),
+    "plan": ("grid/topology.py", "grid/ranges.py", "pipe/program", "pipe/schedules", "config", "models/config.py"),
+    "engine": _PARTS,
+    "inference": (*_PARTS, "models", "engine"),
+    "compat": (*_PARTS, "models", "engine", "inference"),
+    "cli": (*_PARTS, "models", "engine", "inference", "compat"),
+}
+FOLDERS = tuple(ARROWS)
+# Files and folders that run where torch is not installed, on the standard library alone.
+BARE = (
+    "__init__.py",
+    *("grid/__init__.py", "grid/environment.py", "grid/errors.py", "grid/hang_watch.py", "grid/lazy.py"),
+    "grid/ranges.py",
+    *("grid/topology.py", "grid/comm/__init__.py", "grid/comm/store_barrier.py", "grid/comm/thread_priority.py"),
+    "grid/comm/traffic.py",
+    *("pipe/__init__.py", "pipe/partition.py", "pipe/program", "pipe/schedules"),
+    *("zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
+)
+# Files that run without torch, though not without other packages.
+TORCH_FREE = (*BARE, "config")
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    target: str  # "pipe/spec.py" for a file of the library, "torch.nn" for others
+    ours: bool
+    lazy: bool  # inside a function
+    typing: bool  # under `if TYPE_CHECKING`
+    by_name: bool = False  # `import triax.x`, where the library writes `from .. import x`
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, root: Path, file: str) -> None:
+        self.root = root
+        self.folder = Path(file).parent.parts
+        self.imports: list[Import] = []
+        self.lazy = self.typing = False
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        before, self.lazy = self.lazy, True
+        self.generic_visit(node)
+        self.lazy = before
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        before = self.typing
+        self.typing = before or ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for child in node.body:
+            self.visit(child)
+        self.typing = before
+        for child in node.orelse:
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(node.lineno, alias.name.split("."))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        parts = node.module.split(".") if node.module else []
+        for alias in node.names:
+            if node.level:
+                package = self.folder[: len(self.folder) - (node.level - 1)]
+                self._add_ours(node.lineno, [*package, *parts, alias.name])
+            else:
+                self._add(node.lineno, [*parts, alias.name])
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """`importlib.import_module("triax.engine")` is an import too."""
+        name = ast.unparse(node.func)
+        if name in ("importlib.import_module", "import_module", "__import__") and node.args:
+            named = node.args[0]
+            if isinstance(named, ast.Constant) and isinstance(named.value, str) and named.value[:1] != ".":
+                self._add(node.lineno, named.value.split("."))
+        self.generic_visit(node)
+
+    def _add(self, line: int, parts: list[str]) -> None:
+        if parts[0] == "triax":
+            self._add_ours(line, parts[1:], by_name=True)
+        else:
+            self.imports.append(Import(line, ".".join(parts), False, self.lazy, self.typing))
+
+    def _add_ours(self, line: int, parts: list[str], by_name: bool = False) -> None:
+        """The file that `parts` names: the last of them may be a name in the file."""
+        for stop in (len(parts), len(parts) - 1):
+            path = "/".join(parts[:stop])
+            for file in (f"{path}.py", f"{path}/__init__.py".lstrip("/")):
+                if stop >= 0 and (self.root / file).is_file():
+                    self.imports.append(Import(line, file, True, self.lazy, self.typing, by_name))
+                    return
+        self.imports.append(Import(line, "/".join(parts) + ".py", True, self.lazy, self.typing, by_name))
+
+
+def library(root: Path) -> list[str]:
+    files = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
+    front = [root / "__init__.py"] if (root / "__init__.py").is_file() else []
+    return [str(path.relative_to(root)) for path in [*front, *sorted(files)]]
+
+
+def imports(root: Path, file: str) -> list[Import]:
+    """Every import of a file, wherever it stands. A package's lazy names, which its stub lists, are imports too."""
+    reader = _Reader(root, file)
+    reader.visit(ast.parse((root / file).read_bytes(), filename=file))
+    stub = (root / file).with_suffix(".pyi")
+    if stub.is_file():
+        reader.lazy = reader.typing = True
+        reader.visit(ast.parse(stub.read_bytes(), filename=file))
+    return reader.imports
+
+
+def within(file: str, places: tuple[str, ...]) -> bool:
+    return any(file == place or file.startswith(f"{place}/") for place in places)
+
+
+def needs_no_torch(file: str) -> bool:
+    return within(file, BARE)

@@ -1,0 +1,243 @@
+"""What one rank of the test pool runs. The parent's side, and the idea, are in `pool.py`.
+
+The fork server imports this file once, and with it everything heavy that tests use; each rank is then a fork
+of that server, which costs milliseconds where a fresh `import torch` costs seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import datetime
+import faulthandler
+import functools
+import gc
+import importlib
+import importlib.util
+import io
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterator
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+PRELOAD = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.optim",
+    "torch.testing",
+    "einops",
+    "hypothesis",
+    "pydantic",
+    "pytest",
+    "safetensors.torch",
+    "triax.engine.pipeline_engine",
+    "triax.models.gpt",
+    "triax.models.llama",
+    "triax.pipe",
+    "triax.tensor_parallel",
+)
+
+for _name in PRELOAD:
+    # What cannot be imported here is somebody's test failure later, with its own message; it must not take
+    # the whole pool down.
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)
+
+# None of that is garbage: so a rank looks through what its jobs made only, and that in milliseconds.
+gc.collect()
+gc.freeze()
+
+
+# ------------------------------------------------------------------------- values between processes
+
+
+def dump(value: object) -> bytes:
+    """Pickle by value: a tensor travels as its numbers, never as a shared-memory file descriptor."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if obj.device.type != "cpu" or obj.layout != torch.strided:
+            return NotImplemented
+        # Only the elements that the tensor shows, not the storage it is a view of; and no autograd graph.
+        flat = obj.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (flat.numpy(), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not numbers.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(numbers.copy()).view(dtype).view(shape)
+
+
+# ------------------------------------------------------------------------- functions by (file, name)
+
+
+@functools.cache
+def _load(name: str, path: str | None, mtime_ns: int) -> types.ModuleType:
+    """Import module `name`; a test file is loaded from its path, once for each date of the file."""
+    if path is None:
+        return importlib.import_module(name)
+    if not Path(path).name.startswith("test_"):
+        with contextlib.suppress(ImportError, ValueError):
+            known = importlib.import_module(name)
+            if getattr(known, "__file__", None) == path:
+                return known
+    module = types.ModuleType(name)
+    module.__file__ = path
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    with contextlib.suppress(ImportError):
+        # pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source, path)
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def resolve(module: types.ModuleType, qualname: str) -> Any:
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# ------------------------------------------------------------------------------------- a rank's life
+
+
+def serve(rank: int, pipe: connection.Connection, dump_path: str) -> None:
+    """Wait for a job, run it, send what came of it; until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    os.environ.pop("PYTHONPATH", None)  # set for the fork server alone, see pool.py
+    _leave_with_parent()
+    torch.set_num_threads(1)
+    stand = open(dump_path, "w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.enable(stand)
+    faulthandler.register(signal.SIGUSR1, file=stand, all_threads=True)
+    pipe.send_bytes(dump(("ready", None)))
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        with _clean_room(rank, job):
+            outcome = _attempt(job, rank)
+            try:
+                pipe.send_bytes(outcome)
+                if outcome[:1] == b"+":
+                    # A rank that is done keeps its sockets open until all are: closing them under a peer
+                    # that still works would make that peer fail.
+                    pipe.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)
+        pipe.send_bytes(dump(("ready", None)))
+
+
+def _attempt(job: dict[str, Any], rank: int) -> bytes:
+    """b"+" and the result, or b"-" and what was raised."""
+    try:
+        module = _load(*job["module"])
+        function = resolve(module, job["qualname"])
+        args, kwargs = pickle.loads(job["arguments"])
+        if job["size"] > 1 and job["init_group"]:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(job["store"], job["size"]),
+                rank=rank,
+                world_size=job["size"],
+                timeout=datetime.timedelta(seconds=job["timeout"] + 30),  # the pool's own limit comes first
+            )
+        return b"+" + dump(function(*args, **kwargs))
+    except BaseException as error:
+        when = time.monotonic()
+        lines = traceback.TracebackException.from_exception(error)
+        lines.stack[:] = [frame for frame in lines.stack if frame.filename != __file__] or lines.stack
+        summary = "".join(lines.format_exception_only()).strip()
+        return b"-" + dump((when, summary, "".join(lines.format())))
+
+
+@contextlib.contextmanager
+def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
+    """What one job sets, the next does not see: environment, folder, torch's switches, process groups."""
+    environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
+    size = job["size"]
+    if size > 1:
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(job["port"]),
+        )
+    # Different on every rank, the same in every run: code that leans on the global generator shows.
+    torch.manual_seed(1 + rank)
+    random.seed(1 + rank)
+    np.random.seed(1 + rank)  # noqa: NPY002 (the global generator is the point)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # An engine is full of circles (hooks that know their owner); until it is collected, its groups' threads live:
+        # hundreds of them, after some tests.
+        gc.collect()
+        # A rank that leaves at once makes the others fail while they still connect. Torch then counts a group that
+        # never was, and in the next job this rank would look for the others under another name than they use.
+        dist.distributed_c10d._world.group_count = 0
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+        # These two only where needed: to call the first leaves a function mode on every later op, and the
+        # second imports the compiler, two seconds of it.
+        if torch.get_default_device().type != "cpu":
+            torch.set_default_device(None)
+        if torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(False)
+
+
+def _leave_with_parent() -> None:
+    """A rank in the middle of a job must not outlive a parent that was killed."""
+    parent = parent_process()
+    if parent is not None:
+
+        def watch(sentinel: int = parent.sentinel) -> None:
+            connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="watches the parent").start()
+
+
+def loopback() -> str | None:
+    """The name of the loopback interface, so that gloo asks no name server for this machine's address."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)

@@ -1,0 +1,71 @@
+"""Reader of the fenced code blocks and the links of a Markdown document."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paths import ROOT
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    line: int
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced code blocks, in order."""
+    found: list[Block] = []
+    language, start = "", 0
+    held: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = re.match(r"\s*```(\S*)", line)
+        if fence and not start:
+            language, start, held = fence[1], number, []
+        elif fence:
+            found.append(Block(language, "\n".join(held) + "\n", start))
+            start = 0
+        elif start:
+            held.append(line)
+    assert not start, f"the block that starts in line {start} never ends"
+    return found
+
+
+def programs(text: str) -> dict[str, str]:
+    """Name -> source of each Python program."""
+    found: dict[str, str] = {}
+    for block in blocks(text):
+        if block.language not in ("python", "py"):
+            continue
+        if found and not re.search(r"^\s*(import|from) ", block.text, re.MULTILINE):
+            found[list(found)[-1]] += block.text
+            continue
+        name = re.match(r"# (\w+\.py)\b", block.text)
+        found[name[1] if name else f"line_{block.line}.py"] = block.text
+    return found
+
+
+def commands(text: str) -> list[tuple[int, str]]:
+    """(line, command) for every command, without prompts, comments and continuations."""
+    found = []
+    for block in blocks(text):
+        if block.language not in ("sh", "bash", "shell", "console"):
+            continue
+        joined = re.sub(r"\s*\\\n\s*", " ", block.text)
+        lines = [line.strip() for line in joined.splitlines()]
+        if block.language == "console":  # what has no prompt is output
+            lines = [line for line in lines if line.startswith("$ ")]
+        for line in lines:
+            command = line.removeprefix("$ ")
+            if command and not command.startswith("#"):
+                found += [(block.line, part.strip()) for part in re.split(r"&&|;", command)]
+    return found
+
+
+def broken_links(text: str) -> list[str]:
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)[^)]*\)", prose) + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
+    paths = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
+    return [path for path in paths if path and not (ROOT / path).exists()]

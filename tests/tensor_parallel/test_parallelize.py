@@ -1,0 +1,552 @@
+"""`parallelize`: plain modules and Hugging Face models, sharded in place, against themselves on one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax.grid import Grid
+from triax.grid.layout import layout_of
+from triax.tensor_parallel.parallelize import parallelize
+from triax.tensor_parallel.plans import Column, KeyValue, Local, Row, find_plan
+from triax.zero import ShardedOptimizer, gathered
+
+# An odd vocabulary, an MLP whose width 2 and 4 do not divide, 6 heads: uneven over 4 ranks.
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 43, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_inner": 37},
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 3, "tie_word_embeddings": True},
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6},
+    "bert": {"num_attention_heads": 4, "intermediate_size": 37},
+}
+_COMMON = {
+    "vocab_size": 43,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 16,
+}
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+_NO_DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 3},
+}
+
+
+def make(family: str, **changes: Any) -> nn.Module:
+    """A small random model of a family, in float64, the same wherever it is made."""
+    import transformers
+
+    names = {
+        "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+        "llama": ("LlamaConfig", "LlamaForCausalLM"),
+        "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+        "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+        "bert": ("BertConfig", "BertForMaskedLM"),
+    }
+    config, model = (getattr(transformers, name) for name in names[family])
+    common = {} if family == "gpt2" else _COMMON
+    torch.manual_seed(3)
+    options = common | SMALL[family] | _NO_TOKENS | _NO_DROPOUT.get(family, {}) | changes
+    made: nn.Module = model(config(**options)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)  # biases and norms are no longer 0 and 1
+    return made
+
+
+def exactly(model: nn.Module) -> nn.Module:
+    """The model, its RMSNorms computing in its own dtype: theirs round to float32, and so do their gradients."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = functools.partial(_rms_norm, norm)
+    return model
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def batch(length: int = 11) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(43, (3, length), generator=generator), torch.randint(43, (3, length), generator=generator)
+
+
+def run(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """The logits; gradients are left in the parameters."""
+    logits: Tensor = model(input_ids=ids).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    return logits.detach()
+
+
+def worst(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-3))
+
+
+def compare(grid: Grid, family: str, train: bool, changes: dict[str, Any]) -> dict[str, float]:
+    """How far outputs and gradients of the sharded model are from the whole one's, relative; and what was sharded."""
+    exact = changes.pop("exact", False)
+    whole, model = (make(family, **changes).train(train) for _ in range(2))
+    if exact:
+        whole, model = exactly(whole), exactly(model)
+    assert parallelize(model, grid) is model
+    ids, labels = batch()
+    found = {"logits": worst(run(model, ids, labels), run(whole, ids, labels))}
+    reference = dict(whole.named_parameters())
+    assert dict(model.named_parameters()).keys() == reference.keys()  # names and ties are as they were
+    rank, size = grid.tensor.rank, grid.tensor.size
+    for name, parameter in model.named_parameters():
+        layout = layout_of(parameter)
+        assert layout.name == name and layout.shape == tuple(reference[name].shape)
+        assert torch.equal(parameter, layout.shard(reference[name], rank, size))
+        gradient = reference[name].grad
+        assert parameter.grad is not None and gradient is not None
+        found[name] = worst(parameter.grad, layout.shard(gradient, rank, size))
+    return found
+
+
+def on_rank(size: int, family: str, train: bool = True, changes: dict[str, Any] | None = None) -> dict[str, float]:
+    return compare(Grid(tensor=size), family, train, dict(changes or {}))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", SMALL)
+def test_a_hugging_face_model_is_what_it_was(ranks: Any, family: str, size: int) -> None:
+    """Logits and every gradient, to 1e-9 in float64."""
+    for found in ranks(size, on_rank, size, family, timeout=60):
+        assert max(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
+        assert len(found) > 15
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("gpt2", {"_attn_implementation": "eager"}),
+        ("llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"num_key_value_heads": 1, "_attn_implementation": "eager"}),
+        ("llama", {"num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True}),
+        ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+        # Keys that several ranks use: each one's gradient goes through the norm, whose float32 would round the parts.
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True, "exact": True}),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 1, "exact": True}),
+        ("bert", {"num_attention_heads": 6, "_attn_implementation": "eager"}),
+    ],
+)
+def test_other_configurations(ranks: Any, family: str, changes: dict[str, Any], size: int, train: bool) -> None:
+    for found in ranks(size, on_rank, size, family, train, changes, timeout=60):
+        assert max(found.values()) < 1e-9, {name: error for name, error in found.items() if error >= 1e-9}
+
+
+def continued(size: int, family: str) -> tuple[list[int], list[int]]:
+    models: list[Any] = [make(family).eval(), parallelize(make(family).eval(), Grid(tensor=size))]
+    ids = torch.arange(5)[None] + 7
+    whole, sharded = (m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist() for m in models)
+    return whole, sharded
+
+
+@pytest.mark.parametrize(("family", "size"), [("gpt2", 4), ("llama", 4)])
+def test_its_own_generate_goes_on(ranks: Any, family: str, size: int) -> None:
+    """With its cache of this rank's keys and values: 6 heads over 4 ranks, in Llama with 2 of keys and values."""
+    for whole, sharded in ranks(size, continued, size, family):
+        assert whole == sharded and len(whole) == 13
+
+
+def bytes_sent(size: int, family: str) -> tuple[int, float]:
+    grid = Grid(tensor=size)
+    model = parallelize(make(family, intermediate_size=40), grid)
+    grid.traffic.clear()
+    ids, labels = batch()
+    run(model, ids, labels)
+    return ids.numel() * 24 * 8, grid.traffic.report()["tensor"]["all_reduce"].bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_layer_costs_four_all_reduces(ranks: Any, family: str) -> None:
+    """Two forward and two backward, as in the paper, though q, k and v are called one by one; and the vocabulary's."""
+    for hidden, sent in ranks(2, bytes_sent, 2, family):
+        layers, vocabulary = 2, 2  # the embedding's forward, the head's backward
+        assert sent == (4 * layers + vocabulary) * 2 * hidden // 2
+
+
+# ---------------------------------------------------------------------------------------- in a training loop
+
+
+def train(sizes: tuple[int, int, int], family: str, stage: int) -> list[float]:
+    """Three steps of AdamW over replicas and tensor shards; how far weights are from one process's, relative."""
+    grid = Grid(*sizes)
+    whole, model = make(family), parallelize(make(family), grid)
+    ids, labels = (x.repeat(2, 1)[:4] for x in batch())
+    share = 4 // grid.data.size
+    mine = slice(grid.data.rank * share, (grid.data.rank + 1) * share)
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    optimizer = ShardedOptimizer(
+        torch.optim.AdamW, model.parameters(), grid, stage=stage, module=model, lr=1e-2, reduction="mean"
+    )
+    for _ in range(3):
+        reference.zero_grad()
+        run(whole, ids, labels)
+        reference.step()
+        optimizer.zero_grad()
+        run(model, ids[mine], labels[mine])
+        optimizer.step()
+    expected = dict(whole.named_parameters())
+    rank, size = grid.tensor.rank, grid.tensor.size
+    with gathered(model):
+        return [
+            worst(p.detach(), layout_of(p).shard(expected[name].detach(), rank, size))
+            for name, p in model.named_parameters()
+        ]
+
+
+@pytest.mark.parametrize(("family", "stage"), [("gpt2", 1), ("qwen3", 3)])
+def test_over_replicas_too(ranks: Any, family: str, stage: int) -> None:
+    """ShardedOptimizer sums over the data axis alone: what tensor ranks share has whole gradients already."""
+    for errors in ranks(4, train, (1, 2, 2), family, stage, timeout=60):
+        assert max(errors) < 1e-6  # Adam divides by the gradient's size: elements near 0 are where rounding shows
+
+
+def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
+    """The whole model as a list of one layer."""
+    grid = Grid(*sizes)
+    whole, model = make("qwen2"), parallelize(make("qwen2"), grid)
+    ids, labels = (x.repeat(2, 1)[:4] for x in batch())
+
+    def loss_fn(outputs: Any, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    engine, *_ = triax.initialize(
+        model=triax.PipelineModule([model], grid=grid, loss_fn=loss_fn),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    mine = slice(grid.data.rank * 2, grid.data.rank * 2 + 2)
+    engine.train_batch(iter([(ids[mine], labels[mine])]))
+    run(whole, ids, labels)
+    found = engine.gather("gradients")
+    wanted = {f"layers.0.{name}": parameter.grad for name, parameter in whole.named_parameters()}
+    assert found.keys() == wanted.keys()
+    return {name: worst(gradient, wanted[name]) for name, gradient in found.items()}  # type: ignore[arg-type]
+
+
+def test_under_the_engine(ranks: Any) -> None:
+    for found in ranks(4, one_step_of_the_engine, (1, 2, 2), timeout=60):
+        assert max(found.values()) < 1e-9
+
+
+# ------------------------------------------------------------------------------------------ plans of one's own
+
+
+class Attention(nn.Module):
+    """Self-attention of 6 heads, in no library's words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.inner = 6, 24
+        self.project = nn.Linear(16, 3 * 24)
+        self.merge = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.project(x).split(self.inner, -1)
+        )
+        y: Tensor = self.merge(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y
+
+
+class Model(nn.Module):
+    """Everything a plan can name, once; `twice` hangs in two places, the head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(19, 16, padding_idx=17)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(16, 21), nn.Linear(21, 16)
+        self.twice = self.down
+        self.whole = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 19)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.attention(self.embedding(ids))
+        x = self.whole(x + self.down(torch.tanh(self.up(x))) + self.twice(torch.relu(self.up(x))))
+        y: Tensor = self.head(x)
+        return y
+
+
+PLAN: dict[str, Any] = {
+    "embedding": "vocab",
+    "attention": Local({"heads": 1, "inner": 4}),
+    "*.project": Column(parts=3, unit=4),
+    "*.merge": Row(unit=4),
+    "up": "column",
+    "down": "row",
+    "twice": "row",
+    "head": "column_gather",
+}
+
+
+def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:
+    grid = Grid(tensor=size)
+    torch.manual_seed(0)
+    whole = Model().double()
+    torch.manual_seed(grid.rank)  # as if no two processes drew alike
+    model = Model().double()
+    if grid.rank == 0:
+        model.load_state_dict(whole.state_dict())
+    parallelize(model, grid, plan)
+    assert model.twice is model.down and model.head.weight is model.embedding.weight
+    ids = torch.arange(36).view(3, 12) % 19
+    outputs = [m(ids) for m in (model, whole)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = {"output": worst(*outputs)}
+    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None
+        part = layout_of(parameter).shard(reference.grad, grid.tensor.rank, size)
+        found[name] = worst(parameter.grad, part)
+    return found
+
+
+def test_a_plan_of_ones_own(ranks: Any) -> None:
+    """Rank 0's values, on 3 ranks that divide neither vocabulary nor hidden width; a padding row has no gradient."""
+    for found in ranks(3, compare_mine, 3, PLAN):
+        assert max(found.values()) < 1e-9, found
+        assert len(found) == 12
+
+
+def changed_in_place(size: int) -> dict[str, float]:
+    """A plain module that changes its linears' outputs, against itself."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(
+        nn.Embedding(19, 8), nn.Linear(8, 21), nn.ReLU(inplace=True), nn.Linear(21, 16), nn.Hardtanh(inplace=True)
+    ).double()
+    model = copy.deepcopy(whole)
+    parallelize(model, Grid(tensor=size), {"0": "vocab", "1": "column", "3": "row"})
+    ids = torch.arange(12).view(3, 4)
+    outputs = [m(ids) for m in (model, whole)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = {"output": worst(*outputs)}
+    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None
+        layout = layout_of(parameter)
+        found[name] = worst(parameter.grad, layout.shard(reference.grad, Grid(tensor=size).tensor.rank, size))
+    return found
+
+
+def test_outputs_may_be_changed_in_place(ranks: Any) -> None:
+    for found in ranks(2, changed_in_place, 2):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_one_rank_is_left_alone() -> None:
+    model = Model()
+    assert parallelize(model, Grid(), PLAN) is model
+    assert type(model.up) is nn.Linear
+
+
+def messages(size: int) -> list[str]:
+    """What wrong plans say."""
+
+    def said(model: nn.Module, plan: dict[str, Any] | None) -> str:
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        try:
+            parallelize(model, grid, plan)
+        except (ValueError, TypeError) as error:
+            # Refused before anything was touched.
+            assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("not refused")
+
+    grid = Grid(tensor=size)
+    few_heads = make("llama", num_attention_heads=2, num_key_value_heads=1)
+    again = parallelize(Model(), grid, {"up": "column", "down": "row", "twice": "row"})
+    without_head = {pattern: style for pattern, style in PLAN.items() if pattern != "head"}
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2))
+    return [
+        said(Model(), None),
+        said(Model(), {"up": "column", "*.gone": "row", "down": "row"}),
+        said(Model(), {"up": "diagonal"}),
+        said(Model(), {"embedding": "row"}),
+        said(Model(), {"attention": "column"}),
+        said(Model(), without_head),
+        said(Model(), {"*.project": Column(parts=(24, 24))}),
+        said(Model(), {"*.merge": Row(unit=12)}),
+        said(Model(), {"attention": Local({"heads": 4})}),
+        said(Model(), {"up": KeyValue(6, 2, 4)}),
+        said(encoder, {"*linear1": "column"}),
+        said(nn.Linear(4, 4), {"*": "column"}),
+        said(few_heads, None),
+        _said_twice(again, grid),
+    ]
+
+
+def _said_twice(model: nn.Module, grid: Grid) -> str:
+    with pytest.raises((ValueError, TypeError)) as error:
+        parallelize(model, grid, {"up": "column"})
+    return f"{error.type.__name__}: {error.value}"
+
+
+EXPECTED = [
+    "ValueError: no plan is known for a Model without a model_type (but for gpt2, llama, qwen2, qwen3, bert): pass",
+    "ValueError: the plan has '*.gone', which matches no module of this Model; there are embedding, attention.project",
+    "ValueError: the plan has 'up': 'diagonal'; give 'column', 'column_gather', 'row', 'vocab', ('column', parts)",
+    "TypeError: embedding is a Embedding, and Row takes an nn.Linear or a Conv1D: narrow the plan's pattern",
+    "TypeError: attention is a Attention, and Column takes an nn.Linear or a Conv1D: narrow the plan's pattern",
+    "ValueError: head shares its weight with embedding, which the plan shards: name it too, as 'column_gather'",
+    "ValueError: attention.project: parts (24, 24) add up to 48, and it has 72 outputs",
+    "ValueError: attention.merge: the inputs (24, 2 heads of 12) do not reach over tensor=3: give the grid a tensor",
+    "ValueError: attention.heads is 6, not a multiple of 4: it cannot be shared out",
+    "ValueError: up has 21 outputs, not 2 heads of 4 for 6 of queries",
+    "TypeError: 0.linear1 is part of a TransformerEncoderLayer, which reads its weights itself",
+    "TypeError: the plan's pattern matches the Linear itself: put it into a container",
+    "ValueError: model.layers.0.self_attn.q_proj: the outputs (24, 2 heads of 12) do not reach over tensor=3: give",
+    "TypeError: up is a ColumnSharded, and Column takes an nn.Linear or a Conv1D",
+]
+
+
+def test_errors_name_the_module_and_what_fits(ranks: Any) -> None:
+    for found in ranks(3, messages, 3, timeout=60):
+        for said, expected in zip(found, EXPECTED, strict=True):
+            assert said.startswith(expected)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3.0
+
+
+class ScaledWords(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 5.0
+
+
+class Adapted(nn.Linear):
+    """Has a parameter beside torch's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.low = nn.Parameter(torch.zeros(2, inputs))
+
+
+class Renamed(nn.Linear):
+    """Computes as any linear does."""
+
+
+def beyond_plain(kind: str) -> nn.Module:
+    """Two layers, one of which is or has more than torch's."""
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    match kind:
+        case "linear":
+            up = Scaled(8, 16)
+        case "embedding":
+            return nn.Sequential(ScaledWords(16, 16), down)
+        case "parameter":
+            up = Adapted(8, 16)
+        case "buffer":
+            up.register_buffer("calls", torch.zeros(()))
+        case "instance":
+            up.forward = functools.partial(nn.Linear.forward, down)  # type: ignore[method-assign]
+        case "hook":
+            up.register_forward_hook(lambda module, inputs, output: output * 2)
+        case "pre-hook":
+            up.register_forward_pre_hook(lambda module, inputs: None)
+        case "backward hook":
+            up.register_full_backward_hook(lambda module, inputs, outputs: None)
+        case "weight_norm":
+            nn.utils.parametrizations.weight_norm(up)
+        case "spectral_norm":
+            nn.utils.spectral_norm(up)
+    return nn.Sequential(up, down)
+
+
+BEYOND_PLAIN = {
+    "linear": "0, a Scaled, has a forward of its own",
+    "embedding": "0, a ScaledWords, has a forward of its own",
+    "parameter": "0, a Adapted, has low beside weight and bias",
+    "buffer": "0, a Linear, has calls beside weight and bias",
+    "instance": "0, a Linear, has a forward of its own",
+    "hook": "0, a Linear, has forward hooks",
+    "pre-hook": "0, a Linear, has forward pre hooks",
+    "backward hook": "0, a Linear, has backward hooks",
+    "weight_norm": "0, a ParametrizedLinear, is parametrized",
+    "spectral_norm": "0, a Linear, has weight_orig, weight_u, weight_v beside weight and bias",
+}
+
+
+def refused(kind: str, grid: Grid) -> str:
+    model = beyond_plain(kind)
+    names = set(model.state_dict())
+    with pytest.raises(TypeError) as error:
+        parallelize(model, grid, {"0": "vocab" if kind == "embedding" else "column", "1": "row"})
+    assert set(model.state_dict()) == names and type(model[1]) is nn.Linear  # type: ignore[index]
+    return str(error.value)
+
+
+def all_refused(size: int) -> list[str]:
+    grid = Grid(tensor=size)
+    found = [refused(kind, grid) for kind in BEYOND_PLAIN]
+    one = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    if grid.rank == 1:  # a hook on one rank alone: the others do not wait for it
+        one[1].register_forward_hook(lambda module, inputs, output: None)
+    with pytest.raises(TypeError, match=r"^1, a Linear, has forward hooks"):
+        parallelize(one, grid, {"0": "column", "1": "row"})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*_norm. is deprecated")
+@pytest.mark.parametrize("kind", BEYOND_PLAIN)
+def test_what_a_sharded_layer_would_drop_is_refused_on_one_rank_too(kind: str) -> None:
+    said = refused(kind, Grid())
+    assert said.startswith(BEYOND_PLAIN[kind])
+    assert said.endswith("parallelize the plain layer before it is wrapped or hooked, or leave it out of the plan")
+
+
+def test_what_a_sharded_layer_would_drop_is_refused_on_every_rank(ranks: Any) -> None:
+    for found in ranks(2, all_refused, 2):
+        for said, expected in zip(found, BEYOND_PLAIN.values(), strict=True):
+            assert said.startswith(expected)
+
+
+def harmless(size: int) -> tuple[float, str]:
+    """A subclass that computes as torch's does, beside a hooked layer that the plan leaves out."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Renamed(8, 16), nn.ReLU(), nn.Linear(16, 8), Scaled(8, 8)).double()
+    model = copy.deepcopy(whole)
+    model[3].register_forward_hook(lambda module, inputs, output: output)
+    parallelize(model, Grid(tensor=size), {"0": "column", "2": "row"})
+    x = torch.randn(3, 8, dtype=torch.float64)
+    return worst(model(x).detach(), whole(x).detach()), type(model[0]).__name__
+
+
+def test_a_subclass_that_computes_alike_is_sharded(ranks: Any) -> None:
+    assert harmless(1) == (0.0, "Renamed")
+    for error, kind in ranks(2, harmless, 2):
+        assert error < 1e-10 and kind == "ColumnSharded"
+
+
+def test_a_plan_is_found_without_its_library() -> None:
+    class Config:
+        model_type = "bert"
+        hidden_size, num_attention_heads = 16, 2
+
+    model = Model()
+    model.config = Config()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="says that it is 'bert', but has none of its layers: it has embedding"):
+        find_plan(model)

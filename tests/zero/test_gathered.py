@@ -1,0 +1,270 @@
+"""`zero.gathered`: whole parameters, read or written, in every stage."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.zero import gathered
+
+WIDTH = 6
+
+
+def engine(grid: Grid, stage: int, **config: Any) -> triax.PipelineEngine:
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+    dtype = None if config else torch.float64
+    model = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).float().square().mean(), dtype=dtype)
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    return triax.initialize(model=model, config={**base, **config})[0]
+
+
+def data(grid: Grid, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(grid.data.rank)
+    while True:
+        x = torch.randn(2, 2, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        yield x[0], x[1]
+
+
+def write_on_one_alone(made: triax.PipelineEngine) -> None:
+    with gathered(made.module), torch.no_grad():
+        if made.grid.data.rank == 1:
+            next(made.module.parameters()).add_(1)
+
+
+def lent(sizes: tuple[int, int, int], stage: int) -> Any:
+    grid = Grid(*sizes, timeout=60)
+    made, samples = engine(grid, stage), data(grid)
+    made.train_batch(samples)
+    before = made.gather()
+    names = {parameter: p.layout.name for p in made.module.local_parameters() for parameter in [p.parameter]}
+    with gathered(made.module):
+        read = {name: parameter.detach().clone() for parameter, name in names.items()}
+        with gathered(next(made.module.parameters())):  # one within another takes nothing away
+            pass
+        assert not any(parameter.isnan().any() for parameter in names)
+    assert all(torch.equal(read[name], before[name]) for name in read)
+    assert stage < 3 or all(parameter.isnan().all() for parameter in names)
+
+    with gathered(names, modifier_rank=grid.data.size - 1):
+        for number, parameter in enumerate(names):
+            parameter.data.fill_(grid.data.rank + number + 1)  # every replica another value
+    after = made.gather()
+    storages = {t.untyped_storage() for b in made.data_axis.buckets for t in (b.weights, b.shard)}
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    made.train_batch(samples)
+    stepped, gradients = made.gather(), made.gather("gradients")
+    for number, name in enumerate(names.values()):
+        assert after[name].eq(grid.data.size + number).all()
+        # The next step starts from what was written.
+        torch.testing.assert_close(stepped[name], after[name] - 0.1 * gradients[name], rtol=1e-12, atol=0)
+
+    with pytest.raises(RuntimeError, match=r"1 parameters were written .* pass modifier_rank=0"):
+        write_on_one_alone(made)
+    return held
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
+def test_lent_parameters_are_whole_and_what_is_written_stays(ranks: Any, sizes: tuple[int, int, int]) -> None:
+    for stage in range(4):
+        held = 4 * (WIDTH * WIDTH + WIDTH) * 8 // sizes[0]
+        for shards in ranks(sizes[0] * sizes[1], lent, sizes, stage):
+            assert shards < 0.8 * held if stage == 3 else shards >= held
+
+
+def mastered(stage: int) -> None:
+    grid = Grid(data=2, timeout=60)
+    made, samples = engine(grid, stage, bf16={"enabled": True}), data(grid, torch.bfloat16)
+    made.train_batch(samples)
+    kept, changed = list(made.module.parameters())[:2]
+    of = {m.parameter: (b, s) for b in made.data_axis.buckets for m, s in zip(b.members, b.flat.slots, strict=True)}
+
+    def master(parameter: nn.Parameter) -> Tensor:
+        bucket, slot = of[parameter]
+        assert bucket.master is not None
+        whole = torch.zeros(bucket.flat.numel)
+        whole[slice(*bucket.owned)] = bucket.master.detach()
+        if stage:
+            grid.data.all_reduce(whole)
+        return whole[slot.start : slot.stop].clone()
+
+    before = master(kept), master(changed)
+    with gathered([kept, changed], modifier_rank=0), torch.no_grad():
+        if grid.data.rank == 0:
+            changed.add_(1)
+        else:
+            kept.add_(1)  # not the modifier: nobody hears of it
+    assert torch.equal(master(kept), before[0])  # its low bits too
+    assert (before[1] != master(changed)).all()
+    assert (before[0].bfloat16() != before[0]).any() and torch.equal(master(changed).bfloat16(), master(changed))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_masters_follow_what_was_written_and_keep_what_was_not(ranks: Any, stage: int) -> None:
+    ranks(2, mastered, stage)
+
+
+def test_a_parameter_of_another_tree_is_refused() -> None:
+    made = engine(Grid(), 3)
+    with (
+        pytest.raises(ValueError, match=r"parameter 1 of \(6,\) belongs to no engine"),
+        gathered([next(made.module.parameters()), nn.Linear(2, WIDTH).bias]),
+    ):
+        raise AssertionError("it was lent")
+    with (
+        pytest.raises(ValueError, match="modifier_rank=1, but the data axis has ranks 0 to 0"),
+        gathered(made.module, modifier_rank=1),
+    ):
+        raise AssertionError("it was lent")
+    parameter = next(made.module.parameters())
+    for lost in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):  # copies are nobody's
+        with pytest.raises(ValueError, match="belongs to no engine"), gathered(lost):
+            raise AssertionError("it was lent")
+    module = made.module
+    del made
+    module.run_hook = None
+    gc.collect()
+    with pytest.raises(ValueError, match=r"layers.0.weight belongs to no engine"), gathered(module):
+        raise AssertionError("it was lent")
+
+
+class Stack(nn.Module):
+    """A plain module of three units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack().double()
+
+
+def batch(step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def plainly(steps: int) -> list[dict[str, Tensor]]:
+    """Return the weights of plain PyTorch after each step."""
+    made, found = stack(), []
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (made(batch(step, replica)).square().mean() / 2).backward()
+        optimizer.step()
+        found.append({name: value.clone() for name, value in made.state_dict().items()})
+    return found
+
+
+def fails_within(made: triax.ModuleEngine) -> None:
+    with made.whole_weights(), gathered(made.module):
+        raise ArithmeticError
+
+
+def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
+    grid, module = Grid(data=2, timeout=60), stack()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, **zero},
+    }
+    made = triax.initialize(model=module, config=config, grid=grid)[0]
+    assert isinstance(made, triax.ModuleEngine)
+
+    def read() -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    def hidden() -> bool:
+        return all(parameter.isnan().all() for parameter in module.parameters())
+
+    def train(step: int) -> None:
+        made.backward(made(batch(step, grid.data.rank)).square().mean())
+        made.step()
+
+    train(0)
+    assert hidden()
+    gathers = made.whole_weights, lambda: gathered(module), lambda: gathered(module, modifier_rank=0)
+    for within in gathers:
+        with within():
+            before = read()
+            with torch.no_grad():
+                made(batch(1, grid.data.rank))
+            with gathered(module.blocks[1]):  # another reader, within
+                pass
+            assert all(torch.equal(value, before[name]) for name, value in read().items())
+        assert hidden()
+    with gathered(module.blocks[1]), torch.no_grad():  # a part alone: the others come and go
+        made(batch(1, grid.data.rank))
+        assert not module.get_parameter("blocks.1.weight").isnan().any()
+        assert module.get_parameter("blocks.0.weight").isnan().all()
+    assert hidden()
+    with made.whole_weights():
+        train(1)  # a whole step: what is lent is new then
+        stepped = read()
+    assert hidden()
+    with made.whole_weights():
+        loss = made(batch(2, grid.data.rank)).square().mean()
+    made.backward(loss)  # begun within, over behind
+    made.step()
+    assert hidden()
+    with pytest.raises(ArithmeticError):
+        fails_within(made)
+    gatherer = made.data_axis.gatherer
+    assert hidden() and gatherer is not None and not gatherer._borrowed
+    return [before, stepped, made.gather()]
+
+
+PLUS = {"zero_hpz_partition_size": 2}
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage3_keep_gathered": True}, PLUS, OFFLOADED])
+def test_what_is_lent_stays_whole_whatever_runs(ranks: Any, zero: dict[str, Any]) -> None:
+    wanted = plainly(3)
+    for found in ranks(2, run_within, zero):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def pipeline_within(sizes: tuple[int, int, int]) -> None:
+    grid = Grid(*sizes, timeout=60)
+    made, samples = engine(grid, 3), data(grid)
+    names = {p.parameter: p.layout.name for p in made.module.local_parameters()}
+    made.train_batch(samples)
+    with made.whole_weights():
+        before = {name: parameter.detach().clone() for parameter, name in names.items()}
+        made.eval_batch(samples)
+        assert all(torch.equal(parameter, before[name]) for parameter, name in names.items())
+        made.train_batch(samples)
+        after = {name: parameter.detach().clone() for parameter, name in names.items()}
+    assert all(parameter.isnan().all() for parameter in names)
+    found, gradients = made.gather(), made.gather("gradients")
+    for name, value in after.items():
+        assert torch.equal(value, found[name])
+        torch.testing.assert_close(value, before[name] - 0.1 * gradients[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
+def test_a_pipeline_runs_on_what_is_lent(ranks: Any, sizes: tuple[int, int, int]) -> None:
+    ranks(sizes[0] * sizes[1], pipeline_within, sizes)

@@ -1,0 +1,375 @@
+"""Offload: the same numbers as without it, the resident set of a run, and errors before the first step."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.engine import read_config
+from triax.grid.errors import ConfigError
+from triax.zero import gathered
+from triax.zero.sub_groups import sub_groups
+
+from resident import own_pages, rest, status
+from toys import same
+
+WIDTH, SAMPLES, STEPS = 9, 8, 4
+
+
+def nvme(path: Path) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": str(path)}
+
+
+class Layer(nn.Module):
+    """x + linear(x): gradients of all layers are of one size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + 0.1 * self.linear(x)
+        return y
+
+
+def batches(grid: Grid, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    share = SAMPLES // grid.data.size
+    while True:
+        x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        for sample in range(grid.data.rank * share, (grid.data.rank + 1) * share, 2):
+            yield x[sample : sample + 2], x[sample : sample + 2].roll(1, -1)
+
+
+def engine_of(grid: Grid, zero: dict[str, Any], optimizer: Any = "AdamW", **options: Any) -> triax.PipelineEngine:
+    """Two parameter groups, one frozen parameter, clipping, and a learning rate that changes every step."""
+    dtype = None if {"bf16", "fp16"} & options.keys() else torch.float64
+    layers = [LayerSpec(Layer, WIDTH) for _ in range(4)]
+    model = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, dtype=dtype, partition="uniform")
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        parameter.requires_grad_(not name.endswith("2.linear.bias"))
+    biases = [p for name, p in named.items() if name.endswith("bias")]
+    rest_ = [p for name, p in named.items() if not name.endswith("bias")]
+    kind, params = OPTIMIZERS[optimizer]
+    config = {
+        "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": params},
+        "gradient_clipping": 0.2,
+        "zero_optimization": {"reduce_bucket_size": 200, **zero},
+        **options,
+    }
+    groups = [{"params": biases, "lr": 0.005, "weight_decay": 0.0}, {"params": rest_}]
+    engine, *_ = triax.initialize(
+        model=model,
+        model_parameters=groups,
+        config=config,
+        lr_scheduler=lambda made: LambdaLR(made, lambda step: 1 / (1 + step)),
+    )
+    return engine
+
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD with momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "SGD": ("SGD", {"lr": 0.1}),
+    "Adam": ("Adam", {"adam_w_mode": False, "weight_decay": 0.1, "amsgrad": True}),
+    "RMSprop": ("RMSprop", {"centered": True, "momentum": 0.5}),
+    **{kind: (kind, {}) for kind in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")},
+}
+
+
+def trained(engine: triax.PipelineEngine, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """Per step: loss, norm, gradients and weights."""
+    data = batches(engine.grid, dtype)
+    steps: list[Any] = []
+    for _ in range(STEPS):
+        loss = engine.train_batch(data)
+        steps.append([loss, engine.get_global_grad_norm(), engine.gather("gradients"), engine.gather()])
+    return steps
+
+
+def compared(shape: tuple[int, int, int], stage: int, optimizer: str, options: dict[str, Any], path: Path) -> None:
+    disk = nvme(path)
+    grid = Grid(*shape, timeout=60)
+    dtype = torch.float32 if options else torch.float64
+    wanted = trained(engine_of(grid, {"stage": stage}, optimizer, **options), dtype)
+    ways: list[dict[str, Any]] = [{"offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": disk}, {}]
+    if stage == 3:
+        ways += [{"offload_param": {"device": "cpu", "pin_memory": True}}, {"offload_param": disk}]
+        ways += [{"offload_optimizer": disk, "offload_param": disk}]
+    for way in ways:
+        engine = engine_of(grid, {"stage": stage, "sub_group_size": 17, **way}, optimizer, **options)
+        assert os.listdir(path) == []  # what is on the disk has no name
+        same(trained(engine, dtype), wanted, *((1e-6, 1e-7) if options else ()))
+        assert engine.optimizer is not None
+        steps = {int(s["step"]) for s in engine.optimizer.state.values() if isinstance(s.get("step"), Tensor)}
+        assert steps <= {STEPS}
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"),
+    [
+        # Momentum in stage 3, where it is moved most often; elsewhere in the sweep.
+        *((stage, "AdamW") for stage in range(4)),
+        *(pytest.param(s, "SGD with momentum", marks=() if s == 3 else pytest.mark.exhaustive) for s in range(4)),
+    ],
+)
+def test_it_steps_as_without(ranks: Any, stage: int, optimizer: str, tmp_path: Path) -> None:
+    """Loss, norm, gradients and weights, with sub-groups much smaller than a bucket, on 2 stages x 2 replicas."""
+    ranks(4, compared, (2, 2, 1), stage, optimizer, {}, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ("AdamW", "SGD with momentum")])
+def test_any_optimizer(ranks: Any, optimizer: str, tmp_path: Path) -> None:
+    ranks(1, compared, (1, 1, 1), 2, optimizer, {}, tmp_path)
+
+
+HALVES: list[dict[str, Any]] = [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}]
+
+
+@pytest.mark.parametrize("options", HALVES, ids=["bf16", "fp16"])
+def test_masters_elsewhere(ranks: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    ranks(2, compared, (1, 2, 1), 3, "AdamW", options, tmp_path)
+    ranks(2, compared, (1, 2, 1), 1, "AdamW", options, tmp_path)
+
+
+def overflowed(path: Path) -> None:
+    grid = Grid(data=2, timeout=60)
+    fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 2}
+    engine = engine_of(grid, {"stage": 2, "offload_optimizer": nvme(path), "sub_group_size": 17}, fp16=fp16)
+    data = batches(grid, torch.float32)
+    engine.train_batch(data)
+    before = engine.gather()
+    parameter = next(engine.module.parameters())
+    handle = parameter.register_hook(lambda g: g * math.inf) if grid.rank == 1 else None
+    engine.train_batch(data)
+    if handle is not None:
+        handle.remove()
+    same(engine.gather(), before, 0, 0)
+    engine.train_batch(data)
+    after = engine.gather()
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert all(bool(tensor.isfinite().all()) for tensor in after.values())
+
+
+def test_an_overflow_skips_the_step(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, overflowed, tmp_path)
+
+
+def lent(path: Path) -> None:
+    """Values written into gathered weights reach the shards and masters on disk."""
+    grid = Grid(data=2, timeout=60)
+    found = []
+    for zero in ({}, {"offload_optimizer": nvme(path), "offload_param": nvme(path), "sub_group_size": 17}):
+        engine = engine_of(grid, {"stage": 3, **zero}, bf16={"enabled": True})
+        data = batches(grid, torch.float32)
+        engine.train_batch(data)
+        weight = dict(engine.module.named_parameters())["layers.1.linear.weight"]
+        with gathered(weight, modifier_rank=0), torch.no_grad():
+            weight[0] += 1
+        engine.train_batch(data)
+        found.append(engine.gather())
+    same(found[0], found[1], 0, 0)
+
+
+def test_what_is_lent_and_written(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, lent, tmp_path)
+
+
+def test_one_step_is_one_step(tmp_path: Path) -> None:
+    """With several sub-groups, hooks and schedulers see one step, and the state is over whole masters."""
+    engine = engine_of(Grid(), {"stage": 1, "offload_optimizer": nvme(tmp_path)})
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    data = batches(engine.grid)
+    for _ in range(2):
+        engine.train_batch(data)
+    assert calls == ["before", "after"] * 2 and engine.get_lr() == pytest.approx([0.005 / 3, 0.01 / 3])
+    assert all(group["fused"] for group in optimizer.param_groups)
+    for bucket in engine.data_axis.buckets:
+        assert bucket.master is not None
+        state = optimizer.state[bucket.master]
+        assert state["exp_avg"].shape == bucket.master.shape and int(state["step"]) == 2
+    # State that was loaded in its place is taken, and moved to where it belongs.
+    optimizer.load_state_dict(optimizer.state_dict())
+    engine.train_batch(data)
+    wanted = engine_of(Grid(), {"stage": 1})
+    data = batches(wanted.grid)
+    for _ in range(3):
+        wanted.train_batch(data)
+    same(engine.gather(), wanted.gather())
+    assert {engine.data_axis.place(s["exp_avg"]) for s in optimizer.state.values()} == {"nvme"}
+
+
+class _Range:
+    def __init__(self, numel: int) -> None:
+        self.owned = (numel, 2 * numel)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 10, 100])
+def test_sub_groups_cut_and_put_together(size: int) -> None:
+    buckets: Any = [_Range(n) for n in (5, 0, 1, 13)]
+    groups = list(sub_groups(buckets, size))
+    assert all(sum(stop - start for _, start, stop in pieces) == size for pieces in groups[:-1])
+    elements = [(id(bucket), i) for pieces in groups for bucket, start, stop in pieces for i in range(start, stop)]
+    assert elements == [(id(bucket), i) for bucket in buckets for i in range(bucket.owned[1] - bucket.owned[0])]
+
+
+# ------------------------------------------------------------------------------------------ what is resident
+
+LAYER, LAYERS, SUB_GROUP = 1024, 16, 2**20  # a layer's weights are 4 MiB, a sub-group's numbers 16 MiB
+
+
+def grown(zero: dict[str, Any]) -> tuple[float, float, dict[str, Any]]:
+    """Return MiB at the peak of two steps and after them, beyond those of a process that trains a tiny model."""
+    with own_pages():
+        for width in (8, LAYER):
+            before = rest()
+            layers = [LayerSpec(Layer, width) for _ in range(LAYERS)]
+            model = PipelineModule(layers, grid=Grid(), loss_fn=F.mse_loss, device="meta")
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                "gradient_clipping": 1.0,
+                "zero_optimization": {"sub_group_size": SUB_GROUP, "reduce_bucket_size": LAYER**2, **zero},
+            }
+            engine, *_ = triax.initialize(model=model, config=config)
+            x = torch.ones(1, width)
+            for _ in range(2):
+                engine.train_batch(iter([(x, x)]))
+        peak, after = (status(key) - before for key in ("VmHWM", "VmRSS"))
+        return peak / 2**20, after / 2**20, engine.memory_report()
+
+
+def test_resident_is_two_sub_groups_and_the_working_layer(ranks: Any, tmp_path: Path) -> None:
+    layer, sub_group, everything, disk = 4, 16, LAYERS * 16, nvme(tmp_path)
+    [(peak, after, report)] = ranks(1, grown, {"stage": 3})
+    assert peak > everything and after > everything - 1
+    assert report["offloaded"] == {}
+
+    # At work are a layer's weights and gradient, and of its neighbours: the next one's weights, and two gradients
+    # that are on their way.
+    [(peak, after, report)] = ranks(1, grown, {"stage": 3, "offload_optimizer": disk, "offload_param": disk})
+    assert peak < 2 * sub_group + 5 * layer < everything / 4
+    assert after < 2
+    assert report["held"]["parameters"] == report["held"]["optimizer"] == report["held"]["gradients"] == 0
+    numel = LAYERS * (LAYER**2 + LAYER)
+    assert report["offloaded"] == {"nvme": {"parameters": 4 * numel, "gradients": 4 * numel, "optimizer": 8 * numel}}
+
+    # With the weights in memory, they come on top.
+    [(peak, after, report)] = ranks(1, grown, {"stage": 2, "offload_optimizer": disk})
+    assert peak < LAYERS * layer + 2 * sub_group + 5 * layer
+    assert after < LAYERS * layer + 2
+    assert report["held"]["parameters"] == 4 * numel and report["held"]["gradients"] == 0
+
+
+THIN, ALLOWANCE = 512, 24 * 2**20
+
+
+def limited(zero: dict[str, Any]) -> str | list[float]:
+    """Return losses of a model whose weights are 4 times the memory that this process may allocate, or the error."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    count = 4 * ALLOWANCE // (4 * THIN**2)
+    with own_pages():
+        try:
+            for width in (8, THIN):
+                if width == THIN:
+                    rest()
+                    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + ALLOWANCE, before[1]))
+                model = PipelineModule([LayerSpec(Layer, width)] * count, loss_fn=F.mse_loss, device="meta")
+                config = {
+                    "train_micro_batch_size_per_gpu": 1,
+                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                    "zero_optimization": {"stage": 3, "sub_group_size": THIN**2, "reduce_bucket_size": THIN**2, **zero},
+                }
+                engine, *_ = triax.initialize(model=model, config=config)
+                x = torch.linspace(-1, 1, width)[None]
+                losses = [engine.train_batch(iter([(x, x)])).item() for _ in range(2)]
+            return losses
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_weights_4_times_what_the_process_may_allocate(ranks: Any, tmp_path: Path) -> None:
+    disk = nvme(tmp_path)
+    [losses] = ranks(1, limited, {"offload_optimizer": disk, "offload_param": disk})
+    assert losses[1] < losses[0]
+    [said] = ranks(1, limited, {"offload_optimizer": disk})
+    assert "memory" in said
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def refused(zero: dict[str, Any], victim: int, limit: int | None) -> str:
+    """Return the error of initialize, on a rank whose folder is missing or whose file size is limited."""
+    grid = Grid(data=2, timeout=60)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if grid.rank == victim and limit is None:
+        zero = {**zero, "offload_optimizer": nvme(Path("missing"))}
+    if grid.rank == victim and limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        engine_of(grid, zero)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "nothing"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_without_a_place_stops_all_of_them(ranks: Any, victim: int, tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": nvme(tmp_path)}
+    said = ranks(2, refused, zero, victim, None)
+    assert said[0] == said[1] and f"rank {victim}" in said[0]
+    assert "nothing can be offloaded to missing: No such file or directory; set nvme_path" in said[0]
+    said = ranks(2, refused, zero, victim, 8192)
+    assert said[0] == said[1] and f"rank {victim}" in said[0]
+    assert f"{tmp_path} has no room" in said[0] and "needs 4.1e-06 GB more" in said[0] and "File too large" in said[0]
+
+
+def test_keys() -> None:
+    disk = nvme(Path("."))
+
+    def zero(**keys: Any) -> Any:
+        return read_config({"train_batch_size": 1, "zero_optimization": keys}).zero_optimization
+
+    assert zero(stage=3, sub_group_size=1e9).sub_group_size == 10**9
+    assert zero(offload_optimizer={"device": "cpu", "ratio": 1.0, "pipeline_read": False}).offload_optimizer
+    assert zero(offload_optimizer=None).offload_optimizer.device == "none"
+    [note] = zero(offload_param={"device": "cpu"}, stage=2).notes()
+    assert "in stage 2 they are whole: it does nothing; set stage 3" in note
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"offload_optimizer": {"device": "nvme"}}, "device nvme needs nvme_path"),
+        ({"offload_optimizer": {**disk, "pin_memory": True}}, "pin_memory is for device cpu"),
+        ({"offload_optimizer": {**disk, "buffer_count": 4}}, "files are memory-mapped, without buffers"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "all optimizer state is offloaded"),
+        ({"offload_param": {**disk, "max_in_cpu": 1}, "stage": 3}, "files are memory-mapped"),
+        ({"offload_optimizer": {"device": "disk"}}, "offload_optimizer.device = 'disk'"),
+        ({"offload_optimizer": {"devise": "cpu"}}, "did you mean 'device'"),
+        ({"sub_group_size": 0}, "sub_group_size"),
+    ]
+    for keys, message in cases:
+        with pytest.raises(ConfigError) as caught:
+            zero(**keys)
+        assert message in str(caught.value)

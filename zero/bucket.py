@@ -1,0 +1,279 @@
+"""Weights and gradients of one bucket: gradients accumulate in a flat buffer, whole or sharded, and are summed.
+
+stage       gradients
+0, 1        whole
+2, 3        whole within a backward pass, then this rank's range
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..grid import Axis, Grid
+from ..grid.comm.pending import Pending, Then
+from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
+from .flat_weights import FlatWeights
+from .managed import BucketKey, ManagedParameter
+from .norm import square
+from .offload import OffloadMemory
+from .options import ZeroOptions
+from .protocols import ReduceScatter
+
+# Elements of a gradient on disk that are squared at once: their pages are evicted after each piece.
+_PIECE = 2**16
+
+
+class Bucket(FlatWeights):
+    """Flat weights and gradients of the parameters of one bucket.
+
+    Gradients that autograd leaves in ``.grad`` are moved to ``gradients`` as soon as they are there. If dtypes agree
+    and nothing is reduced in between (``direct``), ``.grad`` then is a view of ``gradients``, and later gradients add
+    up in place. If one parameter fills the bucket, its first ``.grad`` becomes ``gradients`` without a copy.
+
+    Arguments are those of ``FlatWeights``.
+
+    Attributes:
+        gradients: (numel,), the unsharded gradients. None between steps if the bucket is ``transient``, and between
+            backward passes if the bucket ``reduces_every_backward``.
+        owned_gradient: the reduced gradients of the owned range, which are ``master.grad``.
+        transient: True if unsharded gradients are freed after they are reduced (stages 2 and 3).
+        reduces_every_backward: True if gradients are reduced after every backward pass, False if once a step.
+        direct: True if ``.grad`` is a view of ``gradients``.
+        communication_dtype: dtype in which gradients are summed over the data axis.
+        reduction: the reduce-scatter of gradients: the data axis, or one that sends fewer bytes.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBucket,
+        members: Sequence[ManagedParameter],
+        grid: Grid,
+        options: ZeroOptions,
+        memory: OffloadMemory,
+    ) -> None:
+        super().__init__(flat, members, grid, options, memory)
+        assert isinstance(flat.key, BucketKey)
+        dtype = self._accumulation_dtype
+        self.transient = options.sharding(grid.data.size) >= 2 and self.tie is None
+        self.reduces_every_backward = self.transient and options.reduce_every_backward
+        self.direct = not self.reduces_every_backward and dtype == self.weights.dtype
+        self.communication_dtype = (options.communication_dtype if flat.key.low_precision else None) or dtype
+        self.reduction: ReduceScatter = grid.data
+        # Reduced once a step, the sum itself becomes the owned gradient. (Sub-groups have views of it, which must
+        # stay.)
+        self._keeps_sum = self.transient and not options.reduce_every_backward and not memory.offload.portions
+        self._prescale, self._reduce_scatter = options.prescale, options.reduce_scatter
+        self._sums_here = grid.data.size > 1 and options.exchange is None  # else a compressor does, or nothing is sent
+        self._one_parameter = len(self.members) == 1 and self.trained
+        self._accumulated = True  # False from a step's begin to its first sum, if gradients are transient
+        self._targets: dict[Tensor, Tensor] = {}  # views of ``gradients``
+        self._unwritten: set[Tensor] = set()  # parameters whose target holds nothing yet
+        ends, starts = [slot.stop for slot in flat.slots], [slot.start for slot in flat.slots]
+        padding = zip([0, *ends], [*starts, flat.numel], strict=True)
+        self._padding = [slice(start, stop) for start, stop in padding if start < stop]
+        self._counted = self._counted_spans(grid)
+
+        self.gradients: Tensor | None = None
+        self.owned_gradient = torch.zeros(0, dtype=dtype, device=grid.device)
+        if self.master is not None:
+            if self.transient:
+                self.owned_gradient = memory.states.zeros(self.owned_numel, dtype)
+            else:
+                self.gradients = torch.zeros_like(self.weights, dtype=dtype)
+                self.owned_gradient = self.gradients[slice(*self.owned)]
+                self._make_targets(self.gradients)
+            self.master.grad = self.owned_gradient
+
+    def begin(self) -> None:
+        """Begin a step with zero gradients. Gradients accumulate in the bucket again, even if ``.grad`` was set."""
+        if not self.trained:
+            return
+        self._accumulated = not self.transient
+        if self._keeps_sum:
+            self._set_owned_gradient(self.owned_gradient.new_empty(0))  # until the sum takes its place
+        if self._one_parameter or self.transient:
+            self.gradients, self._targets = None, {}
+            if not self.transient:
+                self._set_owned_gradient(self.owned_gradient.new_empty(0))
+        self._unwritten = set(self._targets)
+        if self.gradients is not None:
+            self._clear_padding(self.gradients)
+        for member in self.members:
+            member.parameter.grad = None
+
+    def target(self, parameter: Tensor) -> Tensor:
+        """Return the view of ``gradients`` in which a parameter's gradient accumulates."""
+        target = self._target(parameter)
+        if parameter in self._unwritten:
+            self._unwritten.discard(parameter)
+            target.zero_()
+            if self.direct:
+                parameter.grad = target
+        return target
+
+    def collect(self, parameter: Tensor) -> None:
+        """Move the gradient that autograd left in ``.grad`` to ``gradients``."""
+        gradient = parameter.grad
+        if gradient is None or gradient is self._targets.get(parameter):
+            return
+        if self._one_parameter and self.gradients is None and self._fits(gradient):
+            self._set_gradients(gradient.detach().view(-1))
+            parameter.grad = self._targets[parameter] if self.direct else None
+            return
+        target, gradient = self._target(parameter), gradient.detach()
+        # The first gradient overwrites the target. So does, if gradients add up in place, one that the user (or after
+        # ``module.zero_grad()`` autograd) put into ``.grad``.
+        if self.direct or parameter in self._unwritten:
+            self._unwritten.discard(parameter)
+            target.copy_(gradient)
+        else:
+            target.add_(gradient)
+        parameter.grad = target if self.direct else None
+
+    def fill_in(self) -> Tensor | None:
+        """Return the unsharded gradients, with zeros for parameters without one; None if no gradient is needed."""
+        for member in self.members:
+            self.collect(member.parameter)
+        if self.gradients is None:
+            if self._axis.size == 1 and self.tie is None:
+                return None
+            self.target(self.members[0].parameter)  # another rank may have had a gradient: take part, with zeros
+        for parameter in list(self._unwritten):
+            self.target(parameter)
+        return self.gradients
+
+    def reduce(self, tensor_axis: Axis) -> Pending | None:
+        """Start summing over the data axis the gradients that one backward pass, or all passes of a step, added up."""
+        gradients = self.fill_in()
+        if gradients is None:
+            return None
+        partial = gradients[slice(*self.flat.runs[PARTIAL])]
+        if partial.numel():
+            tensor_axis.all_reduce(partial)
+        if self._prescale != 1.0:
+            gradients.mul_(self._prescale)
+        if not self.transient:
+            return self.sum() if self._sums_here else None
+        self.gradients = None
+        self._targets = {}
+        if self.direct:
+            for member in self.members:
+                member.parameter.grad = None  # a view of them, which would keep them
+        part, pending = self._start_sum(gradients)
+        return Then(pending, lambda: self.accumulate(part))
+
+    def sum(self) -> Pending:
+        """Start summing the unsharded gradients over the data axis in place, in full or only in the owned range."""
+        gradients = self.gradients
+        assert gradients is not None
+        if self.communication_dtype != gradients.dtype or (self.sharded and not self._reduce_scatter):
+            part, pending = self._start_sum(gradients)
+            return Then(pending, lambda: self.owned_gradient.copy_(part))
+        if not self.sharded:
+            return self._axis.all_reduce(gradients, async_op=True)
+        return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
+
+    def accumulate(self, part: Tensor) -> None:
+        """Add a sum over the data axis, (owned,), to the owned range of a transient gradient."""
+        part = part.to(self.owned_gradient.device)
+        if not self._accumulated and self._keeps_sum:
+            part = part.to(self._accumulation_dtype)
+            alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+            self._set_owned_gradient(part if alone else part.clone())
+        elif not self._accumulated:
+            self.owned_gradient.copy_(part)
+        else:
+            self.owned_gradient.add_(part)
+        self._accumulated = True
+        self.memory.evict(self.owned_gradient)
+
+    def complete(self) -> None:
+        """End the reductions of a step, with zeros for parameters that had no gradient."""
+        if self.trained and self.gradients is None and not self.transient:
+            self.target(self.members[0].parameter)  # on one replica, without a gradient
+        if not self._accumulated:
+            device = self.owned_gradient.device
+            self.accumulate(torch.zeros(self.owned_numel, dtype=self._accumulation_dtype, device=device))
+
+    def squares(self) -> list[Tensor]:
+        """Return sums of squares, float64, of the gradients that this rank counts; not finite after an overflow."""
+        found = []
+        for a, b, factor in self._counted:
+            for piece in self.owned_gradient[a:b].split(_PIECE if self.memory.states.kind == "nvme" else b - a):
+                found.append((square(piece) * factor).to(self._device))
+                self.memory.evict(piece)
+        return found
+
+    def _counted_spans(self, grid: Grid) -> list[tuple[int, int, float]]:
+        """Return the spans of the owned range, each with the factor, 0 or 1, by which it counts in the gradient norm.
+
+        Each element counts once. A replicated element counts on the first tensor rank, a tied element on the first
+        stage of the tie, and in stage 0 every element counts on the first replica. Elements that do not count are still
+        read and multiplied by 0, so that an overflow on any rank is detected.
+        """
+        if not (self.trained and self.counted and (self.sharded or grid.data.is_first)):
+            return []
+        first = self.owned[0]
+        spans = [(self.flat.span(run, *self.owned), run == SHARDED or grid.tensor.is_first) for run in RUNS]
+        return [(a - first, b - first, float(counts)) for (a, b), counts in spans if a < b]
+
+    def _start_sum(self, gradients: Tensor) -> tuple[Tensor, Pending]:
+        """Start summing unsharded gradients over the data axis; return the owned range of the sum and a ``Pending``."""
+        sent = gradients.to(self.communication_dtype)
+        if self.sharded and self._reduce_scatter:
+            own = torch.empty(self.owned_numel, dtype=self.communication_dtype, device=self._device)
+            return own, self.reduction.reduce_scatter(own, sent, async_op=True)
+        return sent[slice(*self.owned)], self._axis.all_reduce(sent, async_op=True)
+
+    def _target(self, parameter: Tensor) -> Tensor:
+        """Return ``target(parameter)``, uninitialized if the parameter is in ``_unwritten``."""
+        if self.gradients is None:
+            gradients = torch.empty(self.flat.numel, dtype=self._accumulation_dtype, device=self._device)
+            self._clear_padding(gradients)
+            self._set_gradients(gradients)
+            self._unwritten = set(self._targets)
+        return self._targets[parameter]
+
+    def _set_gradients(self, gradients: Tensor) -> None:
+        self.gradients = gradients
+        self._make_targets(gradients)
+        if not self.transient:
+            self._set_owned_gradient(gradients[slice(*self.owned)])
+
+    def _set_owned_gradient(self, gradient: Tensor) -> None:
+        assert self.master is not None
+        self.owned_gradient = gradient
+        steps = gradient.numel() == self.master.numel() and not self.memory.offload.portions  # else sub-groups step it
+        self.master.grad = gradient if steps else None
+
+    def _make_targets(self, gradients: Tensor) -> None:
+        views = self._views_of(gradients)
+        self._targets = {member.parameter: view for member, view in zip(self.members, views, strict=True)}
+
+    def _clear_padding(self, gradients: Tensor) -> None:
+        for span in self._padding:
+            gradients[span].zero_()
+
+    def _fits(self, gradient: Tensor) -> bool:
+        """Return True if a gradient can become ``gradients``, because it has the same size and unshared memory."""
+        return (
+            gradient.numel() == self.flat.numel
+            and gradient.dtype == self._accumulation_dtype
+            and gradient.is_contiguous()
+            and _owns_memory(gradient)
+        )
+
+
+def _owns_memory(tensor: Tensor) -> bool:
+    """Return True if a tensor fills its storage and no other tensor refers to that.
+
+    Autograd leaves in ``.grad`` the tensor that it computed. If a parameter was used through a view, that may be memory
+    of other gradients too, which are still to be read.
+    """
+    storage = tensor.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)
+    # Two users: the tensor itself, and the variable ``storage``.
+    return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -1,0 +1,80 @@
+"""Assignment of parameters to buckets, and the cast of tensors that lie in no bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..grid import Grid
+from .bucket import Bucket
+from .flat import PARTIAL, REPLICATED, SHARDED, Item, plan
+from .managed import BucketKey, ManagedParameter
+from .offload import OffloadMemory
+from .options import ZeroOptions
+
+# If nothing is sent, a parameter of so many elements or more has a bucket of its own: the gradient that autograd makes
+# then becomes the bucket's without a copy. (Copying a smaller one takes no longer than one more bucket.)
+_LARGE = 2**16
+
+
+def make_buckets(
+    members: Sequence[ManagedParameter],
+    grid: Grid,
+    options: ZeroOptions,
+    capacity: int,
+    memory: OffloadMemory,
+) -> list[Bucket]:
+    """Lay out parameters in buckets and move them there.
+
+    Parameters that are not trained are put into buckets in stage 3 only, which shards them too. Integers (quantized
+    weights, indices) never are: they cannot be cast, nor replaced by NaN while released.
+
+    Args:
+        members: in the order of the model.
+        grid: whose data axis the buckets are sharded over.
+        options: of ZeRO.
+        capacity: elements a bucket holds at most; a larger parameter has a bucket of its own.
+        memory: of ``options.offload``.
+    """
+    items = []
+    low_precision = options.low_precision_parameters
+    nothing_sent = grid.data.size == 1 and not options.offload.portions
+    for number, member in enumerate(members):
+        dtype = member.parameter.dtype
+        if member.group is None and (options.stage < 3 or not (dtype.is_floating_point or dtype.is_complex)):
+            continue
+        layout = member.layout
+        run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
+        layers = member.layers if options.stage == 3 else ()
+        # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must have the same layout.
+        size = max(math.prod(layout.local_shape(rank, grid.tensor.size)) for rank in range(grid.tensor.size))
+        key = BucketKey(
+            stages=member.stages,
+            layers=layers,
+            tie=member.tie,
+            counted=member.counted,
+            group=member.group,
+            dtype=dtype,
+            persistent=options.stage == 3 and 0 < size <= options.persistence_threshold,
+            low_precision=low_precision is None or member.parameter in low_precision,
+            own_bucket=number if nothing_sent and size >= _LARGE else None,
+        )
+        items.append(Item(number, member.parameter.numel(), run, key, size))
+    return [Bucket(flat, members, grid, options, memory) for flat in plan(items, grid.data.size, capacity)]
+
+
+def cast(parameters: Iterable[Tensor], module: nn.Module | None, dtype: torch.dtype | None) -> None:
+    """Cast floating-point tensors that lie in no bucket to the weights' dtype: buffers, and parameters not trained.
+
+    Frequencies of rotary embeddings (``inv_freq``, as transformers names them) keep their dtype: angles are computed in
+    fp32, and a frequency rounded to bf16 is off by radians after some thousand tokens.
+    """
+    if dtype is None:
+        return
+    named = () if module is None else (*module.named_parameters(), *module.named_buffers())
+    for name, tensor in (*(("", parameter) for parameter in parameters), *named):
+        if tensor.is_floating_point() and tensor.dtype != dtype and not name.endswith("inv_freq"):
+            tensor.data = tensor.data.to(dtype)

@@ -1,0 +1,233 @@
+"""Weights of one bucket in a flat buffer, whole or sharded, and the master weights that the optimizer steps.
+
+stage       weights             master weights, optimizer state
+0           whole               whole
+1, 2        whole               this rank's range
+3           whole where used    this rank's range
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..grid import Grid, Pending
+from ..grid.comm.pending import All
+from .flat import FlatBucket
+from .managed import BucketKey, ManagedParameter
+from .offload import OffloadMemory
+from .options import ZeroOptions
+from .protocols import AllGather
+
+
+class FlatWeights:
+    """Flat weights of the parameters of one bucket, of which this rank owns a range.
+
+    The parameters are moved: each becomes a view of ``weights``.
+
+    Args:
+        flat: the position of each parameter in the buffer.
+        members: all parameters of this rank; ``flat.slots`` has the numbers of the parameters in this bucket.
+        grid: the grid over whose data axis the weights are sharded.
+        options: stage of ZeRO and dtypes.
+        memory: where shards, masters, state and accumulated gradients are allocated.
+
+    Attributes:
+        flat, memory: as given.
+        members: the parameters of this bucket, in the order of ``flat.slots``.
+        stages, layers, tie, counted, group: of ``BucketKey``.
+        weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
+        owned: start and stop of the range whose optimizer state this rank holds; everything, in stage 0.
+        shard: the owned weights, which are a view of ``weights``, or in stage 3 a separate tensor.
+        master: the tensor that the optimizer steps: the shard itself, or a copy in ``accumulation_dtype``. None if
+            the parameters are not trained.
+        partitioned: True if the weights are gathered where they are used and released after (stage 3).
+        released: True while this rank holds the shard only.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBucket,
+        members: Sequence[ManagedParameter],
+        grid: Grid,
+        options: ZeroOptions,
+        memory: OffloadMemory,
+    ) -> None:
+        key = flat.key
+        assert isinstance(key, BucketKey)
+        self.flat, self.memory = flat, memory
+        self.members = [members[slot.number] for slot in flat.slots]
+        self.stages, self.layers, self.tie = key.stages, key.layers, key.tie
+        self.counted, self.group = key.counted, key.group
+        self._axis, self._device = grid.data, grid.device
+        self._allgather_partitions = options.allgather_partitions
+        dtype = options.weight_dtype or key.dtype
+        self._accumulation_dtype = options.accumulation_dtype or dtype
+        stage = options.sharding(grid.data.size)
+        self.owned = flat.owned(grid.data.rank) if stage > 0 else (0, flat.numel)
+        self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
+        self.released = self.partitioned = stage == 3 and not key.persistent  # nothing is whole until it is gathered
+        if self.released:
+            self.weights.untyped_storage().resize_(0)
+            self.shard = memory.parameters.zeros(self.owned_numel, dtype)
+        else:
+            self.shard = self.weights.zero_()[slice(*self.owned)]
+        self.master: nn.Parameter | None = None
+        if self.trained:
+            states = memory.states
+            same = self._accumulation_dtype == dtype and states.device.type == self.shard.device.type
+            master = self.shard if same else states.zeros(self.owned_numel, self._accumulation_dtype)
+            self.master = nn.Parameter(master)
+        self._slots = {member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)}
+        for member in self.members:
+            self.fill(member.parameter, member.parameter)
+        # Made once (a storage that is emptied and filled again stays the same), when there is something to view.
+        self._views = [] if self.released else self._views_of(self.weights)
+        self._placeholders = self._nans() if self.partitioned else []
+        self._point_parameters_at(self._placeholders if self.released else self._views)
+
+    @property
+    def trained(self) -> bool:
+        """True if an optimizer steps the weights."""
+        return self.group is not None
+
+    @property
+    def sharded(self) -> bool:
+        """True if this rank owns a part of the bucket only."""
+        return self.owned != (0, self.flat.numel)
+
+    @property
+    def owned_numel(self) -> int:
+        """Number of elements that this rank owns."""
+        return self.owned[1] - self.owned[0]
+
+    @property
+    def master_is_copy(self) -> bool:
+        """True if there is a master and it is not the shard itself."""
+        return self.master is not None and self.master.data_ptr() != self.shard.data_ptr()
+
+    def values(self) -> tuple[Tensor, int]:
+        """Return the tensor that holds the values at full precision, and the element that it begins with."""
+        if self.master is not None:
+            return self.master.detach(), self.owned[0]
+        return (self.shard, self.owned[0]) if self.partitioned else (self.weights, 0)
+
+    @torch.no_grad()
+    def fill(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set the initial values of a parameter. If the weights are released, only the owned values are stored."""
+        _, start, stop = self._slots[parameter]
+        targets = [(self.shard, *self.owned) if self.released else (self.weights, 0, self.flat.numel)]
+        if self.master_is_copy:
+            assert self.master is not None
+            targets.append((self.master, *self.owned))
+        value = value.detach()
+        # A placeholder is one element, expanded: it is not copied out.
+        values = value.reshape(-1) if any(value.stride()) else value.as_strided((value.numel(),), (0,))
+        for target, first, last in targets:
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                # Masters start from the values before rounding; weights are the masters, rounded.
+                target[low - first : high - first] = values[low - start : high - start].to(self._accumulation_dtype)
+            self.memory.evict(target)
+
+    def update(self, start: int = 0, stop: int | None = None) -> None:
+        """Copy a part of the stepped master, elements ``start`` to ``stop`` of the owned range, to the shard."""
+        assert self.master is not None
+        if self.master_is_copy:
+            self.shard[start:stop].copy_(self.master.detach()[start:stop], non_blocking=True)
+
+    def publish(self) -> Pending | None:
+        """Start sending the owned weights to every rank that holds the unsharded weights. Call it after ``update``."""
+        if self.partitioned and not self.released:  # gathered: the shard is no view of the weights
+            self.weights[slice(*self.owned)].copy_(self.shard)
+        if self.released or not self.sharded:
+            return None
+        if not self._allgather_partitions:
+            ranges = self.weights.view(self._axis.size, -1)
+            return All([self._axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
+        return self._axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
+
+    @torch.no_grad()
+    def take_written(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Copy elements of the unsharded weights, written equally on every replica, to the shard and the master.
+
+        A master of another dtype keeps its present value wherever this value rounds to the written weight.
+        """
+        start, stop = self.owned
+        for low, high in ((max(a, start), min(b, stop)) for a, b in spans):
+            if low >= high:
+                continue
+            written = self.weights[low:high]
+            self.shard[low - start : high - start].copy_(written)
+            if self.master is not None and self.master_is_copy:
+                master = self.master.detach()[low - start : high - start]
+                written = written.to(master.device)
+                master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
+                self.memory.evict(master)
+            self.memory.evict(self.shard)
+
+    def frozen(self, without: Collection[Tensor] = ()) -> list[tuple[int, int]]:
+        """Return the spans of the owned range that a step must not change.
+
+        Args:
+            without: parameters without a gradient in this step, besides those frozen since the bucket was made.
+        """
+        start, stop = self.owned
+        spans = []
+        for slot, member in zip(self.flat.slots, self.members, strict=True):
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            stands = not member.parameter.requires_grad or (len(without) > 0 and member.parameter in without)
+            if stands and low < high:
+                spans.append((low - start, high - start))
+        return spans
+
+    def displaced(self) -> str | None:
+        """Return the name of a parameter that is no longer a view of ``weights``, if there is one."""
+        if self.released:
+            return None
+        base, size = self.weights.data_ptr(), self.weights.element_size()
+        for slot, member in zip(self.flat.slots, self.members, strict=True):
+            if slot.stop > slot.start and member.parameter.data_ptr() != base + slot.start * size:
+                return member.layout.name
+        return None
+
+    def release(self) -> None:
+        """Free the gathered weights and keep the shard. Until ``show``, parameters read as NaN."""
+        if not self.released:
+            self._point_parameters_at(self._placeholders)
+            # The storage is emptied, not dropped: tensors that autograd saved for backward are views of it.
+            self.weights.untyped_storage().resize_(0)
+            self.released = True
+
+    def restore(self, axis: AllGather) -> Pending | None:
+        """Start gathering the weights; None if they are already gathered. Call ``show`` when the gather has ended."""
+        if not self.released:
+            return None
+        self.weights.untyped_storage().resize_(self.flat.numel * self.weights.element_size())
+        self.released = False
+        if axis.size == 1:
+            self.weights.copy_(self.shard)
+            return None
+        return axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
+
+    def show(self) -> None:
+        """Make the parameters views of the gathered weights."""
+        self.memory.evict(self.shard)
+        self._views = self._views or self._views_of(self.weights)
+        self._point_parameters_at(self._views)
+
+    def _nans(self) -> list[Tensor]:
+        nan = torch.full((), float("nan"), dtype=self.weights.dtype, device=self._device)
+        return [nan.expand(member.parameter.shape) for member in self.members]
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[slot.start : slot.stop].view(member.parameter.shape)
+            for slot, member in zip(self.flat.slots, self.members, strict=True)
+        ]
+
+    def _point_parameters_at(self, views: Sequence[Tensor]) -> None:
+        for member, view in zip(self.members, views, strict=True):
+            member.parameter.data = view  # keeps the Parameter object, and all that refers to it

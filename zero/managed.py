@@ -1,0 +1,36 @@
+"""Parameters as the data axis manages them, and the properties by which they share buckets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..grid import Layout
+
+
+class ManagedParameter(NamedTuple):
+    """A parameter that the data axis manages, with the stages, layers, tie and parameter group to which it belongs."""
+
+    parameter: nn.Parameter
+    layout: Layout
+    stages: tuple[int, ...]  # the stages of this rank that use it
+    layers: tuple[int, ...]  # the layers of the list that use it
+    tie: int | None  # the tie it belongs to, if other pipe ranks hold it too
+    counted: bool  # True if this pipe rank counts it in the norm
+    group: int | None  # its parameter group in the optimizer; None: it is not trained
+
+
+class BucketKey(NamedTuple):
+    """Properties shared by all parameters of one bucket."""
+
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]  # empty below stage 3, where buckets need not follow the layers
+    tie: int | None
+    counted: bool
+    group: int | None
+    dtype: torch.dtype
+    persistent: bool  # not sharded in stage 3
+    low_precision: bool  # summed in ``communication_dtype``
+    own_bucket: int | None  # number of a parameter that has a bucket of its own

@@ -1,0 +1,8 @@
+"""ZeRO for any ``nn.Module`` in a plain training loop, without a pipeline.
+
+sharded_optimizer.py: ``ShardedOptimizer``, the optimizer of a plain loop
+module_optimizer.py: its base, also of the engine's optimizer: parameter groups, state dict
+backward_passes.py: gradient hooks: backward passes of a step, and the reductions within them
+units.py: stage 3: the module's units, whose weights are gathered around their forward and backward
+arguments.py: checks of arguments, names of parameters, broadcast from the first replica
+"""

@@ -1,0 +1,160 @@
+"""Arguments of ``ShardedOptimizer``: checks, names of parameters, and their broadcast from the first replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid, layout_of
+from ...grid.dtypes import SHORT_NAMES
+from ..compression.powersgd import PowerSGD
+from ..compression.sparse_rows import SparseRows
+from ..compression.topk import TopK
+from ..onebit.adam import OneBit
+from ..optimizer import ELEMENTWISE, needs_whole_tensors
+from ..protocols import MakeExchange
+
+
+def check_arguments(
+    optimizer_class: type[torch.optim.Optimizer],
+    grid: Grid,
+    stage: int,
+    module: nn.Module | None,
+    passes: int,
+    reduction: str,
+) -> None:
+    """Check the arguments of a ``ShardedOptimizer`` that need neither the parameters nor a collective.
+
+    Raises:
+        ValueError: an argument, or a combination of two, is not supported.
+    """
+    if not isinstance(grid, Grid):
+        raise ValueError(f"{grid!r} is not a grid: pass grid = triax.Grid(...)")
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer_class is {optimizer_class!r}: pass the class itself, for example torch.optim.AdamW"
+        )
+    if needs_whole_tensors(optimizer_class):
+        raise ValueError(
+            f"{optimizer_class.__name__} needs whole tensors, but optimizer state is sharded into flat ranges here; "
+            f"use one of {', '.join(ELEMENTWISE)}"
+        )
+    if issubclass(optimizer_class, OneBit) and stage != 0:
+        raise ValueError(
+            f"{optimizer_class.__name__} keeps whole state and its own compression errors on every replica, so there "
+            f"is nothing to shard: pass stage=0, not {stage}"
+        )
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage is ZeRO's, 0, 1, 2 or 3, not {stage!r}")
+    if stage == 3 and module is None:
+        raise ValueError("stage 3 gathers weights where the model uses them: pass module=model")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step is at least 1, not {passes}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction over replicas is 'mean' or 'sum', not {reduction!r}")
+
+
+def communication(
+    compression: str | MakeExchange | None,
+    dtype: torch.dtype | None,
+    stage: int,
+    optimizer_class: type[torch.optim.Optimizer],
+) -> tuple[torch.dtype | None, MakeExchange | None]:
+    """Return the dtype in which gradients are summed, and the gradient compressor.
+
+    A dtype of None means the gradients' dtype. A compressor of None means a plain sum.
+
+    Raises:
+        ValueError: ``compression`` is unknown, or contradicts another argument.
+    """
+    named = SHORT_NAMES[compression] if compression in ("fp16", "bf16") else None
+    narrow = named or dtype
+    if narrow == torch.float16 and (isinstance(compression, SparseRows) or issubclass(optimizer_class, OneBit)):
+        name = type(compression).__name__ if isinstance(compression, SparseRows) else optimizer_class.__name__
+        raise ValueError(
+            f"{name} sums gradients that are already divided by the batch, too small for fp16's range: use bf16"
+        )
+    if isinstance(compression, (TopK, PowerSGD)) and dtype is not None:
+        raise ValueError(
+            f"communication_dtype={dtype} is the dtype of a plain sum, and {type(compression).__name__} sends "
+            "something else: leave it out" + (", or pass TopK(values=...)" if isinstance(compression, TopK) else "")
+        )
+    if isinstance(compression, str):
+        if named is None:
+            raise ValueError(
+                f"compression is 'fp16' or 'bf16', or zero.TopK(...), zero.PowerSGD(...) or zero.SparseRows([...]), "
+                f"not {compression!r}"
+            )
+        if dtype not in (None, named):
+            raise ValueError(f"compression={compression!r} and communication_dtype={dtype} differ: give one of them")
+        return named, None
+    if compression is not None and not callable(compression):
+        raise ValueError(f"compression is a {type(compression).__name__}: pass 'fp16', 'bf16' or zero.TopK(...)")
+    if compression is not None and stage > 1:
+        raise ValueError(
+            f"{type(compression).__name__} compresses a replica's whole gradient of a step, and stage {stage} "
+            "reduces it after each backward pass: use stage 1, or compression='bf16'"
+        )
+    return dtype, compression
+
+
+def managed_parameters(
+    group_of: dict[Any, int],
+    where: dict[nn.Parameter, list[int]],
+    names: dict[Tensor, str],
+    module: nn.Module | None,
+    stage: int,
+) -> list[nn.Parameter]:
+    """Return the parameters to lay out in buckets, in the model's order if ``module`` is given.
+
+    In stage 3 these are all parameters of the module, because stage 3 also shards parameters that are not trained.
+
+    Raises:
+        ValueError: in stage 3, a parameter does not belong to the module.
+    """
+    if stage < 3:
+        order = {} if module is None else {p: i for i, p in enumerate(module.parameters())}
+        return sorted(group_of, key=lambda p: order.get(p, -1))
+    if (unknown := next((p for p in group_of if p not in where), None)) is not None:
+        raise ValueError(f"{names[unknown]} is not one of module's parameters: in stage 3 all must be")
+    return list(where)
+
+
+def parameter_names(groups: Iterable[Mapping[str, Any]], module: nn.Module | None) -> dict[Tensor, str]:
+    """Return the name of each parameter.
+
+    The name is that in the parameter's layout, else that in the module, else that in the optimizer's parameter group.
+    """
+    found: dict[Tensor, str] = {}
+    for g, group in enumerate(groups):
+        given = group.get("param_names") or [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
+        found.update(zip(group["params"], given, strict=True))
+    if module is not None:
+        found.update({parameter: name for name, parameter in module.named_parameters()})
+    return {p: layout_of(p).name or name for p, name in found.items()}
+
+
+def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor, str], grid: Grid) -> None:
+    """Broadcast the parameters of the first replica to all replicas. Collective over the data axis.
+
+    Raises:
+        ValueError: names, shapes or dtypes of parameters differ between replicas, or a parameter is not on the grid's
+            device. Every rank raises it.
+    """
+    away = next((p for p in parameters if p.device != grid.device), None)
+    problem = None if away is None else f"{names[away]} is on {away.device}, and the grid on {grid.device}: move it"
+    mine = [(names[p], tuple(p.shape), str(p.dtype), p.requires_grad) for p in parameters]
+    gathered: list[tuple[str | None, Any]] = grid.data.all_gather_object((problem, mine))
+    for rank, (other, theirs) in enumerate(gathered):
+        if other is not None:
+            raise ValueError(f"replica {rank}: {other}")
+        if theirs != gathered[0][1]:
+            a, b = next(((a, b) for a, b in zip(gathered[0][1], theirs) if a != b), (len(gathered[0][1]), len(theirs)))
+            raise ValueError(f"replicas are of one model, but replica 0 has {a} and replica {rank} has {b}")
+    for parameter in parameters:
+        whole = parameter.detach().contiguous()
+        grid.data.broadcast(whole)
+        parameter.data.copy_(whole)

@@ -1,0 +1,257 @@
+"""ZeRO in a plain training loop: gradients are reduced over replicas while torch's own backward pass runs.
+
+``ShardedOptimizer`` and the engine of a plain module are built on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid, layout_of
+from ...grid.autograd import weak
+from ..bucketing import cast
+from ..data_axis import ZeroDataAxis
+from ..managed import ManagedParameter
+from ..options import ZeroOptions
+from ..protocols import MakeOptimizer
+from .arguments import broadcast_parameters, managed_parameters, parameter_names
+from .units import Units, find_units, users
+
+
+class BackwardPasses:
+    """ZeRO data axis of any module, and the backward passes of its steps. Collective over the data axis.
+
+    Args:
+        groups: parameter groups; those whose parameters require gradients are trained.
+        grid: its data axis holds the replicas; they take the first one's parameters.
+        options: options of ZeRO.
+        capacity: maximum number of elements of a bucket.
+        make: makes the optimizer; None means that no parameter is trained.
+        module: the model, which stage 3 needs.
+        units: in stage 3, the units of the module, as ``find_units`` takes them.
+        keep: in stage 3, keep weights gathered from a step's first forward to its last backward pass.
+        expected: number of backward passes of a step; None: ``next_is_last`` tells the last one.
+
+    Attributes:
+        data_axis: ZeRO's data axis with these parameters.
+        trained: the parameters that are stepped.
+        next_is_last: the next pass is the step's last one; read if ``expected`` is None.
+        count: backward passes of this step so far.
+        seen: a counter for the caller, which is set to 0 together with ``count``.
+        reduced: True if all gradients of the step are reduced.
+        stepped: True if the optimizer has stepped with these gradients. Then ``reset`` begins the next step.
+
+    Raises:
+        ValueError: parameters differ between replicas, or are not on the grid's device.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        grid: Grid,
+        options: ZeroOptions,
+        capacity: int,
+        make: MakeOptimizer | None,
+        *,
+        module: nn.Module | None,
+        units: Sequence[str | nn.Module] | None = None,
+        keep: bool = False,
+        expected: int | None = None,
+    ) -> None:
+        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        cut = find_units(module, units) if module is not None and options.stage == 3 else []
+        where = users(cut) if cut else {}
+        names = parameter_names(groups, module)
+        managed = managed_parameters(group_of, where, names, module, options.stage)
+        broadcast_parameters(managed, names, grid)
+
+        self.trained = [p for p in managed if p in group_of and p.requires_grad]
+        self._groups = groups
+        # The module dict that holds each of them: a step checks that it still does, without a walk over the modules.
+        trained, modules = set(self.trained), [] if module is None else module.modules()
+        self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p in trained]
+        for parameter in self.trained:
+            # Registered before the reducer's hook, so that it is called first.
+            parameter.register_post_accumulate_grad_hook(weak(self._accumulated))
+        members = [
+            ManagedParameter(
+                p,
+                replace(layout_of(p), name=names[p]),
+                stages=(0,),
+                layers=tuple(where.get(p, ())),
+                tie=None,
+                counted=True,
+                group=group_of[p] if p in trained else None,
+            )
+            for p in managed
+        ]
+        self.data_axis = ZeroDataAxis(
+            members,
+            grid,
+            tie_axes=(),
+            order={0: range(len(cut))},
+            options=options,
+            capacity=capacity,
+            make=make,
+            groups=[group_options(group) for group in groups],
+        )
+        cast(managed, module, options.weight_dtype)
+        self._expected = expected
+        self._units: Units | None = None
+        if self.data_axis.gatherer is not None:
+            self._units = Units(cut, self.data_axis.gatherer, keep, expected or 1, self._unit_done)
+        self._running: AbstractContextManager[None] | None = None  # context of the running backward pass
+        self.count = self.seen = 0
+        self.next_is_last = self.reduced = self.stepped = False
+        self._last_began = False  # the last pass has begun
+        self._task = -1
+        self._early: list[tuple[int, int, int]] = []  # (pass, unit, runs) of units that ended before the first gradient
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step, with zero gradients."""
+        self.data_axis.begin()
+        self.count = self.seen = 0
+        self.reduced = self.stepped = self._last_began = False
+        if self._units is not None:
+            self._units.reset()
+
+    def reset(self) -> None:
+        """Begin a step, also after a failed or abandoned one. Collective if gradients are still unreduced."""
+        if self._running is not None:
+            self.data_axis.abandon()  # the last backward pass failed
+            self._running = None
+        elif self.count:
+            self.reduce()
+        self.begin()
+
+    def reduce(self) -> None:
+        """End the sums of all gradients over the replicas. Collective.
+
+        Raises:
+            RuntimeError: the last backward pass failed.
+        """
+        if self.reduced:
+            return
+        self._require_complete()
+        if self._units is not None:
+            self._units.gather_missed(
+                int(not self._last_began) if self._expected is None else self._expected - self.count
+            )
+        while not self._last_began:
+            # As many passes as on the other replicas, which may have had gradients in passes where this one had none.
+            self._run_empty(self._expected is None or self.count + 1 == self._expected)
+        self.data_axis.finish()
+        if self._units is not None:
+            self._units.reset()
+        self.reduced = True
+
+    def run_empty(self) -> None:
+        """Count a backward pass in which this replica has no gradient, although other replicas may have gradients.
+
+        Collective if the pass reduces gradients.
+
+        Raises:
+            RuntimeError: in stage 3, if no forward pass, or more than one, ran since the last backward pass. This
+                replica must gather the same weights as the others, so the forward pass must be known.
+        """
+        self._require_complete()
+        if self._units is not None and not self._units.one_forward_waits:
+            raise RuntimeError(
+                "the loss depends on no trained parameter. In stage 3 every replica's backward pass gathers "
+                "parameters, in an order that only one forward pass before it tells: add 0.0 * output.sum() to it, or "
+                "use stage 2"
+            )
+        self._run_empty(self.next_is_last, self._units)
+
+    def require_unchanged(self) -> None:
+        """Refuse parameters that a step would not change.
+
+        Raises:
+            RuntimeError: a parameter requires gradients and did not before, or was replaced.
+        """
+        moved = (key for owner, key, parameter in self._owners if owner.get(key) is not parameter)
+        if (name := self.data_axis.displaced() or next(moved, None)) is not None:
+            raise RuntimeError(
+                f"{name} is no longer where it is stepped: the model was moved, cast or assigned to, or given to "
+                "another engine. Do that before its engine or optimizer is made"
+            )
+        known = set(self.trained)
+        late = sum(p.requires_grad and p not in known for group in self._groups for p in group["params"])
+        if late:
+            raise RuntimeError(
+                f"{late} parameters were frozen when the optimizer was made, so it does not step them: let all "
+                "parameters that will be trained require gradients then, and freeze them afterwards"
+            )
+
+    def _require_complete(self) -> None:
+        if self._running is not None:
+            raise RuntimeError(
+                "the last backward pass failed half way, so its gradients are incomplete: call zero_grad()"
+            )
+
+    def _run_empty(self, last: bool, units: Units | None = None) -> None:
+        self.count += 1
+        self._last_began = last
+        self._running = self.data_axis.backward(0, last=last)
+        with self._running:
+            if units is not None:
+                units.run_empty_backward()
+        self._running = None
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Hook: autograd has accumulated a parameter's gradient."""
+        if torch._C._current_graph_task_id() != self._task:
+            self._enter_backward()
+
+    def _enter_backward(self) -> None:
+        """Begin a backward pass when its first gradient arrives, so that each bucket is reduced once it is complete."""
+        if self._running is not None:
+            raise RuntimeError("the last backward pass failed half way: call optimizer.zero_grad() before the next")
+        if self.stepped or self.reduced:
+            raise RuntimeError("a backward pass after the gradients were reduced: call optimizer.zero_grad() before")
+        if self._last_began:
+            problem = f"that has backward_passes_per_step={self._expected}: pass a larger one"
+            if self._expected is None:
+                problem = "whose last one has been reduced: run the others in engine.no_sync(), then engine.step()"
+            raise RuntimeError(
+                f"backward pass {self.count + 1} of a step {problem}, or add the losses and call backward() once. "
+                "(A re-entrant checkpoint is a pass of its own: use torch.utils.checkpoint with use_reentrant=False.)"
+            )
+        self._task = torch._C._current_graph_task_id()
+        self.count += 1
+        self._last_began = self.next_is_last if self._expected is None else self.count == self._expected
+        self._running = self.data_axis.backward(0, last=self._last_began)
+        self._running.__enter__()
+        for task, unit, runs in self._early:
+            if task == self._task:
+                self.data_axis.layer_backward_done(unit, runs)
+        self._early.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _unit_done(self, unit: int, runs: int) -> None:
+        """Reduce the gradients that are complete after the backward of one run of a unit."""
+        task = torch._C._current_graph_task_id()
+        if self._running is not None:
+            self.data_axis.layer_backward_done(unit, runs)
+        else:
+            self._early = [*(entry for entry in self._early if entry[0] == task), (task, unit, runs)]
+
+    def _leave_backward(self) -> None:
+        assert self._running is not None
+        running, self._running = self._running, None
+        with torch.no_grad():
+            running.__exit__(None, None, None)
+        if self._units is not None and self._last_began:
+            self._units.release()
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

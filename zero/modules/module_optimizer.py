@@ -1,0 +1,135 @@
+"""ZeRO's ``torch.optim.Optimizer`` for a plain module: it steps this rank's range of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...grid import Grid
+from ..compression.compressor import exchange_state_dict, load_exchange_state_dict
+from ..data_axis import ZeroDataAxis
+from ..options import ZeroOptions
+from ..protocols import MakeOptimizer
+from .backward_passes import BackwardPasses, group_options
+
+
+class ZeroModuleOptimizer(torch.optim.Optimizer):
+    """Base of ``ShardedOptimizer`` and of the optimizer of a plain module's engine.
+
+    Learning-rate schedulers accept this optimizer. Its ``param_groups`` hold the model's parameters, and its ``state``
+    holds the optimizer state of the ranges that this rank owns.
+
+    Args:
+        make: makes torch's optimizer from parameter groups.
+        params: parameters, parameter groups or named parameters, as torch's optimizers take them.
+        grid, options, capacity, arguments: the arguments of ``BackwardPasses``.
+
+    Attributes:
+        backward_passes: the object that reduces gradients during the backward passes of a step.
+    """
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        params: Iterable[Any],
+        grid: Grid,
+        options: ZeroOptions,
+        capacity: int,
+        **arguments: Any,
+    ) -> None:
+        template = make(params)  # type: ignore[arg-type]  # torch's own checks, and every group's options in full
+        super().__init__(template.param_groups, template.defaults)
+        del template
+        self._grid = grid
+        self.backward_passes = BackwardPasses(self.param_groups, grid, options, capacity, make, **arguments)
+        self.state = self.inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step, with zero gradients. Every step begins with it; ``set_to_none`` has no effect.
+
+        Collective if backward passes ran since the last ``step``, because their reductions must end first.
+        """
+        self.backward_passes.reset()
+
+    @torch.no_grad()
+    def apply(self, scale: float, without: Collection[Tensor]) -> None:
+        """Step with the reduced gradients times ``scale``; the parameters in ``without`` do not change. Collective."""
+        self._update_inner_options()
+        self._data_axis.step(scale, without=without)
+        self.backward_passes.stepped = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ``RuntimeError``: parameters are laid out in buckets once, when the optimizer is made."""
+        if hasattr(self, "backward_passes"):
+            raise RuntimeError(
+                "the optimizer's parameters are laid out in buckets already: make it with all groups, also those whose "
+                "parameters are frozen later"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer state and master weights of this rank's shard.
+
+        Every rank saves its shard, which only the same rank of a data axis of the same size can load. The module's
+        weights are not included. To save them, call ``module.state_dict()`` within ``zero.gathered(module)``.
+        """
+        self._update_inner_options()
+        state = {**self.inner.state_dict(), "shard": self._shard(), "masters": self._masters()}
+        if self._data_axis.exchange is not None:
+            state["exchange"] = exchange_state_dict(self._data_axis.exchange)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned on this rank. Load the module's weights before, within ``zero.gathered``.
+
+        Raises:
+            ValueError: the state was saved by another rank, or with other parameters, another stage or another size of
+                the data axis.
+        """
+        mine, theirs = self._shard(), state_dict.get("shard")
+        if theirs != mine:
+            raise ValueError(
+                f"the state is of shard {theirs}, and this rank has shard {mine}: load what this rank saved"
+            )
+        if self._data_axis.exchange is not None:
+            load_exchange_state_dict(self._data_axis.exchange, state_dict.get("exchange"))
+        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(group_options(inner))
+        self.state = self.inner.state
+        for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
+            master.copy_(saved)
+        self._data_axis.resume()
+
+    def _update_inner_options(self) -> None:
+        """Copy the options that learning-rate schedulers change to torch's optimizer."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(group_options(group))
+
+    @property
+    def _data_axis(self) -> ZeroDataAxis:
+        return self.backward_passes.data_axis
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """Torch's optimizer over the ranges that this rank owns."""
+        inner = self._data_axis.optimizer
+        assert inner is not None
+        return inner
+
+    def _shard(self) -> dict[str, Any]:
+        axis = self._grid.data
+        elements = [bucket.owned[1] - bucket.owned[0] for bucket in self._data_axis.buckets if bucket.trained]
+        return {"rank": axis.rank, "of": axis.size, "stage": self._data_axis.options.stage, "elements": elements}
+
+    def _masters(self) -> list[Tensor]:
+        """Return the master weights of the buckets whose master is a copy in another dtype than the weights."""
+        return [
+            bucket.master.detach()
+            for bucket in self._data_axis.buckets
+            if bucket.master is not None and bucket.master.dtype != bucket.shard.dtype
+        ]

@@ -1,0 +1,180 @@
+"""ZeRO in a plain PyTorch loop, without an engine: ``ShardedOptimizer``, for any module.
+
+optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), grid, stage=2, lr=1e-3)
+for x, y in batches:                            # this replica's own batches
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()             # gradients are reduced while it runs
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid
+from ..compression.compressor import Compressor
+from ..compression.topk import TopK, require_no_momentum
+from ..norm import clip_coefficient
+from ..onebit.stepper import stepped_by
+from ..options import ZeroOptions
+from ..protocols import MakeExchange
+from ..zeropp.options import ZeroPlusPlus
+from .arguments import check_arguments, communication
+from .module_optimizer import ZeroModuleOptimizer
+
+
+class ShardedOptimizer(ZeroModuleOptimizer):
+    """An optimizer of torch whose state, gradients and weights are sharded over replicas (ZeRO).
+
+    Make it with the same arguments on every rank, after the model is on its device. It broadcasts the parameters of
+    the first replica, as DDP does (not buffers). Gradients are summed over the data axis within the backward pass, by
+    torch's own hooks, and divided by the number of replicas: each rank's loss is a mean over its own samples, as under
+    DDP. Gradients of several backward passes add up: divide the loss by their number for a mean.
+
+    Learning-rate schedulers accept it: it is a ``torch.optim.Optimizer``. A parameter without a gradient on any
+    replica does not change (Adam's step count, for its bias correction, goes on). Parameters' own ``.grad`` is whole
+    in stage 0 only, after ``synchronize``; ``gradients()`` returns whole gradients in every stage.
+    ``torch.amp.GradScaler`` reads ``.grad`` and so does not work with it: use bf16.
+
+    Args:
+        optimizer_class: one that treats every element alone: Adam, AdamW, SGD, ...; or, in stage 0, a 1-bit optimizer:
+            ``OneBitAdam``, ``ZeroOneAdam``, ``OneBitLamb``.
+        params: parameters, parameter groups or named parameters, as the class takes them.
+        grid: gradients are averaged over its data axis, and summed over its tensor axis if a parameter's layout
+            asks for it.
+        stage: of ZeRO. 0: nothing is sharded; 1: the optimizer's state; 2: gradients too; 3: weights too.
+        module: the model; stage 3 needs it, to gather weights before they are used.
+        units: of the module, in stage 3: patterns of names or submodules; see ``find_units``. By default the entries
+            of its ``ModuleList`` s and ``Sequential`` s. Every replica must run the same ones in the same order.
+        keep_gathered: in stage 3, keep weights gathered from a step's first forward to its last backward pass. A loss
+            with a gradient in it (``create_graph=True``) needs that.
+        backward_passes_per_step: number of backward passes before ``step``. In stages 0 and 1 the last one reduces
+            gradients, in stages 2 and 3 each.
+        reduction: ``"mean"`` or ``"sum"`` over replicas.
+        bucket_size: elements of gradient reduced in one collective.
+        weight_dtype: cast parameters to this dtype, e.g. ``torch.bfloat16``, and also the other floating-point tensors
+            of ``module`` if it is given; master weights start from the values before the cast.
+        master_dtype: of master weights, state and accumulated gradients; by default fp32 under a ``weight_dtype``,
+            else the parameters' own.
+        communication_dtype: dtype in which gradients are summed over replicas; by default ``master_dtype``.
+        quantized_weights: in stage 3, all-gather weights quantized to 8 bits (qwZ of ZeRO++).
+        quantized_gradients: in stages 1 to 3, reduce gradients quantized to 4 bits (qgZ of ZeRO++).
+        hpz_partition_size: in stage 3, number of consecutive replicas (usually those of one host) over which a second
+            copy of the weights is sharded (hpZ of ZeRO++). Gathers read this copy, except the first gather of a step.
+        compression: ``"fp16"`` or ``"bf16"``, other names of such a ``communication_dtype``; or, in stages 0 and 1,
+            ``TopK(...)``, ``PowerSGD(...)``, ``SparseRows([...])``, which act after a step's last backward pass: see
+            docs/compression.md.
+        options: of the optimizer class: ``lr=1e-3``, ...
+
+    Raises:
+        ValueError: an argument is not supported; parameters differ between ranks or are not on the grid's device.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        grid: Grid,
+        *,
+        stage: int = 1,
+        module: nn.Module | None = None,
+        units: Sequence[str | nn.Module] | None = None,
+        keep_gathered: bool = False,
+        backward_passes_per_step: int = 1,
+        reduction: str = "mean",
+        bucket_size: int = 2**22,
+        weight_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | None = None,
+        quantized_weights: bool = False,
+        quantized_gradients: bool = False,
+        hpz_partition_size: int = 1,
+        compression: str | MakeExchange | None = None,
+        **options: Any,
+    ) -> None:
+        check_arguments(optimizer_class, grid, stage, module, backward_passes_per_step, reduction)
+        communicate, exchange = communication(compression, communication_dtype, stage, optimizer_class)
+        plus = ZeroPlusPlus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
+        fitting = plus.fitting(stage, grid.data.size, communicate, keep_gathered)
+        masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
+        super().__init__(
+            stepped_by(optimizer_class, lambda groups: optimizer_class(groups, **options)),
+            params,
+            grid,
+            ZeroOptions(stage, weight_dtype, masters, communicate, exchange=exchange, zeropp=fitting),
+            bucket_size,
+            module=module,
+            units=units,
+            keep=keep_gathered,
+            expected=backward_passes_per_step,
+        )
+        self._mean = reduction == "mean"
+        if isinstance(compression, TopK) and compression.momentum:
+            require_no_momentum(compression.momentum, self.inner)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce gradients if needed, step this rank's range, and send new weights to every replica. Collective.
+
+        Args:
+            closure: computes gradients before the step; ``step`` returns its result, the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.backward_passes.require_unchanged()
+        self.synchronize()
+        self.apply(1.0, self._data_axis.without_gradient())
+        return loss
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Reduce all gradients and divide them by the number of replicas, as ``step`` does. Collective."""
+        if self.backward_passes.reduced:
+            return
+        self.backward_passes.reduce()
+        if self._data_axis.exchange is not None:
+            if self._finite():
+                self._data_axis.exchange_gradients(1.0 / self._grid.data.size if self._mean else 1.0)
+            else:
+                self._data_axis.poison()
+            return
+        if self._mean and self._grid.data.size > 1:
+            self._scale_gradients(1.0 / self._grid.data.size)
+
+    def _finite(self) -> bool:
+        """Return True if every gradient is finite, or no residual would keep it. Collective over the grid."""
+        if not isinstance(self._data_axis.exchange, Compressor):
+            return True
+        square = self._data_axis.squares()
+        self._grid.world.all_reduce(square)
+        return bool(square.isfinite())
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole grid is at most ``max_norm``. Collective over the grid.
+
+        Returns:
+            The norm before, 0-dim float64, as ``torch.nn.utils.clip_grad_norm_`` does, which cannot be used here.
+        """
+        self.synchronize()
+        square = self._data_axis.squares()
+        self._grid.world.all_reduce(square)
+        norm = square.sqrt()
+        self._scale_gradients(clip_coefficient(norm, max_norm))
+        return norm
+
+    def _scale_gradients(self, factor: Tensor | float) -> None:
+        if owned := [bucket.owned_gradient for bucket in self._data_axis.buckets if bucket.trained]:
+            torch._foreach_mul_(owned, factor)
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each trained parameter and its whole gradient (this rank's shard), until ``zero_grad``. Collective."""
+        self.synchronize()
+        for member, gradient in self._data_axis.gradients():
+            yield member.parameter, gradient

@@ -1,0 +1,327 @@
+"""ZeRO stage 3 of a plain module: units whose weights are gathered only while they run, and prefetched before.
+
+    forward     root | unit 1 | unit 2 | ... | unit n |
+    backward         | unit n | ... | unit 2 | unit 1 | root
+
+Gathers are collectives, so every replica starts the same ones in the same order. In the forward pass that is the order
+in which the module runs its units, in the backward pass the reverse. A replica that has no gradient for a unit gathers
+it all the same, when its turn comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ...grid.autograd import mark
+from ...grid.nest import visit_tensors
+from ..parameters import ParameterGatherer
+
+
+def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
+    """Return the units of a module, with their names.
+
+    The first unit is the module itself. It has all parameters that belong to no other unit.
+
+    Args:
+        module: the model.
+        named: patterns of submodules' names (``"encoder.layers.*"``, where ``*`` stands for one level), or
+            submodules. None: the entries of the outermost ``ModuleList`` s and ``Sequential`` s. An entry that is only
+            a container (another ``ModuleList``, a ``ModuleDict``) is replaced by its own entries.
+
+    Raises:
+        ValueError: a pattern or a module matches no submodule, or one without a ``forward``.
+    """
+    inside = {name: part for name, part in module.named_modules() if name}
+    found: dict[nn.Module, str] = {}
+    if named is None:
+        _list_entries(module, "", found)
+    for wanted in named or ():
+        if isinstance(wanted, nn.Module):
+            names = [name for name, part in inside.items() if part is wanted]
+        else:
+            names = [name for name in inside if _matches(name, wanted)]
+        if not names:
+            what = f"pattern {wanted!r}" if isinstance(wanted, str) else f"{type(wanted).__name__} given"
+            some = ", ".join([*inside][:6])
+            raise ValueError(f"units: the {what} is none of the module's submodules; these begin with {some}")
+        for name in names:
+            _require_forward(name, inside[name])
+        found.update({inside[name]: name for name in names if inside[name] not in found})
+    units = [(name, part) for part, name in found.items() if next(part.parameters(), None) is not None]
+    return [("", module), *units]
+
+
+def _list_entries(module: nn.Module, prefix: str, found: dict[nn.Module, str], within: bool = False) -> None:
+    """Add the entries of the outermost lists and sequences of modules to ``found``, with their names."""
+    within = within or isinstance(module, (nn.ModuleList, nn.Sequential))
+    for name, child in module.named_children():
+        if within and _has_forward(child):
+            found.setdefault(child, prefix + name)
+        else:
+            _list_entries(child, f"{prefix}{name}.", found, within)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # A scripted module has its forward in the instance.
+    return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _require_forward(name: str, module: nn.Module) -> None:
+    if _has_forward(module) or next(module.parameters(), None) is None:
+        return
+    inside = [f"{name}.{child}" for child, _ in module.named_children()]
+    instead = f"what it holds: {', '.join(inside[:6])}, or {name}.*" if inside else "the module around it"
+    raise ValueError(
+        f"units: {name} is a {type(module).__name__}, which has no forward, so nothing runs it and its weights would "
+        f"never be gathered: name {instead}"
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    levels, wanted = name.split("."), pattern.split(".")
+    return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
+
+
+def users(units: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, list[int]]:
+    """Return for each parameter the units that use it; parameters of the first unit come first.
+
+    A module belongs to the innermost unit that contains it.
+    """
+    number = {part: i for i, (_, part) in enumerate(units)}
+    found: dict[nn.Parameter, list[int]] = {}
+    seen: set[tuple[nn.Module, int]] = set()
+
+    def walk(module: nn.Module, unit: int) -> None:
+        unit = number.get(module, unit)
+        if (module, unit) in seen:
+            return
+        seen.add((module, unit))
+        for parameter in module._parameters.values():
+            if parameter is not None and unit not in (mine := found.setdefault(parameter, [])):
+                mine.append(unit)
+        for child in module.children():
+            walk(child, unit)
+
+    walk(units[0][1], 0)
+    return dict(sorted(found.items(), key=lambda item: 0 not in item[1]))
+
+
+class UnitTape:
+    """Runs of units in one forward pass, in the order in which they ended. The backward pass reads it from the end."""
+
+    def __init__(self) -> None:
+        self.entered: list[int] = []  # units, in the order in which they began
+        self.ended: list[int] = []  # units with outputs that a backward pass can reach
+        self.began: list[int] = []  # for each of ``ended``, its index in ``entered``
+        self.left = 0  # number of ``ended`` that the backward pass has not reached
+
+
+class Units:
+    """Gathers the weights of a module's units for their forward and backward passes, and releases them afterwards.
+
+    The ``forward`` of each unit is replaced. All replicas run the same units in the same order.
+
+    Args:
+        units: the units and their names, as ``find_units`` returns them.
+        gatherer: gathers the weights of the units; it treats each unit as a layer.
+        keep: keep weights gathered from the first forward pass of a step until ``release``.
+        expected: number of backward passes of a step.
+        backward_done: called within a backward pass when the backward of a run of a unit has ended, with the number of
+            the unit's runs.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[tuple[str, nn.Module]],
+        gatherer: ParameterGatherer,
+        keep: bool,
+        expected: int,
+        backward_done: Callable[[int, int], None],
+    ) -> None:
+        self._gatherer, self._keep, self._backward_done, self._count = gatherer, keep, backward_done, len(units)
+        self._running: list[int] = []
+        self._held: set[int] = set()  # units that stay gathered to the end of the backward pass
+        self._in_backward: set[int] = set()  # units whose backward is running
+        self._tape = UnitTape()
+        self._waiting: deque[UnitTape] = deque(maxlen=expected)  # forward passes that no backward pass has reached
+        self._unseen = 0  # forward passes since the last backward pass
+        self._reached: list[UnitTape] = []  # those that the running backward pass has reached
+        self._alive: WeakSet[UnitTape] = WeakSet()  # those that a backward pass may reach
+        self._orders: dict[int, list[int]] = {}  # for each outermost unit, the order in which units began in it
+        self._task = -1
+        for number, (_, module) in enumerate(units):
+            forward = module.forward
+            module.forward = functools.wraps(forward)(functools.partial(self._run, number, forward))
+
+    def release(self) -> None:
+        """Release the gathered weights of all units."""
+        for unit in range(self._count):
+            self._gatherer.drop(unit)
+        self._held.clear()
+        self._in_backward.clear()
+
+    def gather_missed(self, passes: int) -> None:
+        """Start the gathers of backward passes that other replicas may have run and this one has not."""
+        for _ in range(min(passes, len(self._waiting))):
+            for unit in reversed(self._waiting.popleft().ended):
+                self._gatherer.fetch(unit)
+
+    @property
+    def one_forward_waits(self) -> bool:
+        """True if one forward pass has run since the last backward pass, to which the next backward pass belongs."""
+        return self._unseen == 1 and len(self._waiting) > 0
+
+    def run_empty_backward(self) -> None:
+        """Gather and release weights as the other replicas do in a backward pass that has no gradient on this one."""
+        tape = self._waiting.pop()
+        self._alive.add(tape)
+        self._skip(tape, 0)
+        self._alive.discard(tape)
+        self._unseen = 0
+        if not self._keep:
+            self.release()
+
+    def reset(self) -> None:
+        """Discard the recorded forward passes of this step, because no further backward pass of the step follows."""
+        self._unseen = 0
+        self._waiting.clear()
+        self._reached.clear()
+        self._task = -1
+
+    def _run(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward(*args, **kwargs)`` of a unit with gathered weights, and gather them again for its backward."""
+        if torch._C._current_graph_task_id() != -1:
+            # Activation checkpointing runs it again. Its backward follows at once, so the weights stay gathered.
+            self._enter_backward()
+            self._gatherer.fetch(unit)
+            self._gatherer.arrive(unit)
+            return forward(*args, **kwargs)
+        outermost = not self._running
+        if outermost:
+            self._tape = UnitTape()
+        tape, trains = self._tape, torch.is_grad_enabled()
+        began = self._begin(unit, tape)
+        self._running.append(unit)
+        hooked = False
+        try:
+            if trains:
+                args, kwargs = mark((args, kwargs), lambda: self._end(tape, unit), exact=True)
+            y = forward(*args, **kwargs)
+            hooked = trains and self._hook(tape, unit, began, y)
+        finally:
+            self._running.pop()
+            if trains and (self._keep or unit == 0 or not hooked):
+                self._held.add(unit)
+            self._release_unused(unit)
+        if outermost:
+            self._orders[unit] = tape.entered
+            tape.left = len(tape.ended)
+            if tape.left:
+                self._unseen += 1
+                self._waiting.append(tape)
+                self._alive.add(tape)
+        return y
+
+    def _begin(self, unit: int, tape: UnitTape) -> int:
+        """Gather a unit's weights, and prefetch the unit that followed it in the last forward pass.
+
+        Returns:
+            The index of this run in ``tape.entered``.
+        """
+        order = self._orders.get(self._running[0] if self._running else unit, [])
+        at = len(tape.entered)
+        tape.entered.append(unit)
+        self._gatherer.fetch(unit)
+        if at + 1 < len(order) and order[at] == unit:
+            self._gatherer.fetch(order[at + 1])
+        self._gatherer.arrive(unit)
+        return at
+
+    def _hook(self, tape: UnitTape, unit: int, began: int, y: Any) -> bool:
+        """Register hooks on a unit's outputs, by which the backward pass gathers the unit's weights.
+
+        Returns:
+            False if the outputs hold objects of unknown types, in which tensors cannot be found.
+        """
+        outputs: list[Tensor] = []
+        seen = visit_tensors(outputs.append, y)
+        wanted = [tensor for tensor in outputs if tensor.requires_grad]
+        if wanted:
+            place = len(tape.ended)
+            tape.ended.append(unit)
+            tape.began.append(began)
+            for tensor in wanted:
+                tensor.register_hook(lambda _: self._reach(tape, place))
+        return seen
+
+    def _reach(self, tape: UnitTape, place: int) -> None:
+        """Gather a unit: the backward pass has reached an output of its run ``place``."""
+        self._enter_backward()
+        if tape not in self._reached:
+            self._reached.append(tape)
+            self._alive.add(tape)
+            if tape in self._waiting:
+                self._waiting.remove(tape)
+        if place < tape.left:
+            self._skip(tape, place + 1, tape.began[place])
+            self._fetch(tape, place)
+            tape.left = place
+        unit = tape.ended[place]
+        self._in_backward.add(unit)
+        self._gatherer.fetch(unit)  # released before, in a second backward pass through the same graph
+        self._gatherer.arrive(unit)
+
+    def _skip(self, tape: UnitTape, to: int, began: int = 0) -> None:
+        """Gather and release the units of the runs down to ``to`` that have no gradient on this replica.
+
+        Another replica may have a gradient there, and all replicas must take part in each gather. Units that enclose
+        the run that ``began`` at that index are not released, because their backward follows.
+        """
+        while tape.left > to:
+            tape.left -= 1
+            self._fetch(tape, tape.left)
+            if tape.began[tape.left] >= began:
+                self._end(tape, tape.ended[tape.left])
+            else:
+                self._in_backward.add(tape.ended[tape.left])
+
+    def _fetch(self, tape: UnitTape, place: int) -> None:
+        """Start gathering the unit of run ``place``, and prefetch the unit of the run whose backward follows."""
+        for unit in tape.ended[max(place - 1, 0) : place + 1][::-1]:
+            self._gatherer.fetch(unit)
+
+    def _end(self, tape: UnitTape, unit: int) -> None:
+        """Release a unit's weights after the backward of one of its runs."""
+        self._in_backward.discard(unit)
+        self._release_unused(unit)
+        self._backward_done(unit, sum(each.entered.count(unit) for each in self._alive))
+
+    def _release_unused(self, unit: int) -> None:
+        """Release a unit's weights, except those that another unit still uses."""
+        using = {*self._held, *self._running, *self._in_backward}
+        if unit not in using:
+            self._gatherer.drop(unit, using)
+
+    def _enter_backward(self) -> None:
+        """Queue ``_leave_backward``, once, for the end of the running backward pass."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._reached = []
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _leave_backward(self) -> None:
+        for tape in self._reached:
+            self._skip(tape, 0)
+        self._alive.difference_update(self._reached)
+        self._reached, self._unseen = [], 0
+        if not self._keep:
+            self.release()

@@ -1,0 +1,148 @@
+"""Compressed all-reduce of 1-bit Adam: the mean of a tensor over the replicas, one bit an element in each direction.
+
+Tang et al. 2021, arXiv:2102.02888, section 4 and algorithm 1. Each rank is a worker, and the server of 1/N of the
+elements:
+
+1. A worker adds its error of the last call to its tensor, sends each server its part (one bit an element, one scale a
+   chunk), and keeps the new compression error.
+2. A server averages the parts that it received, adds its own error of the last call, compresses again, and sends the
+   result to all workers; it keeps the new compression error.
+
+A bit is a sign. The scale preserves the 2-norm of a chunk of d elements: C(x) = |x|_2 / sqrt(d) * sign(x). (Lu et al.
+2022 use |x|_1 / d, which is nearer to x but a fifth shorter; docs/onebit.md measures the difference.) A chunk is the
+part of one parameter that one server has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...grid import Axis
+
+_BITS = 8
+
+
+def pack(signs: Tensor) -> Tensor:
+    """Pack booleans (rows, n), n a multiple of 8, to bytes (rows, n / 8).
+
+    Bit k of a row's byte j is its element k n/8 + j, so that all operations are on contiguous memory.
+    """
+    rows, n = signs.shape
+    bits = signs.view(torch.uint8).view(rows, _BITS, n // _BITS)
+    packed = bits[:, 0].clone()
+    for k in range(1, _BITS):
+        packed |= bits[:, k] << k
+    return packed
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unpack the signs that ``pack`` packed, (rows, n / 8) -> (rows, n): 1 and -1."""
+    rows, size = packed.shape
+    signs = torch.empty(rows, _BITS, size, dtype=dtype, device=packed.device)
+    for k in range(_BITS):
+        signs[:, k] = (packed >> k) & 1
+    return signs.view(rows, -1).mul_(2).sub_(1)
+
+
+class OneBitMean:
+    """Compressed mean over an axis of flat tensors of one layout. The caller keeps the compression errors.
+
+    Args:
+        axis: whose ranks have one tensor each; all ranks make and call it, in the same order.
+        numel: of a tensor, a multiple of 8 times the axis's size.
+        spans: (start, stop) of each parameter in it, in order. Elements between them are 0 and stay 0.
+        device: of the tensors.
+
+    Attributes:
+        part: start and stop of the elements of which this rank is the server.
+    """
+
+    def __init__(self, axis: Axis, numel: int, spans: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._axis, size = axis, numel // axis.size
+        if size * axis.size != numel or size % _BITS:
+            raise ValueError(f"{numel} elements are not a multiple of {_BITS} bits times {axis.size} ranks")
+        self.part = (axis.rank * size, (axis.rank + 1) * size)
+        cuts = sorted({0, numel, *(at for span in spans for at in span), *range(0, numel, size)})
+        chunks = [(a, b) for a, b in pairwise(cuts) if a < b]
+        self._lengths = [b - a for a, b in chunks]
+        self._each = torch.tensor(self._lengths, device=device)
+        real = [any(a >= start and b <= stop for start, stop in spans) for a, b in chunks]
+        # Chunks whose scales are sent to, and received from, each rank: rows of one length, padded with
+        # ``len(chunks)``.
+        rows: list[list[int]] = [[] for _ in range(axis.size)]
+        for number, ((a, _), whole) in enumerate(zip(chunks, real, strict=True)):
+            if whole:
+                rows[a // size].append(number)
+        self._most = max(1, *(len(row) for row in rows))
+        filled = [[*row, *[len(chunks)] * (self._most - len(row))] for row in rows]
+        self._rows = torch.tensor(filled, device=device)  # (ranks, most)
+        mine = [number for number, (a, _) in enumerate(chunks) if a // size == axis.rank]
+        self._mine = slice(mine[0], mine[-1] + 1)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that this rank sends in one call: as a worker and as a server, bits and scales."""
+        size = self.part[1] - self.part[0]
+        return 2 * (self._axis.size - 1) * (size // _BITS + self._most * dtype.itemsize)
+
+    def __call__(self, own: Tensor, server: Tensor, alive: Tensor) -> Tensor:
+        """Return the compressed mean, (numel,), equal on every rank. Collective.
+
+        Args:
+            own: (numel,), this rank's tensor plus its worker error; takes the new worker error.
+            server: (part,), the error of this rank as a server; takes the new one.
+            alive: (numel,), 1 and 0, equal on every rank: elements with 0 take no part, and their mean is 0.
+        """
+        size, dtype = self._axis.size, own.dtype
+        own.mul_(alive)
+        ones = self._norms(alive).clamp(min=1)
+        packed, scales = self._compress(own, ones, slice(None), size, alive)
+        outgoing = torch.cat([packed, self._table(scales, self._rows)], dim=1)
+        incoming = torch.empty_like(outgoing)
+        self._axis.all_to_all(incoming, outgoing)
+
+        start, stop = self.part
+        came = self._scales(incoming[:, packed.shape[1] :], dtype, self._rows[self._axis.rank].expand(size, -1))
+        total = torch.zeros_like(server)
+        for rank in range(size):  # in the same order on every rank
+            signs = unpack(incoming[rank : rank + 1, : packed.shape[1]], dtype)[0]
+            total += signs.mul_(self._spread(came[rank, self._mine], self._mine))
+        server += total.div_(size)
+        server.mul_(alive[start:stop])
+        packed, scales = self._compress(server, ones, self._mine, 1, alive[start:stop])
+        every = own.new_zeros(len(self._lengths))
+        every[self._mine] = scales
+        mine = torch.cat([packed, self._table(every, self._rows[self._axis.rank].unsqueeze(0))], dim=1)
+        whole = mine.new_empty(size, mine.shape[1])
+        self._axis.all_gather(whole, mine)
+        table = self._scales(whole[:, packed.shape[1] :], dtype, self._rows)
+        # Each chunk's scale is in the row of one rank and 0 in the others.
+        mean = unpack(whole[:, : packed.shape[1]], dtype).view(-1).mul_(self._spread(table.sum(dim=0), slice(None)))
+        return mean.mul_(alive)
+
+    def _compress(self, x: Tensor, ones: Tensor, chunks: slice, rows: int, alive: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bits (rows, bytes) and scales (chunks,); ``x`` takes the compression error."""
+        scales = self._norms(x, chunks) / ones[chunks]
+        packed = pack((x >= 0).view(rows, -1))
+        x.sub_(unpack(packed, x.dtype).view(-1).mul_(self._spread(scales, chunks)).mul_(alive))
+        return packed, scales
+
+    def _norms(self, x: Tensor, chunks: slice = slice(None)) -> Tensor:
+        """Return the 2-norm of each chunk."""
+        return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), 2))
+
+    def _spread(self, scales: Tensor, chunks: slice) -> Tensor:
+        """Expand scales to elements: (chunks,) -> (elements,)."""
+        return scales.repeat_interleave(self._each[chunks], output_size=sum(self._lengths[chunks]))
+
+    def _table(self, scales: Tensor, rows: Tensor) -> Tensor:
+        """Return scales as they are sent, (chunks,) -> (rows, bytes)."""
+        return torch.cat([scales, scales.new_zeros(1)])[rows].view(torch.uint8)
+
+    def _scales(self, table: Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor:
+        """Return received scales, (rows, bytes) -> (rows, chunks), 0 for chunks that a row does not have."""
+        values = table.contiguous().view(dtype)
+        return values.new_zeros(len(rows), len(self._lengths) + 1).scatter_(1, rows, values)[:, :-1]

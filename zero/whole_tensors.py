@@ -1,0 +1,105 @@
+"""Optimizers that need whole tensors (Adafactor, Muon), in stage 0: they step views of the flat master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..grid.layout import FlatRange
+from .bucket import Bucket
+from .managed import ManagedParameter
+from .optimizer import RangeStepper, elementwise_target
+from .protocols import MakeOptimizer
+from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
+from .sub_groups import is_elementwise
+
+
+class MasterView(NamedTuple):
+    """A stepped tensor: a view, in the parameter's shape, of elements ``span`` of its bucket's master."""
+
+    member: ManagedParameter
+    master: nn.Parameter
+    bucket: Bucket
+    span: slice
+
+
+class WholeStepper(RangeStepper):
+    """Steps each unsharded parameter on every replica, for stage 0, in which every replica holds all weights and state.
+
+    Arguments and attributes are those of ``RangeStepper``. The optimizer steps tensors of the parameters' shapes.
+
+    Attributes:
+        views: the tensors that the optimizer steps, which are views of the flat master weights.
+    """
+
+    whole_tensors = True
+
+    def _make(self, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        self.views: list[MasterView] = []
+        params: list[list[nn.Parameter]] = [[] for _ in groups]
+        for bucket in self._buckets:
+            assert bucket.master is not None and bucket.group is not None
+            for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+                span, shape = slice(slot.start, slot.stop), member.parameter.shape
+                master = nn.Parameter(bucket.master.detach()[span].view(shape))
+                self.views.append(MasterView(member, master, bucket, span))
+                params[bucket.group].append(master)
+        return make([{**options, "params": some} for options, some in zip(groups, params, strict=True)])
+
+    def _step(self, scale: float, without: Collection[Tensor]) -> None:
+        self._scale(scale)
+        for (parameter, *_), master, bucket, span in self.views:
+            stands = not parameter.requires_grad or (len(without) > 0 and parameter in without)
+            master.grad = None if stands else bucket.owned_gradient[span].view(master.shape)
+        self.optimizer.step()
+        for bucket in self._buckets:
+            bucket.update()
+
+    def masters(self) -> Iterator[tuple[Tensor, list[str]]]:
+        """Yield each tensor that the optimizer steps, and a list of one name: that of the parameter."""
+        for view in self.views:
+            yield view.master, [view.member.layout.name]
+
+    def state_ranges(self, index: int, value: Tensor, ranges: ShardRanges) -> Iterator[FlatRange]:
+        """Yield the rows of a state tensor that this replica writes to a checkpoint."""
+        yield from ranges.of_replicated(ranges.of_parameter[self.views[index].member.parameter], value.view(-1))
+
+    def load_targets(self, ranges: ShardRanges, dtype_of: DtypeOf, keys: Iterable[str]) -> KeyedRanges:
+        """Yield the unsharded state tensors into which a checkpoint is loaded, with their keys."""
+        for key in keys:
+            for view in self.views:
+                if (dtype := dtype_of(view.member.layout.name, key)) is not None:
+                    flat = elementwise_target(self.optimizer.state[view.master], key, view.master, dtype).view(-1)
+                    yield key, ranges.whole(ranges.of_parameter[view.member.parameter], flat)
+
+    def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield state of other shapes (Adafactor's rows and columns). The first replica writes it."""
+        for view in self.views if ranges.grid.data.is_first else ():
+            named = ranges.of_parameter[view.member.parameter]
+            for key, value in self.optimizer.state.get(view.master, {}).items() if ranges.writes(named) else ():
+                if isinstance(value, Tensor) and value.dim() and not is_elementwise(value, view.master):
+                    yield named.layout.name, key, value
+
+    def set_odd_shaped_state(self, name: str, key: str, value: Tensor) -> bool:
+        """Set a state tensor of another shape than the parameter's; return False if this rank lacks the parameter."""
+        for view in self.views:
+            if view.member.layout.name == name:
+                self.optimizer.state[view.master][key] = value.to(view.master.device)
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """A ``MakeOptimizer`` whose optimizer is stepped by ``WholeStepper``, on tensors of the parameters' shapes."""
+
+    make: MakeOptimizer
+    stepper: ClassVar[type[RangeStepper]] = WholeStepper
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the optimizer from parameter groups."""
+        return self.make(groups)
