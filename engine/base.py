@@ -160,7 +160,8 @@ class Engine:
 
         The steps since the last synchronization count as a last, shorter round. Under ``async_diloco``, from now on no
         replica waits for this one, and the call returns when the other replicas have left too and all replicas have
-        the same weights. Under other types the call does the same as ``synchronize``.
+        the same weights. An engine that is dropped without this call loses the messages that others have not received.
+        Under other types the call does the same as ``synchronize``.
 
         Returns:
             True if all replicas have left. False if a replica sent no message for the grid's ``timeout``.

@@ -84,7 +84,9 @@ def trained(shape: tuple[int, int, int], local: dict[str, Any] | None, optimizer
     with engine.common_weights():
         common = engine.gather()
     same(engine.gather(), trace[-1][0])
-    return engine.grid.data.rank, before, trace, common, engine.traffic_report()
+    report = engine.traffic_report()
+    assert local is None or engine.leave()  # a replica that is still receiving needs this engine's messages
+    return engine.grid.data.rank, before, trace, common, report
 
 
 def all_trained(cases: list[Case]) -> list[Any]:
@@ -267,7 +269,9 @@ def module_trained(local: dict[str, Any], clip: float) -> Any:
     for step in range(STEPS):
         module_step(engine, step)
         trace.append(weights_of(engine))
-    return trace, engine.traffic_report()["local"]
+    account = engine.traffic_report()["local"]
+    assert engine.leave()
+    return trace, account
 
 
 def module_reference(replicas: int, local: dict[str, Any], clip: float) -> list[list[Weights]]:
@@ -398,6 +402,7 @@ def resumed(cases: list[tuple[Case, int, dict[str, Any]]], folder: str) -> list[
         bitwise = losses == theirs and all(torch.equal(ends[name], again[name]) for name in ends)
         accounts = [each.traffic_report()["local"]["meetings"] for each in (engine, other)]
         found.append((engine.grid.data.rank, bitwise, accounts, at_save))
+        assert engine.leave() and other.leave()
     return found
 
 
@@ -457,7 +462,9 @@ def becomes_asynchronous(folder: str) -> Any:
     other.train_batch()
     assert account["sent"] > 0 and account["steps"] == 6
     assert account["per_step"] == account["sent"]  # of the one step that this run took
-    return engine.gather(), other.gather()
+    weights = engine.gather(), other.gather()
+    assert other.leave()
+    return weights
 
 
 def test_a_round_goes_on_asynchronously(ranks: Any, tmp_path: Path) -> None:
@@ -513,7 +520,7 @@ def unlike_optimizers(folder: str) -> Any:
 
 def test_replicas_that_are_unlike_do_not_step_together(ranks: Any, tmp_path: Path) -> None:
     (said, weights), (_, others) = ranks(2, unlike_optimizers, str(tmp_path))
-    assert all("is of step 1, before local_updates.start_step 2" in each for each in said)
+    assert all("it was saved at step 1, before local updates begin (start_step 2)" in each for each in said)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
