@@ -69,12 +69,12 @@ def _class(path: str, value: type) -> str:
         return head
     foreign = [base for base in value.__mro__ if not _is_ours(base) and dataclasses.is_dataclass(base)]
     if foreign:  # its fields differ between versions of that library
-        own = [
-            field
+        own = vars(value).get("__annotations__", {})  # not the fields' types, which transformers' parser overwrites
+        fields = [
+            f"{field.name}: {own[field.name]} = {_default(field.default)}"
             for field in dataclasses.fields(cast(Any, value))
-            if field.name in vars(value).get("__annotations__", {})
+            if field.name in own
         ]
-        fields = [f"{field.name}: {field.type} = {_default(field.default)}" for field in own]
         return _lines(head, [*fields, f"**{foreign[0].__module__.partition('.')[0]}.{foreign[0].__name__}"], "")
     if any({"__init__", "__new__"} & vars(base).keys() for base in value.__mro__ if _is_ours(base)):
         return _signature(head, inspect.signature(value).replace(return_annotation=inspect.Signature.empty))
