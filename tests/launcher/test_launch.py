@@ -145,7 +145,9 @@ def test_other_exit_codes(run: Any) -> None:
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: no more paper"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM, signal.SIGKILL]
+)
 def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
     """As a user meets it: a program that launches itself, and Ctrl-C while its ranks wait for each other."""
     script = tmp_path / "program.py"

@@ -171,7 +171,7 @@ def gpt_report(replicas: int, stage: int) -> Any:
     return parameters, len(engine.data_axis.buckets), engine.memory_report()
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_counted_bytes_of_a_gpt_are_the_formulas(ranks: Any, replicas: int) -> None:
     """In fp16, each stage: equal up to the padding of parameters to 16 elements and of buckets to the replicas."""
     for stage in range(4):

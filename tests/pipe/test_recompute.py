@@ -823,7 +823,9 @@ def report(section: dict[str, Any], schedule: str, shards: bool) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", (4, 4)), ("1f1b", (2, 1))])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [pytest.param("gpipe", (4, 4), marks=pytest.mark.exhaustive), ("1f1b", (2, 1))]
+)
 def test_an_engines_count(ranks: Any, schedule: str, microbatches: tuple[int, int]) -> None:
     """Four blocks on each of two stages, whose activations are held for as many microbatches as the schedule has."""
     cases: list[tuple[dict[str, Any], bool, dict[str, Any], int]] = [

@@ -259,7 +259,10 @@ def each_kind(shape: tuple[int, int, int], stage: int, kinds: list[str], **more:
     return {kind: steps_of(grid, each)[0] for kind, each in zip(kinds, options, strict=True)}
 
 
-@pytest.mark.parametrize(("shape", "stage"), GRIDS)
+@pytest.mark.parametrize(
+    ("shape", "stage"),
+    [pytest.param(*each, marks=() if each in (GRIDS[1], GRIDS[4]) else pytest.mark.exhaustive) for each in GRIDS],
+)
 def test_each_step_is_the_papers(ranks: Any, shape: tuple[int, int, int], stage: int) -> None:
     kinds = [*SECTIONS] if shape == (1, 2, 1) else ["topk", "dgc", "powersgd"]
     every = ranks(math.prod(shape), each_kind, shape, stage, kinds)
@@ -270,7 +273,7 @@ def test_each_step_is_the_papers(ranks: Any, shape: tuple[int, int, int], stage:
             assert_same(found[kind][1:], wanted)
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), "nvme"])
 def test_each_step_is_the_papers_where_the_update_is_offloaded(ranks: Any, tmp_path: Path, device: str) -> None:
     kinds = ["dgc", "powersgd"]
     more: dict[str, Any] = {
