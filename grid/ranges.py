@@ -25,6 +25,19 @@ def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]
     return units * index // parts * unit, units * (index + 1) // parts * unit
 
 
+def check_units(what: str, length: int, unit: int, tensor: int) -> None:
+    """Check that the tensor axis can shard a length in whole units, with at least one unit for each rank.
+
+    Raises:
+        ValueError: ``unit`` does not divide ``length``, or there are fewer units than ranks. ``what`` names the length.
+    """
+    if unit < 1 or length % unit:
+        raise ValueError(f"{what} is {length}, not a multiple of unit={unit}. Give a unit that divides {length}.")
+    if (units := length // unit) < tensor:
+        held = f"{length}" if unit == 1 else f"{length}, which is {units} units of {unit}"
+        raise ValueError(f"{what} is {held}, but tensor={tensor} needs at least {tensor}. Give tensor={units} at most.")
+
+
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """Cut elements ``start`` to ``stop`` of a row-major tensor into n-d boxes, in order: at most 2n - 1 of them.
 

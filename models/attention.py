@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
             self.qkv = ColumnParallelLinear(width, 3 * heads * dim, parts=(heads * dim,) * 3, **common, **inward)
         else:
             if kv_heads < 1 or heads % kv_heads:
-                raise ValueError(f"{kv_heads} kv_heads do not divide {heads} heads; give a divisor")
+                raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}. Give a divisor of {heads}.")
             self.q = ColumnParallelLinear(width, heads * dim, **common, **inward)
             self.kv: ColumnParallelLinear | WholeKV
             if kv_heads % self.axis.size == 0:

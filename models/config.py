@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+from ..grid.ranges import check_units
+
 
 def _shape(hidden_size: int, num_hidden_layers: int, num_attention_heads: int, **others: Any) -> dict[str, Any]:
     sizes = {"hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers}
@@ -65,6 +67,8 @@ class TransformerConfig:
     SIZES: ClassVar[tuple[str, ...]] = (
         *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     )
+    SHARDED: ClassVar[tuple[str, ...]] = ("num_attention_heads", "vocab_size")  # over the tensor axis
+    EPSILON: ClassVar[str]  # the field with the epsilon of the norms
 
     vocab_size: int
     max_position_embeddings: int
@@ -78,14 +82,14 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         for name in self.SIZES:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}. Give at least 1.")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is a probability in [0, 1), not {self.dropout}")
+            raise ValueError(f"dropout is {self.dropout}. Give a probability in [0, 1).")
 
     @property
     def norm_epsilon(self) -> float:
         """Epsilon of the norms."""
-        raise NotImplementedError
+        return float(getattr(self, self.EPSILON))
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -101,10 +105,10 @@ class TransformerConfig:
             TypeError: a field is unknown; the message lists the known fields.
         """
         if name not in cls.PRESETS:
-            raise ValueError(f"no preset {name!r}; there are {', '.join(cls.PRESETS)}")
+            raise ValueError(f"there is no preset {name!r}. Give one of {', '.join(cls.PRESETS)}.")
         known = [each.name for each in fields(cls)]
         if unknown := sorted(set(changes) - set(known)):
-            raise TypeError(f"no field {', '.join(unknown)} in a {cls.__name__}; its fields are {', '.join(known)}")
+            raise TypeError(f"{cls.__name__} has no field {', '.join(unknown)}. Its fields are {', '.join(known)}.")
         return cls(**cls.PRESETS[name] | changes)
 
     @classmethod
@@ -121,26 +125,18 @@ class TransformerConfig:
         """Check that a tensor axis of size ``tensor`` can shard this model, before any process starts.
 
         Raises:
-            ValueError: the size exceeds the number of heads or the vocabulary.
+            ValueError: the size exceeds a number of ``SHARDED``, such as the number of heads or the vocabulary.
         """
-        if self.num_attention_heads < tensor:
-            raise ValueError(
-                f"{self.num_attention_heads} attention heads do not reach over tensor={tensor}; give "
-                f"tensor={self.num_attention_heads} at most, or more heads"
-            )
-        if self.vocab_size < tensor:
-            raise ValueError(
-                f"a vocabulary of {self.vocab_size} does not reach over tensor={tensor}; give "
-                f"tensor={self.vocab_size} at most"
-            )
+        for name in self.SHARDED:
+            check_units(name, getattr(self, name), 1, tensor)
 
     def _check_heads(self, others: str) -> None:
         """Raise ValueError if the number of heads does not divide the width."""
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
-            near = width // heads * heads or heads
             raise ValueError(
-                f"{heads} heads do not divide a hidden_size of {width}; give hidden_size={near}, say{others}"
+                f"num_attention_heads={heads} does not divide hidden_size={width}. Give, for example, "
+                f"hidden_size={width // heads * heads or heads}{others}."
             )
 
 
@@ -160,6 +156,7 @@ class GPTConfig(TransformerConfig):
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = _PRESETS
     SIZES: ClassVar[tuple[str, ...]] = (*TransformerConfig.SIZES, "mlp_ratio")
+    EPSILON: ClassVar[str] = "layer_norm_epsilon"
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -173,11 +170,6 @@ class GPTConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads("")
-
-    @property
-    def norm_epsilon(self) -> float:
-        """Epsilon of the norms."""
-        return self.layer_norm_epsilon
 
     @property
     def head_dim(self) -> int:
@@ -226,12 +218,12 @@ class RopeScaling:
         if self.factor < 1.0 or self.original_max_position_embeddings < 1:
             raise ValueError(
                 f"rope_scaling: factor is {self.factor} and original_max_position_embeddings is "
-                f"{self.original_max_position_embeddings}; give at least 1 for each"
+                f"{self.original_max_position_embeddings}. Give at least 1 for each."
             )
         if not 0.0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
-                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}: give "
-                "0 < low < high, such as 1 and 4"
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor is {self.high_freq_factor}. Give "
+                "0 < low_freq_factor < high_freq_factor, such as 1 and 4."
             )
 
 
@@ -294,6 +286,8 @@ class LlamaConfig(TransformerConfig):
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = _LLAMA_PRESETS
     SIZES: ClassVar[tuple[str, ...]] = (*TransformerConfig.SIZES, "intermediate_size")
+    SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
+    EPSILON: ClassVar[str] = "rms_norm_eps"
 
     vocab_size: int = 32000
     max_position_embeddings: int = 4096
@@ -313,23 +307,18 @@ class LlamaConfig(TransformerConfig):
         super().__post_init__()
         heads = self.num_attention_heads
         if not self.head_dim:
-            self._check_heads(", or head_dim")
+            self._check_heads(", or give head_dim")
         # The fields that were left out get their values, so that a reader of the configuration need not know the rule.
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
         if self.num_key_value_heads < 1 or heads % self.num_key_value_heads:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} does not divide {heads} heads; "
-                f"give num_key_value_heads={fits}"
+                f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads={heads}. Give "
+                f"one of {fits}."
             )
         if self.head_dim < 1 or self.head_dim % 2:
-            raise ValueError(f"a head_dim of {self.head_dim}: rotary positions turn pairs; give an even number")
-
-    @property
-    def norm_epsilon(self) -> float:
-        """Epsilon of the norms."""
-        return self.rms_norm_eps
+            raise ValueError(f"head_dim is {self.head_dim}, but rotary positions need pairs. Give an even number.")
 
     @property
     def parameter_count(self) -> int:
@@ -342,16 +331,6 @@ class LlamaConfig(TransformerConfig):
         mlp = 3 * d * self.intermediate_size  # gate, up, down
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * (attention + mlp + 2 * d) + d
-
-    def check_tensor(self, tensor: int) -> None:
-        """Check that a tensor axis of size ``tensor`` can shard this model, before any process starts.
-
-        Raises:
-            ValueError: the size exceeds the number of heads, the MLP's width or the vocabulary.
-        """
-        super().check_tensor(tensor)
-        if self.intermediate_size < tensor:
-            raise ValueError(f"an intermediate_size of {self.intermediate_size} does not reach over tensor={tensor}")
 
 
 # ------------------------------------------------------------------------------------------- fields of checkpoints
@@ -380,12 +359,12 @@ def config_from_fields(kind: str, saved: Mapping[str, Any]) -> GPTConfig | Llama
     Raises:
         ValueError: ``kind`` is another name.
     """
-    renamed = {_FORMER.get(name, name): value for name, value in saved.items()}
-    epsilon = renamed.pop("norm_eps", None)
-    if kind == "GPTConfig":
-        return GPTConfig(**renamed | ({} if epsilon is None else {"layer_norm_epsilon": epsilon}))
-    if kind != "LlamaConfig":
-        raise ValueError(f"{kind} is neither GPTConfig nor LlamaConfig")
+    classes: dict[str, type[GPTConfig | LlamaConfig]] = {"GPTConfig": GPTConfig, "LlamaConfig": LlamaConfig}
+    if kind not in classes:
+        raise ValueError(f"the checkpoint stores a {kind}, but only GPTConfig and LlamaConfig can be rebuilt")
+    cls = classes[kind]
+    former = _FORMER | {"norm_eps": cls.EPSILON}
+    renamed = {former.get(name, name): value for name, value in saved.items()}
     if (scaling := renamed.get("rope_scaling")) is not None:
-        renamed["rope_scaling"] = RopeScaling(**{_FORMER.get(name, name): value for name, value in scaling.items()})
-    return LlamaConfig(**renamed | ({} if epsilon is None else {"rms_norm_eps": epsilon}))
+        renamed["rope_scaling"] = RopeScaling(**{former.get(name, name): value for name, value in scaling.items()})
+    return cls(**renamed)

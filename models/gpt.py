@@ -105,8 +105,8 @@ class PositionEmbedding(nn.Module):
     def _check(self, length: int) -> None:
         if length > self.weight.shape[0]:
             raise ValueError(
-                f"a sequence of {length} tokens, and the model has {self.weight.shape[0]} positions: cut it, "
-                f"or build the model with max_position_embeddings={length}"
+                f"the sequence has {length} tokens, but the model has {self.weight.shape[0]} positions. Cut the "
+                f"sequence, or build the model with max_position_embeddings={length}."
             )
 
 

@@ -47,7 +47,7 @@ def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) 
         labels += [*tokens[1:], ignore_index][: len(tokens)]
         documents += [number] * len(tokens)
     if not ids or length < 1:
-        raise ValueError(f"{len(ids)} tokens in rows of {length}: give at least one of each")
+        raise ValueError(f"the texts have {len(ids)} tokens, and a row has length={length}. Give at least 1 of each.")
     missing = -len(ids) % length
     ids += [0] * missing
     labels += [ignore_index] * missing
@@ -87,11 +87,11 @@ def check_documents(ids: Tensor, documents: Tensor | None) -> None:
         return
     if documents.shape != ids.shape or documents.is_floating_point():
         raise ValueError(
-            f"documents number the tokens: integers {tuple(ids.shape)} as the ids, not {documents.dtype} "
-            f"{tuple(documents.shape)}"
+            f"documents are {documents.dtype} {tuple(documents.shape)}, but must be integers of the shape "
+            f"{tuple(ids.shape)}, because each token id needs the number of its document."
         )
     if documents.device.type == "cpu" and bool((documents[:, 1:] < documents[:, :-1]).any()):
-        raise ValueError("the numbers of documents decrease along a row: number them 0, 1, 2, ... in their order")
+        raise ValueError("the numbers of documents decrease along a row. Number the documents 0, 1, 2, ... in order.")
 
 
 def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
@@ -102,11 +102,13 @@ def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
         dtype: dtype of the mask, equal to that of the queries.
     """
     key = (documents._version, dtype)
-    kept = getattr(documents, _ATTRIBUTE, None)
-    if kept is not None and kept[0] == key:
-        found: Packing = kept[1]
-        return found
-    built = Packing(positions_within(documents), _mask(documents, dtype))
+    kept: tuple[Any, Packing | None] = getattr(documents, _ATTRIBUTE, (None, None))
+    if kept[1] is not None and kept[0] == key:
+        return kept[1]
+    # A mask of numbers: torch would convert a boolean mask to this one, once for each layer.
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device).masked_fill_(~seen, -torch.inf)
+    built = Packing(positions_within(documents), mask)
     setattr(documents, _ATTRIBUTE, (key, built))
     return built
 
@@ -117,11 +119,3 @@ def positions_within(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return places - places.masked_fill(~begins, 0).cummax(dim=1).values
-
-
-def _mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    # Added to the scores, and not True or False: torch would turn that into this, once for each layer.
-    length = documents.shape[1]
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
-    mask = torch.zeros((documents.shape[0], 1, length, length), dtype=dtype, device=documents.device)
-    return mask.masked_fill_(~seen, -torch.inf)

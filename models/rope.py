@@ -45,9 +45,8 @@ class Rope:
         if self.scaling is None:
             return plain
         s = self.scaling
-        turns = s.original_max_position_embeddings / (
-            2 * math.pi / plain
-        )  # how often each pair turned round in pretraining
+        # The number of full rotations of each pair over a sequence of pretraining.
+        turns = s.original_max_position_embeddings / (2 * math.pi / plain)
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
         return (1.0 - keep) * plain / s.factor + keep * plain
 

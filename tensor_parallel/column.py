@@ -73,7 +73,7 @@ class _ColumnLinears:
         if axis.size == 1:
             return [F.linear(x, weight, bias) for weight, bias in weights]
         if sequence_parallel and x.dim() < 3:
-            raise ValueError(f"sequence parallelism takes shards (B, T / t, K) of dim 1, and not {tuple(x.shape)}")
+            raise ValueError(f"the input has shape {tuple(x.shape)}, but sequence parallelism needs (B, T / t, K).")
         tensors = [x, *(tensor for tensor in chain(*weights) if tensor is not None)]
         if has_torch_function(tensors):
             outs: list[Tensor] = handle_torch_function(self, tensors, x, weights, axis, sequence_parallel)

@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from ..grid import Grid
 from ..grid.comm.axis import Axis
-from .embedding import check_ids, vocabulary_range
+from ..grid.ranges import check_units, split
+from .embedding import check_ids
 
 # Rows are worked through in blocks of about this many logits: temporaries in float32 stay small beside logits
 # in bfloat16, and on a CPU in cache (0.5 to 0.65 of F.cross_entropy's time at V = 50,257; 1.2 at V = 256).
@@ -63,17 +64,18 @@ def vocab_parallel_cross_entropy(
         IndexError: a label other than ``ignore_index`` is outside [0, V). On CUDA this is a device-side assertion.
     """
     axis = grid.tensor
-    start, stop = vocabulary_range(vocab_size, axis.rank, axis.size)
+    check_units("vocab_size", vocab_size, 1, axis.size)
+    start, stop = split(vocab_size, axis.size, axis.rank)
     if logits.shape[:-1] != labels.shape or logits.shape[-1:] != (stop - start,):
         raise ValueError(
-            f"logits {tuple(logits.shape)} do not fit labels {tuple(labels.shape)} and the {stop - start} of "
-            f"{vocab_size} words of tensor rank {axis.rank} of {axis.size}: give logits "
-            f"{(*labels.shape, stop - start)}"
+            f"logits {tuple(logits.shape)} do not fit labels {tuple(labels.shape)}, because tensor rank {axis.rank} of "
+            f"{axis.size} holds {stop - start} ids of a vocabulary of {vocab_size}. Give logits "
+            f"{(*labels.shape, stop - start)}."
         )
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing lies in [0, 1], not {label_smoothing}")
+        raise ValueError(f"label_smoothing is {label_smoothing}. Give a number in [0, 1].")
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+        raise ValueError(f"reduction is {reduction!r}. Give 'mean', 'sum' or 'none'.")
     flat = labels.reshape(-1).long()  # (N,)
     counts = flat != ignore_index
     check_ids(flat.masked_fill(~counts, 0), vocab_size, "label")
@@ -98,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
         smoothing: float,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _compute_dtype(logits)
+        dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
         rows, mine = logits.shape[0], _owned(labels, counts, start, logits.shape[1])
         top = logits.amax(-1).to(dtype)  # (N,)
         axis.all_reduce(top, op="max")
@@ -107,7 +109,8 @@ class _CrossEntropy(torch.autograd.Function):
         sums = logits.new_zeros((3 if smoothing else 2, rows), dtype=dtype)
         for block in _blocks(logits):
             z = logits[block].to(dtype) - top[block, None]  # (n, V_local)
-            sums[1, block] = _at_label(z, labels[block] - start, mine[block])
+            at = (labels[block] - start).masked_fill(~mine[block], 0)[:, None]  # (n, 1)
+            sums[1, block] = z.gather(1, at)[:, 0].masked_fill(~mine[block], 0.0)
             if smoothing:
                 sums[2, block] = z.sum(-1)
             sums[0, block] = z.exp_().sum(-1)
@@ -145,16 +148,6 @@ class _CrossEntropy(torch.autograd.Function):
 def _owned(labels: Tensor, counts: Tensor, start: int, length: int) -> Tensor:
     """Return the mask (N,) of the labels that count and lie in this rank's shard of the vocabulary."""
     return counts & (labels >= start) & (labels < start + length)
-
-
-def _at_label(z: Tensor, labels: Tensor, mine: Tensor) -> Tensor:
-    """Return each row's logit at its label, (n,), with 0 for labels in another rank's shard of the vocabulary."""
-    at = labels.masked_fill(~mine, 0)[:, None]
-    return z.gather(1, at)[:, 0].masked_fill(~mine, 0.0)
-
-
-def _compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

@@ -13,15 +13,59 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..grid import Grid
+from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
 from ..grid.random import Normal, Uniform
-from ..grid.ranges import split
+from ..grid.ranges import check_units, split
 from .column import column_linear
 from .linear import ColumnParallelLinear, reduced, sharded_parameter
 from .regions import gather_split
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabSharded(nn.Module):
+    """Embedding made from this rank's rows of the weight: ids (...) -> (..., D), the same on every tensor rank.
+
+    Args:
+        weight: (V_local, D), this rank's rows.
+        axis: the axis that shards the rows.
+        num_embeddings: V, the size of the whole vocabulary.
+        padding_idx: the row that gets no gradient, as in ``nn.Embedding``, or None.
+        sequence_parallel: return on each rank only its shard of the sequence (dim 1).
+
+    Raises:
+        IndexError: in forward, an id is outside [0, V), as in ``VocabParallelEmbedding``.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        axis: Axis,
+        num_embeddings: int,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.axis, self.num_embeddings, self.embedding_dim = axis, num_embeddings, weight.shape[1]
+        self.padding_idx, self.sequence_parallel = padding_idx, sequence_parallel
+        self.rows = range(*split(num_embeddings, axis.size, axis.rank))
+        self.weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up the embedding vectors of the ids; the shapes are in the class's docstring."""
+        check_ids(ids, self.num_embeddings, "token id")
+        padding = self.rows.index(self.padding_idx) if self.padding_idx in self.rows else None
+        if self.axis.size == 1:
+            return F.embedding(ids, self.weight, padding)
+        foreign = (ids < self.rows.start) | (ids >= self.rows.stop)  # (...)
+        vectors = F.embedding((ids - self.rows.start).masked_fill(foreign, 0), self.weight, padding)  # (..., D)
+        return reduced(vectors.masked_fill(foreign[..., None], 0.0), self.axis, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tensor={self.axis.size}"
+
+
+class VocabParallelEmbedding(VocabSharded):
     """``nn.Embedding`` with the vocabulary sharded over the tensor axis.
 
     Each rank looks up the ids of its own rows and returns zeros for other ids. The sum over the ranks is the embedding.
@@ -61,23 +105,11 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.axis = grid.tensor
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel = sequence_parallel
-        self.start, self.stop = vocabulary_range(num_embeddings, self.axis.rank, self.axis.size)
+        axis = grid.tensor
+        check_units("num_embeddings", num_embeddings, 1, axis.size)
         layout = Layout((num_embeddings, embedding_dim), shard_dim=0)
-        init = init or Normal(1.0)
-        self.weight = sharded_parameter(layout, init, self.axis.rank, self.axis.size, device, dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up the embedding vectors of the ids; the shapes are in the class's docstring."""
-        check_ids(ids, self.num_embeddings, "token id")
-        if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
-        foreign = (ids < self.start) | (ids >= self.stop)  # (...)
-        rows = F.embedding((ids - self.start).masked_fill(foreign, 0), self.weight)  # (..., D)
-        return reduced(rows.masked_fill(foreign[..., None], 0.0), self.axis, self.sequence_parallel)
+        weight = sharded_parameter(layout, init or Normal(1.0), axis.rank, axis.size, device, dtype)
+        super().__init__(weight, axis, num_embeddings, sequence_parallel=sequence_parallel)
 
     def attend(self, x: Tensor) -> Tensor:
         """Compute logits with the embedding's weight as a tied output layer (Press and Wolf 2017, arXiv:1608.05859).
@@ -89,10 +121,6 @@ class VocabParallelEmbedding(nn.Module):
             This rank's shard of the logits, (..., V_local). ``gather_logits`` gathers the shards of all ranks.
         """
         return column_linear(x, self.weight, None, self.axis, self.sequence_parallel)
-
-    def extra_repr(self) -> str:
-        """Text that ``print`` shows: whole sizes, and the number of shards."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, tensor={self.axis.size}"
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -134,7 +162,6 @@ class VocabParallelHead(ColumnParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        vocabulary_range(vocab_size, grid.tensor.rank, grid.tensor.size)
         given: dict[str, Any] = {"sequence_parallel": sequence_parallel, "init": init, "device": device, "dtype": dtype}
         super().__init__(in_features, vocab_size, bias, grid=grid, unit=1, **given)
 
@@ -155,20 +182,6 @@ def gather_logits(logits: Tensor, *, grid: Grid, vocab_size: int) -> Tensor:
         ValueError: V_local is not the size of this rank's shard of V.
     """
     return gather_split(logits, grid.tensor, length=vocab_size)
-
-
-def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range [start, stop) of ids that tensor rank ``rank`` of ``size`` holds.
-
-    Raises:
-        ValueError: the vocabulary is smaller than ``size``, so that a rank would hold no id.
-    """
-    if vocab_size < size:
-        raise ValueError(
-            f"a vocabulary of {vocab_size} over tensor={size} leaves {size - vocab_size} of its ranks "
-            f"without a row; give the grid a tensor axis of at most {vocab_size}"
-        )
-    return split(vocab_size, size, rank)
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:

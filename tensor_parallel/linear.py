@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +20,51 @@ from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
 from ..grid.random import Normal, Uniform, initialize
+from ..grid.ranges import check_units
 from .column import column_linear
 from .regions import border, gather_split, reduce_scatter_gather, split_gather
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """Parameters that column- and row-parallel layers share, with the initial distributions of ``nn.Linear``.
+
+    Args:
+        axis: the axis that shards the weight.
+        layout: layout of the weight, (out_features, in_features) over all ranks.
+        bias_layout: layout of the bias, or None for a layer without a bias.
+        sequence_parallel, init, bias_init, device, dtype: as for the layers.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        layout: Layout,
+        bias_layout: Layout | None,
+        sequence_parallel: bool,
+        init: Normal | Uniform | None,
+        bias_init: Normal | Uniform | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.out_features, self.in_features = layout.shape
+        self.parts, self.unit = layout.parts, layout.unit
+        default = Uniform(1 / math.sqrt(self.in_features) if self.in_features else 0.0)
+        make = partial(sharded_parameter, rank=axis.rank, size=axis.size, device=device, dtype=dtype)
+        self.weight = make(layout, init or default)
+        self.bias = None if bias_layout is None else make(bias_layout, bias_init or default)
+
+    def extra_repr(self) -> str:
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
+        parts = "" if self.parts is None else f", parts={self.parts}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+            f"{parts}, tensor={self.axis.size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Linear layer ``y = x A^T + b`` with the rows of A (the outputs) sharded over the tensor axis.
 
     On a grid with tensor=1 it is ``nn.Linear``. Initial values are drawn for the whole weight, with the whole
@@ -75,23 +117,14 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.axis = grid.tensor
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        self.parts = None if parts is None else tuple(parts)
-        rank, size = self.axis.rank, self.axis.size
-        what = "out_features" if parts is None else "a part"
-        for length in self.parts or (out_features,):
-            _shareable(type(self).__name__, what, length, size, unit)
-        self.unit = unit or 1
-        default = _default(in_features)
-        layout = Layout((out_features, in_features), shard_dim=0, parts=self.parts, unit=self.unit)
-        self.weight = sharded_parameter(layout, init or default, rank, size, device, dtype)
-        self.bias = None
-        if bias:
-            layout = Layout((out_features,), shard_dim=0, parts=self.parts, unit=self.unit)
-            self.bias = sharded_parameter(layout, bias_init or default, rank, size, device, dtype)
+        fused = None if parts is None else tuple(parts)
+        what = "out_features" if parts is None else "one of the parts"
+        for length in fused or (out_features,):
+            _shareable(type(self).__name__, what, length, grid.tensor.size, unit)
+        layout = Layout((out_features, in_features), shard_dim=0, parts=fused, unit=unit or 1)
+        bias_layout = replace(layout, shape=(out_features,)) if bias else None
+        super().__init__(grid.tensor, layout, bias_layout, sequence_parallel, init, bias_init, device, dtype)
+        self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs or, with ``gather_output``, all outputs; shapes as in the class's docstring."""
@@ -104,16 +137,8 @@ class ColumnParallelLinear(nn.Module):
         parts = [gather_split(p, self.axis, length=n, unit=self.unit) for p, n in zip(mine, whole, strict=True)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]  # (..., N)
 
-    def extra_repr(self) -> str:
-        """Text that ``print`` shows: whole sizes, and the number of shards."""
-        parts = "" if self.parts is None else f", parts={self.parts}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-            f"{parts}, tensor={self.axis.size}"
-        )
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Linear layer ``y = x A^T + b`` with the columns of A (the inputs) sharded over the tensor axis.
 
     On a grid with tensor=1 it is ``nn.Linear``. The bias is replicated on every rank and is added after the all-reduce,
@@ -164,25 +189,16 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.axis = grid.tensor
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
-                "RowParallelLinear: sequence_parallel leaves shards of a sum over the tensor ranks' inputs, and "
-                "input_is_parallel=False says that these are alike: drop one of the two"
+                "RowParallelLinear got sequence_parallel=True and input_is_parallel=False, but sequence parallelism "
+                "needs an input that is sharded over the tensor axis. Leave out one of the two arguments."
             )
-        rank, size = self.axis.rank, self.axis.size
-        _shareable(type(self).__name__, "in_features", in_features, size, unit)
-        self.unit = unit or 1
-        default = _default(in_features)
-        layout = Layout((out_features, in_features), shard_dim=1, unit=self.unit)
-        self.weight = sharded_parameter(layout, init or default, rank, size, device, dtype)
-        self.bias = None
-        if bias:
-            layout = Layout((out_features,), partial=sequence_parallel and size > 1)
-            self.bias = sharded_parameter(layout, bias_init or default, rank, size, device, dtype)
+        _shareable(type(self).__name__, "in_features", in_features, grid.tensor.size, unit)
+        layout = Layout((out_features, in_features), shard_dim=1, unit=unit or 1)
+        bias_layout = Layout((out_features,), partial=sequence_parallel and grid.tensor.size > 1) if bias else None
+        super().__init__(grid.tensor, layout, bias_layout, sequence_parallel, init, bias_init, device, dtype)
+        self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the product and sum it over the tensor ranks; shapes as in the class's docstring."""
@@ -192,13 +208,6 @@ class RowParallelLinear(nn.Module):
             x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
         y = reduced(F.linear(x, self.weight), self.axis, self.sequence_parallel)  # (..., N)
         return y if self.bias is None else y.add_(self.bias)
-
-    def extra_repr(self) -> str:
-        """Text that ``print`` shows: whole sizes, and the number of shards."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, tensor={self.axis.size}"
-        )
 
 
 def sharded_parameter(
@@ -216,11 +225,6 @@ def sharded_parameter(
     return parameter
 
 
-def _default(fan_in: int) -> Uniform:
-    """Return the distribution of ``nn.Linear``'s initial weight and bias, uniform within 1 / sqrt(fan_in)."""
-    return Uniform(1 / math.sqrt(fan_in) if fan_in else 0.0)
-
-
 def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     """Sum y over the ranks of the axis, by all-reduce (f-bar) or by reduce-scatter along the sequence, dim 1 (g-bar).
 
@@ -233,26 +237,22 @@ def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
         return border("all_reduce", "copy", y, axis, ours=True)
     if y.dim() < 2 or y.shape[1] % axis.size:
         raise ValueError(
-            f"sequence parallelism shards dim 1 of {tuple(y.shape)} evenly over {axis.name}={axis.size}: pad the "
-            f"sequence to a multiple of {axis.size}, or build the model with sequence_parallel=False"
+            f"the input has shape {tuple(y.shape)}, but sequence parallelism shards dim 1 in equal parts over "
+            f"{axis.name}={axis.size}. Pad the sequence to a multiple of {axis.size}, or build the model with "
+            "sequence_parallel=False."
         )
     return reduce_scatter_gather(y, axis, dim=1)
 
 
 def _shareable(layer: str, what: str, length: int, size: int, unit: int | None) -> None:
     """Raise ValueError if the axis's size does not divide a length or, with ``unit``, if a rank would get no unit."""
-    if unit is None and length % size:
+    if unit is not None:
+        check_units(f"{layer}: {what}", length, unit, size)
+    elif length % size:
         below, above = length // size * size, (length // size + 1) * size
         near = f"{below} or {above}" if below else f"{above}"
         fits = ", ".join(str(t) for t in range(1, size) if length % t == 0)
         raise ValueError(
-            f"{layer}: {what} of {length} over tensor={size} leaves {length % size} over; make it {near}, "
-            f"or give the grid tensor={fits}"
-        )
-    if unit is not None and (unit < 1 or length % unit):
-        raise ValueError(f"{layer}: {what} of {length} is not a whole number of units of {unit}: give unit a divisor")
-    if unit is not None and length // unit < size:
-        raise ValueError(
-            f"{layer}: {what} of {length} is {length // unit} units of {unit}, which leaves {size - length // unit} "
-            f"of tensor={size} ranks without one; give the grid a tensor axis of at most {length // unit}"
+            f"{layer}: {what} is {length}, which tensor={size} does not divide. Make it {near}, or give the grid "
+            f"tensor={fits}."
         )

@@ -14,9 +14,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..grid import Grid, layout_of
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, set_layout
-from ..grid.ranges import split
+from ..grid.ranges import check_units, split
+from .embedding import VocabSharded
 from .plans import Column, KeyValue, Local, OnHeads, Row, Style, Vocab, find_plan
-from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Together, VocabSharded
+from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Together
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -85,15 +86,15 @@ def _style(pattern: str, value: Any) -> Style:
         "row": Row(),
         "vocab": Vocab(),
     }
-    if isinstance(value, (Column, Row, Vocab, KeyValue, OnHeads, Local)):
+    if isinstance(value, Style):
         return value
     if isinstance(value, str) and value in plain:
         return plain[value]
     if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "column":
         return Column(parts=value[1] if isinstance(value[1], int) else tuple(value[1]))
     raise ValueError(
-        f"the plan has {pattern!r}: {value!r}; give {', '.join(map(repr, plain))}, ('column', parts), or a Column, "
-        "Row, Vocab, KeyValue, OnHeads or Local"
+        f"the plan has {pattern!r}: {value!r}, which is not a style. Give {', '.join(map(repr, plain))}, "
+        "('column', parts), or an instance of Column, Row, Vocab, KeyValue, OnHeads or Local."
     )
 
 
@@ -109,8 +110,9 @@ def _assign(module: nn.Module, plan: Mapping[str, Style]) -> list[tuple[str, Sty
     if unused:
         leaves = [name for name, layer in module.named_modules() if _known(layer)]
         raise ValueError(
-            f"the plan has {', '.join(map(repr, sorted(unused)))}, which match{'es' * (len(unused) == 1)} no module of "
-            f"this {type(module).__name__}; there are {', '.join(leaves[:12])}{', ...' if len(leaves) > 12 else ''}"
+            f"the plan has {', '.join(map(repr, sorted(unused)))}, but no module of this {type(module).__name__} has a "
+            f"name that matches. Its linear and embedding layers are {', '.join(leaves[:12])}"
+            f"{', ...' if len(leaves) > 12 else ''}."
         )
     return work
 
@@ -122,7 +124,7 @@ def _broadcast(module: nn.Module, grid: Grid) -> None:
         if not tensor.is_meta:
             data = tensor.detach().to(grid.device).contiguous()
             grid.tensor.broadcast(data)
-            if not torch.equal(data.to(tensor.device), tensor):  # what was alike may be no memory of its own
+            if not torch.equal(data.to(tensor.device), tensor):  # an equal tensor may be an expanded view: not written
                 tensor.copy_(data)
 
 
@@ -193,7 +195,7 @@ class _Sharder:
             parameter.grad = None
             set_layout(parameter, layout)
         elif before != layout:
-            raise ValueError(f"{name} is tied to {other}, and the plan shards them in different ways")
+            raise ValueError(f"{name} and {other} are tied, but the plan shards them differently. Give both one style.")
 
 
 def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | None:
@@ -203,10 +205,8 @@ def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | Non
     """
     for name, style in work:
         layer = module.get_submodule(name)
-        if not name or isinstance(style, (Local, OnHeads)):
-            continue
         parametrized = is_parametrized(layer)
-        if not parametrized and not _known(layer):
+        if not name or isinstance(style, (Local, OnHeads)) or not (parametrized or _known(layer)):
             continue
         forwards = () if _conv1d(layer) else (nn.Linear.forward, nn.Embedding.forward)
         held = chain(layer.named_parameters(), layer.named_buffers())
@@ -215,16 +215,16 @@ def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | Non
         if parametrized:
             why = "is parametrized"
         elif "forward" in vars(layer) or (forwards and type(layer).forward not in forwards):
-            why = "has a forward of its own"
+            why = "has its own forward method"
         elif own:
-            why = f"has {', '.join(own)} beside weight and bias"
+            why = f"has the additional tensors {', '.join(own)}"
         elif hooks:
             why = f"has {hooks[0].replace('_', ' ')}"
         else:
             continue
         return (
-            f"{name}, a {type(layer).__name__}, {why}, which the sharded layer in its place would do without: "
-            "parallelize the plain layer before it is wrapped or hooked, or leave it out of the plan"
+            f"{name}, a {type(layer).__name__}, {why}, which the sharded layer that replaces it would lose. Call "
+            "parallelize before the layer is changed in this way, or leave the layer out of the plan."
         )
     return None
 
@@ -232,56 +232,60 @@ def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | Non
 def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
     """Raise an error if a module cannot be sharded in the given style, before any module is changed."""
     layer: Any = module.get_submodule(name)
-    what = type(style).__name__
     if isinstance(style, Local):
         for attribute, unit in style.attributes.items():
             value = getattr(layer, attribute, None)
-            if not isinstance(value, int) or value % unit:
-                raise ValueError(f"{name}.{attribute} is {value!r}, not a multiple of {unit}: it cannot be shared out")
-            _enough(f"{name}.{attribute}", value, unit, axis)
+            if not isinstance(value, int):
+                raise ValueError(f"{name}.{attribute} is {value!r}, not an integer. Leave it out of Local.")
+            check_units(f"{name}.{attribute}", value, unit, axis.size)
         return
     parent = module.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
         raise TypeError(
-            f"{name} is part of a {type(parent).__name__}, which reads its weights itself and would not sum over the "
-            "tensor axis: write that layer out of nn.Linear"
+            f"{name} is part of a {type(parent).__name__}, which uses the weights without calling {name}, so the sum "
+            "over the tensor axis would be missing. Write this layer with nn.Linear layers that it calls."
         )
     if not name:
-        raise TypeError(f"the plan's pattern matches the {type(module).__name__} itself: put it into a container")
+        raise TypeError(f"the plan's pattern matches the whole {type(module).__name__}. Put it into an nn.Sequential.")
     if isinstance(style, OnHeads):
         return
-    fits = (
-        isinstance(layer, nn.Embedding) if isinstance(style, Vocab) else isinstance(layer, nn.Linear) or _conv1d(layer)
-    )
+    wanted, fits = "an nn.Linear or a Conv1D", isinstance(layer, nn.Linear) or _conv1d(layer)
+    if isinstance(style, Vocab):
+        wanted, fits = "an nn.Embedding", isinstance(layer, nn.Embedding)
     if not fits:
-        wanted = "an nn.Embedding" if isinstance(style, Vocab) else "an nn.Linear or a Conv1D"
-        raise TypeError(f"{name} is a {type(layer).__name__}, and {what} takes {wanted}: narrow the plan's pattern")
+        raise TypeError(
+            f"{name} is a {type(layer).__name__}, but the style {type(style).__name__} needs {wanted}. Change the "
+            "plan's pattern so that it does not match this module."
+        )
     if layout_of(layer.weight).sharded:
-        raise ValueError(f"{name} is sharded already: parallelize a module once")
+        raise ValueError(f"{name} is already sharded. Call parallelize only once for a module.")
     if isinstance(style, Vocab):
         odd = [option for option in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, option)]
         if odd:
-            raise ValueError(f"{name} has {odd[0]}={getattr(layer, odd[0])}, which a sharded embedding cannot keep")
-        _enough(f"{name}: the vocabulary", layer.num_embeddings, 1, axis)
+            option = f"{odd[0]}={getattr(layer, odd[0])}"
+            raise ValueError(f"{name} has {option}, which a sharded embedding lacks. Leave {name} out of the plan.")
+        check_units(f"{name}: num_embeddings", layer.num_embeddings, 1, axis.size)
         return
     sizes = tuple(layer.weight.shape)
     out, into = (sizes[1], sizes[0]) if _conv1d(layer) else sizes
     if isinstance(style, KeyValue):
         if out != style.kv_heads * style.head_dim or style.heads % style.kv_heads:
             raise ValueError(
-                f"{name} has {out} outputs, not {style.kv_heads} heads of {style.head_dim} for {style.heads} of queries"
+                f"{name} has {out} outputs, but the plan gives it kv_heads={style.kv_heads} of "
+                f"head_dim={style.head_dim} for heads={style.heads}. The outputs must be kv_heads x head_dim, and "
+                "kv_heads must divide heads."
             )
-        _enough(f"{name}: the attention heads", style.heads, 1, axis)
+        check_units(f"{name}: the number of query heads", style.heads, 1, axis.size)
     elif isinstance(style, Row):
-        _enough(f"{name}: the inputs", into, style.unit, axis)
+        check_units(f"{name}: the number of inputs", into, style.unit, axis.size)
     elif isinstance(style, Column):
         parts = _parts(style, out)
         if style.gather_output and (parts is not None or style.group):
-            raise ValueError(f"{name}: outputs of fused parts or of a group are not gathered: leave out gather_output")
+            raise ValueError(f"{name}: gather_output cannot be combined with parts or group. Leave out gather_output.")
         if parts is not None and sum(parts) != out:
-            raise ValueError(f"{name}: parts {parts} add up to {sum(parts)}, and it has {out} outputs")
+            raise ValueError(f"{name} has {out} outputs, but its parts {parts} add up to {sum(parts)}. Change parts.")
         for length in parts or (out,):
-            _enough(f"{name}: the outputs", length, style.unit, axis)
+            check_units(f"{name}: the number of outputs", length, style.unit, axis.size)
 
 
 def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
@@ -294,20 +298,9 @@ def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
     for name, layer in named:
         if layer.weight in sharded and name not in work:
             raise ValueError(
-                f"{name} shares its weight with {sharded[layer.weight]}, which the plan shards: name it too, as "
-                "'column_gather' if it is an output layer"
+                f"{name} shares its weight with {sharded[layer.weight]}, which the plan shards. Add {name} to the plan "
+                "too, with the style 'column_gather' if it is an output layer."
             )
-
-
-def _enough(what: str, length: int, unit: int, axis: Axis) -> None:
-    """Raise ValueError for a length with fewer units than ranks, of which some rank would get an empty shard."""
-    if length % unit:
-        raise ValueError(f"{what} ({length}) are no multiple of {unit}, what stays together: change the plan's unit")
-    if (units := length // unit) < axis.size:
-        held = f"{length}" if unit == 1 else f"{length}, {units} heads of {unit}"
-        raise ValueError(
-            f"{what} ({held}) do not reach over tensor={axis.size}: give the grid a tensor axis of at most {units}"
-        )
 
 
 def _parts(style: Column, length: int) -> tuple[int, ...] | None:

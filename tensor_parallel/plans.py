@@ -156,15 +156,15 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
     if family not in _FAMILIES:
         what = f"a {type(module).__name__}" + (f" of model_type {family!r}" if family else " without a model_type")
         raise ValueError(
-            f"no plan is known for {what} (but for {', '.join(_FAMILIES)}): pass plan={{'*.up': 'column', "
-            "'*.down': 'row', ...}, patterns of its modules' names"
+            f"there is no built-in plan for {what}, only for {', '.join(_FAMILIES)}. Pass a plan of patterns of module "
+            "names, such as plan={'*.up': 'column', '*.down': 'row'}."
         )
     names = [name for name, _ in module.named_modules()]
     plan = _FAMILIES[family](config)
     plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
     if not any(isinstance(style, Row) for style in plan.values()):
         raise ValueError(
-            f"this {type(module).__name__} says that it is {family!r}, but has none of its layers: it has "
-            f"{', '.join(names[1:9])}, ...; pass plan="
+            f"this {type(module).__name__} has the model_type {family!r}, but none of the layers of that family. Its "
+            f"modules are {', '.join(names[1:9])}, .... Pass a plan of patterns of these names, plan={{...}}."
         )
     return plan

@@ -171,8 +171,8 @@ def _place(name: str, x: Tensor, axis: Axis, dim: int | None, length: int | None
         start, stop = split(length, axis.size, axis.rank, unit)
         if stop - start != x.shape[dim]:
             raise ValueError(
-                f"rank {axis.rank} of {axis.size} on {axis.name} holds {stop - start} of {length} elements, "
-                f"and dim {dim} of {tuple(x.shape)} has {x.shape[dim]}: pass length=, that dim's whole length"
+                f"dim {dim} of the shape {tuple(x.shape)} has {x.shape[dim]} elements, but rank {axis.rank} of "
+                f"{axis.size} on {axis.name} holds {stop - start} of {length}. Pass length=, the whole dim's."
             )
     return dim, length, unit
 

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..grid.comm.axis import Axis
-from ..grid.ranges import split
 from .column import column_linear, column_linears
-from .embedding import check_ids
 from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
 
@@ -170,40 +168,6 @@ class KeyValueWhole(_Linear):
         return y.unflatten(-1, (-1, self.head_dim)).index_select(-2, picked).flatten(-2)
 
 
-class VocabSharded(nn.Module):
-    """An embedding whose rows are sharded: ids (...) -> (..., D), the same on every tensor rank.
-
-    Args:
-        weight: (V_local, D), this rank's rows.
-        axis: the axis that shards the rows.
-        num_embeddings: V, the size of the whole vocabulary.
-        padding_idx: the row that gets no gradient, as in ``nn.Embedding``, or None.
-
-    Raises:
-        IndexError: in forward, an id outside the vocabulary.
-    """
-
-    def __init__(self, weight: nn.Parameter, axis: Axis, num_embeddings: int, padding_idx: int | None) -> None:
-        super().__init__()
-        self.axis, self.num_embeddings, self.padding_idx = axis, num_embeddings, padding_idx
-        self.embedding_dim = weight.shape[1]
-        self.start, self.stop = split(num_embeddings, axis.size, axis.rank)
-        self.weight = weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up the embedding vectors of the ids, summed over the tensor ranks: (...) -> (..., D)."""
-        check_ids(ids, self.num_embeddings, "token id")
-        foreign = (ids < self.start) | (ids >= self.stop)  # (...)
-        mine = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
-        padding = self.padding_idx - self.start if self.padding_idx is not None and mine else None
-        rows = F.embedding((ids - self.start).masked_fill(foreign, 0), self.weight, padding)  # (..., D)
-        return all_reduce_copy(rows.masked_fill(foreign[..., None], 0.0), self.axis)
-
-    def extra_repr(self) -> str:
-        """Text that ``print`` shows: whole sizes, and the number of shards."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, tensor={self.axis.size}"
-
-
 class OnShards(nn.Module):
     """Replicated layer that each rank applies to its own heads, such as a norm of the queries.
 
@@ -218,7 +182,7 @@ class OnShards(nn.Module):
         object.__setattr__(self, "layer", layer)  # no submodule: parameters keep their names
         for name, parameter in layer.named_parameters():
             if "." in name:
-                raise TypeError(f"{type(layer).__name__} has layers of its own ({name}): name those in the plan")
+                raise TypeError(f"{type(layer).__name__} contains other layers ({name}). Name those in the plan.")
             self.register_parameter(name, parameter)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -135,7 +135,7 @@ def test_the_same_text_from_every_start(folder: Path) -> None:
             ["nowhere", "--prompt", "x"],
             "nowhere is no such folder: give a folder as transformers saves it, or a run of",
         ),
-        (["{run}", "--prompt", "x", "--tensor", "3"], "2 attention heads do not reach over tensor=3"),
+        (["{run}", "--prompt", "x", "--tensor", "3"], "num_attention_heads is 2, but tensor=3 needs at least 3"),
     ],
 )
 def test_what_cannot_be_is_one_line(folder: Path, words: list[str], message: str) -> None:

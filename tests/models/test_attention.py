@@ -257,7 +257,7 @@ def test_texts_are_packed_without_a_gap() -> None:
     assert documents.tolist() == [[0, 0, 0, 1], [3, 3, 3, 3], [3, 4, 4, 4]]
     assert labels.tolist() == [[2, 3, -100, -100], [6, 7, 8, 9], [-100] * 4]
     check_documents(ids, documents)
-    with pytest.raises(ValueError, match="0 tokens in rows of 4"):
+    with pytest.raises(ValueError, match="the texts have 0 tokens, and a row has length=4"):
         pack([], 4)
 
 
@@ -265,11 +265,11 @@ def test_documents_that_number_no_tokens_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
     check_documents(ids, None)
     check_documents(ids, torch.tensor([[0, 0, 1], [5, 5, 5]]))
-    with pytest.raises(ValueError, match=r"integers \(2, 3\) as the ids, not torch.int64 \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"are torch.int64 \(2, 2\), but must be integers of the shape \(2, 3\)"):
         check_documents(ids, ids[:, :2])
-    with pytest.raises(ValueError, match=r"integers \(2, 3\) as the ids, not torch.float32 \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"are torch.float32 \(2, 3\), but must be integers of the shape \(2, 3\)"):
         check_documents(ids, ids.float())
-    with pytest.raises(ValueError, match="decrease along a row: number them 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"decrease along a row. Number the documents 0, 1, 2"):
         check_documents(ids, torch.tensor([[0, 1, 2], [0, 2, 1]]))
 
 
@@ -315,7 +315,7 @@ def test_angles_are_transformers_to_the_bit(theta: float, scaling: RopeScaling |
 
 
 def test_kv_heads_that_do_not_divide_the_heads() -> None:
-    with pytest.raises(ValueError, match="4 kv_heads do not divide 6 heads; give a divisor"):
+    with pytest.raises(ValueError, match=r"kv_heads=4 does not divide heads=6. Give a divisor"):
         made(Grid(), 6, 4)
 
 
@@ -325,4 +325,4 @@ def refused_on_rank(size: int) -> str:
 
 def test_fewer_heads_than_ranks(ranks: Any) -> None:
     for message in ranks(4, refused_on_rank, 4):
-        assert "of tensor=4 ranks without one; give the grid a tensor axis of at most 3" in message
+        assert "but tensor=4 needs at least 4. Give tensor=3 at most" in message

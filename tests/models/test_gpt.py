@@ -277,21 +277,21 @@ def test_more_ranks_than_heads(ranks: Any) -> None:
     config = GPTConfig(
         hidden_size=24, num_attention_heads=3, num_hidden_layers=1, vocab_size=50, max_position_embeddings=8
     )
-    message = "3 attention heads do not reach over tensor=4; give tensor=3 at most, or more heads"
+    message = "num_attention_heads is 3, but tensor=4 needs at least 4. Give tensor=3 at most."
     assert ranks(4, refused_on_rank, 4, config) == [message] * 4
     with pytest.raises(ValueError, match=message):
         config.check_tensor(4)
-    with pytest.raises(ValueError, match="a vocabulary of 3 does not reach over tensor=6"):
+    with pytest.raises(ValueError, match="vocab_size is 3, but tensor=6 needs at least 6"):
         GPTConfig(hidden_size=24, num_attention_heads=6, vocab_size=3).check_tensor(6)
     GPTConfig(hidden_size=24, num_attention_heads=6).check_tensor(4)
 
 
 def test_a_sequence_longer_than_the_positions() -> None:
     layers = build(CONFIG, Grid())
-    with pytest.raises(ValueError, match="a sequence of 17 tokens, and the model has 16 positions"):
+    with pytest.raises(ValueError, match="the sequence has 17 tokens, but the model has 16 positions"):
         run(layers, CONFIG, torch.zeros(1, 17, dtype=torch.long))
     packed = torch.tensor([[0] * 8 + [1] * 17])
-    with pytest.raises(ValueError, match="a sequence of 17 tokens, and the model has 16 positions"):
+    with pytest.raises(ValueError, match="the sequence has 17 tokens, but the model has 16 positions"):
         run(layers, CONFIG, (torch.zeros(1, 25, dtype=torch.long), packed))
     run(layers, CONFIG, (torch.zeros(1, 24, dtype=torch.long), packed[:, :24]))  # each document fits
 
@@ -299,12 +299,12 @@ def test_a_sequence_longer_than_the_positions() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; give at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0. Give at least 1"),
         (
             {"hidden_size": 100, "num_attention_heads": 16},
-            "16 heads do not divide a hidden_size of 100; give hidden_size=96, say",
+            "num_attention_heads=16 does not divide hidden_size=100. Give, for example, hidden_size=96",
         ),
-        ({"dropout": 1.0}, r"dropout is a probability in \[0, 1\), not 1.0"),
+        ({"dropout": 1.0}, r"dropout is 1.0. Give a probability in \[0, 1\)"),
     ],
 )
 def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
@@ -313,7 +313,7 @@ def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 
 
 def test_an_unknown_preset_or_field_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no preset 'gpt5'; there are gpt2, gpt2-medium"):
+    with pytest.raises(ValueError, match=r"no preset 'gpt5'. Give one of gpt2, gpt2-medium"):
         GPTConfig.preset("gpt5")
-    with pytest.raises(TypeError, match="no field depth in a GPTConfig; its fields are vocab_size"):
+    with pytest.raises(TypeError, match=r"GPTConfig has no field depth. Its fields are vocab_size"):
         GPTConfig.preset("gpt2", depth=3)

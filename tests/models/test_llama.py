@@ -291,20 +291,20 @@ def test_the_list_of_layers_and_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; give at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0. Give at least 1"),
         (
             {"hidden_size": 100, "num_attention_heads": 16},
-            "16 heads do not divide a hidden_size of 100; give hidden_size=96, say, or head_dim",
+            "num_attention_heads=16 does not divide hidden_size=100. Give, for example, hidden_size=96, or give",
         ),
         (
             {"num_attention_heads": 32, "num_key_value_heads": 5},
-            "num_key_value_heads=5 does not divide 32 heads; give num_key_value_heads=1, 2, 4, 8, 16, 32",
+            "num_key_value_heads=5 does not divide num_attention_heads=32. Give one of 1, 2, 4, 8, 16, 32",
         ),
         (
             {"hidden_size": 24, "num_attention_heads": 8},
-            "a head_dim of 3: rotary positions turn pairs; give an even number",
+            "head_dim is 3, but rotary positions need pairs. Give an even number",
         ),
-        ({"dropout": 1.0}, r"dropout is a probability in \[0, 1\), not 1.0"),
+        ({"dropout": 1.0}, r"dropout is 1.0. Give a probability in \[0, 1\)"),
     ],
 )
 def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
@@ -313,10 +313,10 @@ def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 
 
 def test_a_scaling_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="give 0 < low < high, such as 1 and 4"):
+    with pytest.raises(ValueError, match="Give 0 < low_freq_factor < high_freq_factor, such as 1 and 4"):
         RopeScaling(low_freq_factor=4.0, high_freq_factor=4.0)
     with pytest.raises(
-        ValueError, match=r"factor is 0.5 and original_max_position_embeddings is 8192; give at least 1 for each"
+        ValueError, match=r"factor is 0.5 and original_max_position_embeddings is 8192. Give at least 1 for each"
     ):
         RopeScaling(factor=0.5)
 
@@ -324,16 +324,16 @@ def test_a_scaling_that_cannot_be() -> None:
 def test_a_tensor_axis_that_is_too_large() -> None:
     config = LlamaConfig.preset("qwen2.5-0.5b")
     config.check_tensor(14)
-    with pytest.raises(ValueError, match="14 attention heads do not reach over tensor=16; give tensor=14 at most"):
+    with pytest.raises(ValueError, match="num_attention_heads is 14, but tensor=16 needs at least 16"):
         config.check_tensor(16)
-    with pytest.raises(ValueError, match="an intermediate_size of 3 does not reach over tensor=4"):
+    with pytest.raises(ValueError, match="intermediate_size is 3, but tensor=4 needs at least 4"):
         LlamaConfig(hidden_size=32, num_attention_heads=4, intermediate_size=3).check_tensor(4)
 
 
 def test_an_unknown_preset_or_field_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no preset 'llama9'; there are llama2-7b, llama2-13b"):
+    with pytest.raises(ValueError, match=r"no preset 'llama9'. Give one of llama2-7b, llama2-13b"):
         LlamaConfig.preset("llama9")
-    with pytest.raises(TypeError, match="no field depth in a LlamaConfig; its fields are vocab_size"):
+    with pytest.raises(TypeError, match=r"LlamaConfig has no field depth. Its fields are vocab_size"):
         LlamaConfig.preset("llama2-7b", depth=3)
 
 

@@ -235,11 +235,11 @@ def call_wrongly(what: str, grid: Grid) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("vocabulary", r"logits \(2, 3, 6\) .* the 5 of 10 words of tensor rank . of 2: give logits \(2, 3, 5\)"),
+        ("vocabulary", r"logits \(2, 3, 6\) .* holds 5 ids of a vocabulary of 10. Give logits \(2, 3, 5\)"),
         ("rows", r"logits \(2, 3, 5\) do not fit labels \(3, 2\)"),
         ("label", r"a label lies outside the vocabulary of 10 \(0 to 9\): the ids run from 0 to 10"),
         ("negative label", "the ids run from -1 to 0"),
-        ("smoothing", r"label_smoothing lies in \[0, 1\], not 1.5"),
+        ("smoothing", r"label_smoothing is 1.5. Give a number in \[0, 1\]."),
         ("reduction", "'mean', 'sum' or 'none', not 'max'"),
     ],
 )

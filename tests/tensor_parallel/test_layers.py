@@ -392,12 +392,12 @@ def build_wrongly(what: str, grid: Grid) -> None:
     [
         (
             "column",
-            "ColumnParallelLinear: out_features of 10 over tensor=4 leaves 2 over; make it 8 or 12, or give the",
+            "ColumnParallelLinear: out_features is 10, which tensor=4 does not divide. Make it 8 or 12, or give the",
         ),
-        ("part", "a part of 6 over tensor=4 leaves 2 over; make it 4 or 8"),
+        ("part", "one of the parts is 6, which tensor=4 does not divide. Make it 4 or 8"),
         ("parts", "parts (4, 4) add up to 8, but dim 0 of (12, 8) is 12 long"),
-        ("row", "RowParallelLinear: in_features of 2 over tensor=4 leaves 2 over; make it 4, or"),
-        ("vocabulary", "a vocabulary of 3 over tensor=4 leaves 1 of its ranks without a row"),
+        ("row", "RowParallelLinear: in_features is 2, which tensor=4 does not divide. Make it 4, or"),
+        ("vocabulary", "num_embeddings is 3, but tensor=4 needs at least 4. Give tensor=3 at most."),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_their_numbers(ranks: Any, what: str, message: str) -> None:

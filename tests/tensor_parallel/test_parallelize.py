@@ -404,20 +404,20 @@ def _said_twice(model: nn.Module, grid: Grid) -> str:
 
 
 EXPECTED = [
-    "ValueError: no plan is known for a Model without a model_type (but for gpt2, llama, qwen2, qwen3, bert): pass",
-    "ValueError: the plan has '*.gone', which matches no module of this Model; there are embedding, attention.project",
-    "ValueError: the plan has 'up': 'diagonal'; give 'column', 'column_gather', 'row', 'vocab', ('column', parts)",
-    "TypeError: embedding is a Embedding, and Row takes an nn.Linear or a Conv1D: narrow the plan's pattern",
-    "TypeError: attention is a Attention, and Column takes an nn.Linear or a Conv1D: narrow the plan's pattern",
-    "ValueError: head shares its weight with embedding, which the plan shards: name it too, as 'column_gather'",
-    "ValueError: attention.project: parts (24, 24) add up to 48, and it has 72 outputs",
-    "ValueError: attention.merge: the inputs (24, 2 heads of 12) do not reach over tensor=3: give the grid a tensor",
-    "ValueError: attention.heads is 6, not a multiple of 4: it cannot be shared out",
-    "ValueError: up has 21 outputs, not 2 heads of 4 for 6 of queries",
-    "TypeError: 0.linear1 is part of a TransformerEncoderLayer, which reads its weights itself",
-    "TypeError: the plan's pattern matches the Linear itself: put it into a container",
-    "ValueError: model.layers.0.self_attn.q_proj: the outputs (24, 2 heads of 12) do not reach over tensor=3: give",
-    "TypeError: up is a ColumnSharded, and Column takes an nn.Linear or a Conv1D",
+    "ValueError: there is no built-in plan for a Model without a model_type, only for gpt2, llama, qwen2, qwen3, bert.",
+    "ValueError: the plan has '*.gone', but no module of this Model has a name that matches. Its linear and embedding",
+    "ValueError: the plan has 'up': 'diagonal', which is not a style. Give 'column', 'column_gather', 'row', 'vocab',",
+    "TypeError: embedding is a Embedding, but the style Row needs an nn.Linear or a Conv1D. Change the plan's pattern",
+    "TypeError: attention is a Attention, but the style Column needs an nn.Linear or a Conv1D. Change the plan's",
+    "ValueError: head shares its weight with embedding, which the plan shards. Add head to the plan too, with",
+    "ValueError: attention.project has 72 outputs, but its parts (24, 24) add up to 48. Change parts.",
+    "ValueError: attention.merge: the number of inputs is 24, which is 2 units of 12, but tensor=3",
+    "ValueError: attention.heads is 6, not a multiple of unit=4. Give a unit that divides 6.",
+    "ValueError: up has 21 outputs, but the plan gives it kv_heads=2 of head_dim=4 for heads=6",
+    "TypeError: 0.linear1 is part of a TransformerEncoderLayer, which uses the weights without calling",
+    "TypeError: the plan's pattern matches the whole Linear. Put it into an nn.Sequential.",
+    "ValueError: model.layers.0.self_attn.q_proj: the number of outputs is 24, which is 2 units of 12",
+    "TypeError: up is a ColumnSharded, but the style Column needs an nn.Linear or a Conv1D",
 ]
 
 
@@ -477,16 +477,16 @@ def beyond_plain(kind: str) -> nn.Module:
 
 
 BEYOND_PLAIN = {
-    "linear": "0, a Scaled, has a forward of its own",
-    "embedding": "0, a ScaledWords, has a forward of its own",
-    "parameter": "0, a Adapted, has low beside weight and bias",
-    "buffer": "0, a Linear, has calls beside weight and bias",
-    "instance": "0, a Linear, has a forward of its own",
+    "linear": "0, a Scaled, has its own forward method",
+    "embedding": "0, a ScaledWords, has its own forward method",
+    "parameter": "0, a Adapted, has the additional tensors low",
+    "buffer": "0, a Linear, has the additional tensors calls",
+    "instance": "0, a Linear, has its own forward method",
     "hook": "0, a Linear, has forward hooks",
     "pre-hook": "0, a Linear, has forward pre hooks",
     "backward hook": "0, a Linear, has backward hooks",
     "weight_norm": "0, a ParametrizedLinear, is parametrized",
-    "spectral_norm": "0, a Linear, has weight_orig, weight_u, weight_v beside weight and bias",
+    "spectral_norm": "0, a Linear, has the additional tensors weight_orig, weight_u, weight_v",
 }
 
 
@@ -515,7 +515,7 @@ def all_refused(size: int) -> list[str]:
 def test_what_a_sharded_layer_would_drop_is_refused_on_one_rank_too(kind: str) -> None:
     said = refused(kind, Grid())
     assert said.startswith(BEYOND_PLAIN[kind])
-    assert said.endswith("parallelize the plain layer before it is wrapped or hooked, or leave it out of the plan")
+    assert said.endswith("parallelize before the layer is changed in this way, or leave the layer out of the plan.")
 
 
 def test_what_a_sharded_layer_would_drop_is_refused_on_every_rank(ranks: Any) -> None:
@@ -548,5 +548,5 @@ def test_a_plan_is_found_without_its_library() -> None:
 
     model = Model()
     model.config = Config()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="says that it is 'bert', but has none of its layers: it has embedding"):
+    with pytest.raises(ValueError, match=r"has the model_type 'bert', but none of the layers of that family"):
         find_plan(model)

@@ -165,7 +165,7 @@ def gather_wrongly(dim: int, length: int | None) -> str:
 
 def test_a_slice_that_does_not_fit_is_refused(ranks: Any) -> None:
     said = ranks(2, gather_wrongly, -1, 8)
-    assert "rank 1 of 2 on tensor holds 4 of 8 elements, and dim 1 of (2, 3) has 3: pass length=" in said[1]
+    assert "dim 1 of the shape (2, 3) has 3 elements, but rank 1 of 2 on tensor holds 4 of 8. Pass the whole" in said[1]
     assert all("dim 2 is not a dim of a tensor of shape (2, 3)" in text for text in ranks(2, gather_wrongly, 2, None))
 
 

@@ -455,12 +455,12 @@ def refused_on_rank(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("row", "shards dim 1 of (2, 6, 8) evenly over tensor=4: pad the sequence to a multiple of 4, or"),
-        ("embedding", "shards dim 1 of (2, 6, 8) evenly over tensor=4"),
-        ("column", "sequence parallelism takes shards (B, T / t, K) of dim 1, and not (6, 8)"),
-        ("alike", "and input_is_parallel=False says that these are alike: drop one of the two"),
-        ("units", "out_features of 9 is 3 units of 3, which leaves 1 of tensor=4 ranks without one; give the grid a"),
-        ("unit", "RowParallelLinear: in_features of 9 is not a whole number of units of 2"),
+        ("row", "has shape (2, 6, 8), but sequence parallelism shards dim 1 in equal parts over tensor=4. Pad the"),
+        ("embedding", "has shape (2, 6, 8), but sequence parallelism shards dim 1 in equal parts over tensor=4"),
+        ("column", "the input has shape (6, 8), but sequence parallelism needs a shard (B, T / t, K)"),
+        ("alike", "got sequence_parallel=True and input_is_parallel=False"),
+        ("units", "out_features is 9, which is 3 units of 3, but tensor=4 needs at least 4. Give tensor=3 at most"),
+        ("unit", "RowParallelLinear: in_features is 9, not a multiple of unit=2"),
     ],
 )
 def test_errors_give_the_numbers(ranks: Any, what: str, message: str) -> None:
