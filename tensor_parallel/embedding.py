@@ -53,7 +53,9 @@ class VocabSharded(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the embedding vectors of the ids; the shapes are in the class's docstring."""
         check_ids(ids, self.num_embeddings, "token id")
-        padding = self.rows.index(self.padding_idx) if self.padding_idx in self.rows else None
+        padding = None
+        if self.padding_idx is not None and self.padding_idx in self.rows:
+            padding = self.padding_idx - self.rows.start
         if self.axis.size == 1:
             return F.embedding(ids, self.weight, padding)
         foreign = (ids < self.rows.start) | (ids >= self.rows.stop)  # (...)

@@ -1,4 +1,4 @@
-"""What every test file may use: the pool of ranks; and which tests a plain run leaves out."""
+"""Fixtures for all test files (the pool of ranks), and the tests that a plain run skips."""
 
 from __future__ import annotations
 

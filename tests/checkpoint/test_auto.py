@@ -325,7 +325,7 @@ def test_a_sharded_module_moves(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_a_save_between_two_microbatches_is_of_the_step_before(tmp_path: Path) -> None:
-    """Nothing of the step under way is kept: it begins anew, with the batch it began with."""
+    """A checkpoint between two microbatches has no part of the unfinished step, which runs again."""
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     settings = module_config("AdamW", 2, 1) | {"train_micro_batch_size_per_gpu": 2, "seed": 3}
 
@@ -356,7 +356,7 @@ def test_a_save_between_two_microbatches_is_of_the_step_before(tmp_path: Path) -
 
 
 def same_grid(cell: Cell, job: Job, folder: str) -> bool:
-    """On the grid it was saved on a run goes on bitwise as it would have."""
+    """A run that resumes on the grid that saved it continues bitwise like a run without an interruption."""
     one = make(cell, job)
     for _ in range(STEPS):
         one.train_batch()

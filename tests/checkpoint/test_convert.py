@@ -269,7 +269,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def test_transformers_reads_what_is_exported(
     ranks: Any, tmp_path: Path, case: str, sizes: tuple[int, int, int], half: bool
 ) -> None:
-    """By the command, from the files alone: what the run itself writes with save_hf, bitwise, and masters in bf16."""
+    """The command exports from the files alone: bitwise what save_hf writes in the run, and masters in bf16."""
     import transformers
 
     ranks(sizes[0] * sizes[1] * sizes[2], trained_and_saved, str(tmp_path), case, sizes, half, timeout=60)

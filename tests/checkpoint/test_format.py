@@ -345,7 +345,7 @@ def test_what_had_not_been_trained_is_named(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_steps_are_where_fused_kernels_want_them() -> None:
-    """On the parameter's device, as torch's own load_state_dict has it; else on the CPU."""
+    """Steps are on the parameter's device where torch's load_state_dict puts them there, else on the CPU."""
     there, step = torch.empty(2, device="meta"), torch.tensor(3.0)
     for key, group, device in (
         ("step", {"fused": True}, "meta"),
@@ -557,7 +557,7 @@ def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[in
 
 
 def test_weights_for_a_model_that_no_engine_trains(ranks: Any, saved: Path, tmp_path: Path) -> None:
-    """On two stages, built from the meta device, in another dtype: the weights, and what they generate."""
+    """Weights and generated tokens on two stages that are built from the meta device, in another dtype."""
     engine = make(Cell(), Job(), seed=8)
     engine.load_checkpoint(saved)
     wanted = engine.gather()

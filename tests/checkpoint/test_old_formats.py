@@ -153,7 +153,7 @@ def resumed(name: str, sizes: tuple[int, int, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=[f"{name}-{sizes}" for name, sizes in CASES])
 def test_an_old_checkpoint_is_loaded_bit_for_bit(ranks: Any, name: str, sizes: str) -> None:
-    """On the grid that wrote it and on others; the next steps are those of the old version."""
+    """The grid that wrote it and other grids load it; the next steps are those of the old version."""
     pipe, data, tensor = map(int, sizes.split("x"))
     found = ranks(pipe * data * tensor, resumed, name, (pipe, data, tensor), timeout=120)
     expected = EXPECTED[name]["resumed"][sizes]

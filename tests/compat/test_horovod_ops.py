@@ -330,7 +330,7 @@ def test_refusals(call: Any, words: str) -> None:
 
 
 def test_alltoall_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no process group then, which NCCL's exchange would go through."""
+    """A single process on a GPU has no process group through which NCCL could exchange."""
     with started():
         monkeypatch.setattr(Tensor, "is_cuda", True)
         assert torch.equal(hvd.alltoall(torch.arange(3)), torch.arange(3))
@@ -345,7 +345,7 @@ def refused_on_several() -> None:
 
 
 def again() -> float:
-    """Without a process group of the script's own: ``init`` joins one."""
+    """``init`` joins a process group if the script has made none."""
     total = 0.0
     for _ in range(2):
         with started(timeout=30):
@@ -377,7 +377,7 @@ def test_before_init() -> None:
 
 
 def places(sizes: list[int]) -> tuple[int, ...]:
-    """On hosts with so many processes each."""
+    """Ranks and local ranks on hosts with the given numbers of processes."""
     import os
 
     here, rank = [(i, local) for i, size in enumerate(sizes) for local in range(size)], int(os.environ["RANK"])

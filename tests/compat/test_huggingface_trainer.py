@@ -741,7 +741,7 @@ def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path)
 
 
 def seed_of_a_worker(out: str, config: Any) -> tuple[int, int]:
-    """This rank's replica, and what a worker of its loader would be seeded with."""
+    """Index of this rank's replica, and the seed that a worker of its loader gets."""
     trainer = trainer_of("gpt2", out, 2, config, dataloader_num_workers=2)
     start = trainer.get_train_dataloader().worker_init_fn
     torch.manual_seed(7)  # as torch would, alike on every rank
@@ -750,7 +750,7 @@ def seed_of_a_worker(out: str, config: Any) -> tuple[int, int]:
 
 
 def test_workers_of_tensor_ranks_are_seeded_alike(ranks: Any, tmp_path: Path) -> None:
-    """So that a collator which draws masks makes the same batch for a whole replica."""
+    """Equal seeds let a collator that draws masks make the same batch on all ranks of a replica."""
     found = ranks(4, seed_of_a_worker, str(tmp_path), zero(1, 2))
     assert sorted(found) == [(0, 7), (0, 7), (1, 7 + 2), (1, 7 + 2)]
 
@@ -856,7 +856,7 @@ def run_example(out: str) -> str:
 
 
 def test_the_example_runs(ranks: Any, tmp_path: Path) -> None:
-    """On one process, and on two; each goes on from its last checkpoint."""
+    """The example runs on one process and on two, and each run continues from its last checkpoint."""
     for count in (1, 2):
         out = str(tmp_path / str(count))
         first, *others = ranks(count, run_example, out, timeout=120)

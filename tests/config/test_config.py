@@ -450,7 +450,7 @@ def corruption(seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def complaint(config: dict[str, Any]) -> str:
-    """What is said of a configuration; nothing where it is taken."""
+    """Text of the error for a configuration, empty if the configuration is accepted."""
     try:
         read_config(config)
     except ConfigError as error:
@@ -515,7 +515,7 @@ def test_the_schema_knows_every_key() -> None:
 
 
 def valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """As much of JSON schema as ours uses."""
+    """Check of a value against the part of JSON schema that our schema uses."""
     if "$ref" in schema:
         return valid(value, root["$defs"][schema["$ref"].rsplit("/", 1)[-1]], root)
     if "anyOf" in schema and not any(valid(value, each, root) for each in schema["anyOf"]):

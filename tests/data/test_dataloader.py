@@ -52,7 +52,7 @@ class Stream(IterableDataset[int]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_goes_on_where_it_was(workers: int) -> None:
-    """At every place of two epochs, and from there with other replicas and batches."""
+    """Resume at every position of two epochs, and from there with other numbers of replicas and batch sizes."""
     whole = taken(RepeatingLoader(loader()), 40)
     made = loader(workers=workers)
     source, states = RepeatingLoader(made), []
@@ -198,7 +198,7 @@ Halt = tuple[dict[str, Tensor], dict[str, int]]
 
 
 def part(sizes: tuple[int, int, int], start: Halt | None, steps: int) -> tuple[list[float], Halt]:
-    """So many steps from where another grid was; with the engine's own iterator over its data."""
+    """Train the given number of steps from the state of another grid, with the engine's own data iterator."""
     made = engine(Grid(*sizes, timeout=60))
     if start is not None:
         weights, state = start

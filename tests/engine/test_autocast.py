@@ -98,8 +98,8 @@ def stepped(
     model_options: Any = None,
     **config: Any,
 ) -> Any:
-    """One step on a grid: initial weights, loss, gradients, weights' dtypes, the loss scale; and what one process makes
-    of it under plain autocast (here, where as many threads compute: a norm's sums depend on that)."""
+    """Values of one step on a grid: initial weights, loss, gradients, dtypes, loss scale; and one process's values
+    under plain autocast (here, where as many threads compute: a norm's sums depend on that)."""
     grid = Grid(*shape, timeout=60)
     loss: Any = loss_fn
     if vocabulary:  # sharded over the tensor axis
@@ -190,7 +190,7 @@ def test_a_split_backward_is_plain_autocasts(ranks: Any, shape: Any, schedule: s
 
 
 def deferred_on_rank() -> list[int]:
-    """How many contributions each pass leaves queued: split or not, autocast or not."""
+    """Number of queued weight gradients after each pass: split or not, autocast or not."""
     from triax.pipe.backward import Deferred, SplitBackward
 
     found = []
@@ -227,7 +227,7 @@ def test_under_autocast_as_much_is_put_off() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_of_every_stage_add_up_what_autocast_gives(ranks: Any, stage: int) -> None:
-    """In fp32, in another order than one process: that alone may differ."""
+    """Sums over replicas are in fp32, so only their order differs from one process."""
     _, _, gradients, weights, _, _, wanted = ranks(2, stepped, (1, 2, 1), "1f1b", stage)[0]
     assert weights == {torch.float32}
     bound = 1e-6 if stage < 3 else 2 * ROUNDING  # whose products keep weights, and are computed as a split's are
@@ -361,7 +361,7 @@ def inputs(index: int) -> Tensor:
 
 
 def plain_net() -> list[Gradients]:
-    """What one process makes of each of the four microbatches."""
+    """Gradients of each of the four microbatches on one process."""
     found = []
     for index in range(4):
         module = net()
@@ -373,12 +373,12 @@ def plain_net() -> list[Gradients]:
 
 
 def added(parts: list[Gradients]) -> Gradients:
-    """In their order, in their dtype."""
+    """Sum of the gradients in their order and in their dtype."""
     return {name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
 
 
 def rounded(gradients: Gradients) -> Gradients:
-    """Those of Linears in bfloat16."""
+    """Gradients with those of Linears rounded to bfloat16."""
     norm = "blocks.1."
     return {n: g if n.startswith(norm) else g.bfloat16() for n, g in gradients.items()}
 
@@ -420,7 +420,7 @@ def test_any_module_under_every_stage(ranks: Any, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_of_safe_modules_travel_narrow(ranks: Any, stage: int) -> None:
-    """Those of Linears are rounded to bfloat16 and summed in it over the replicas, the norm's are not: bit by bit. In
+    """Linears' gradients are rounded to bfloat16 and summed in it over the replicas, the norm's are not: bit by bit. In
     stage 0 once a step, in stage 2 each microbatch."""
     named = {"lower_precision_safe_modules": ["torch.nn.Linear"]}
     for gradients, _, dtypes, parts in ranks(2, module_on_rank, stage, named):

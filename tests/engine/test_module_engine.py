@@ -27,7 +27,7 @@ Trace = list[tuple[dict[str, Tensor], dict[str, Tensor], float]]  # of each step
 
 
 def plain(kind: str, replicas: int, accumulation: int) -> Trace:
-    """One process, torch's own optimizer, and the mean of all microbatches' losses."""
+    """Reference run: one process, torch's own optimizer, and the mean of all microbatches' losses."""
     model = net()
     cls, options = OPTIMIZERS[kind]
     optimizer = cls(groups(model), **options)
@@ -147,7 +147,7 @@ def test_no_sync(ranks: Any, stage: int) -> None:
 
 
 def without_gradient(stage: int, zero: dict[str, Any]) -> dict[str, Tensor]:
-    """In each microbatch, one replica's loss has nothing to do with the module."""
+    """Training in which, for each microbatch, one replica's loss does not depend on the module."""
     engine, *_ = initialize(model=net(), config=config("SGD", 2, stage, zero=zero), grid=Grid(timeout=30))
     rank = engine.grid.data.rank
     for index in range(2):
@@ -303,7 +303,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks: Any) -> None:
 
 
 class Named(dict[str, Any]):
-    """As models of Hugging Face return."""
+    """Output with named fields, as models of Hugging Face return it."""
 
 
 class Wrapped(nn.Module):

@@ -366,7 +366,7 @@ def straight() -> Any:
 
 
 def scheduled(name: str, chunks: int, folder: Path) -> float:
-    """One step under a schedule from a file, or one that was searched for."""
+    """Result of one step under a schedule from a file or from the search."""
     grid = Grid(pipe=2, timeout=60)
     path = folder / "mine.csv"
     if grid.rank == 0:

@@ -113,7 +113,7 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line(
     tmp_path: Path, options: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, as nothing is started before the options are accepted."""
+    """Wrong options end with one line, and are checked in this process before any other process starts."""
     text(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "train_gpt.py"), *options.split()])

@@ -175,7 +175,7 @@ def test_the_two_engine_example(ranks: Any, size: int) -> None:
 
 
 class TheirTopology:
-    """What DeepSpeed's topologies have that says how large the axes are."""
+    """Object with the attributes of DeepSpeed's topologies that give the sizes of the axes."""
 
     def __init__(self, **sizes: int) -> None:
         self._sizes = sizes

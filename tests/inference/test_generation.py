@@ -266,7 +266,7 @@ def test_in_another_precision(dtype: torch.dtype) -> None:
 
 
 def busy(sizes: tuple[int, int, int]) -> list[tuple[float, float]]:
-    """When this rank's stage computed, where that takes some milliseconds: it sleeps for so long."""
+    """Times at which this rank's stage computed; each computation sleeps for some milliseconds."""
     grid = Grid(*sizes)
     module, spans = model(GPT, grid), []
 

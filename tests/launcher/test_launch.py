@@ -113,7 +113,7 @@ def test_error_that_names_its_rank_is_left_alone(run: Any) -> None:
 
 
 def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
-    """A rank that closes its sockets and fails later still is the one that is shown."""
+    """The launcher shows the rank that failed first, although it closed its sockets and ended later."""
     code, _, err = run(
         "if grid.rank == 1:\n"
         "    torch.distributed.destroy_process_group()\n"
@@ -149,7 +149,7 @@ def test_other_exit_codes(run: Any) -> None:
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM, signal.SIGKILL]
 )
 def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """As a user meets it: a program that launches itself, and Ctrl-C while its ranks wait for each other."""
+    """Ctrl-C stops a program that launches itself while its ranks wait for one another."""
     script = tmp_path / "program.py"
     script.write_text(
         "import sys\n"

@@ -69,7 +69,7 @@ def written(folder: Path, body: str) -> Path:
 
 
 def test_a_module_its_arguments_logs_and_the_cause_of_a_failure_last(tmp_path: Path) -> None:
-    """As a user meets it, with all that a module and torchrun's names ask for."""
+    """End-to-end run of a module with its arguments and with torchrun's option names."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "__init__.py").touch()
     (tmp_path / "job" / "main.py").write_text(
@@ -180,7 +180,7 @@ ELSEWHERE = "env HOST={host} sh -c {command}"  # a host that is this one
 
 
 def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -> None:
-    """From a hostfile: the job of two launchers goes on when one's rank is killed, and ends when it is once more."""
+    """A job of two launchers from a hostfile survives the first killed rank and ends at the second."""
     (tmp_path / "hosts").write_text("one slots=1\ntwo slots=2\n")
     command = [*TRIAX, "run", "--hostfile", "hosts", "--launcher", ELSEWHERE, "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(free_port()), "--log-dir", "logs", "--max-restarts", "1"]
@@ -208,7 +208,7 @@ class Loopback:
         self.signal(signal.SIGCONT)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the second launcher and its ranks: all processes with its environment."""
+        """Send a signal to the second launcher and its ranks, found by their environment."""
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if b"\0HOST=127.0.0.3\0" in b"\0" + (folder / "environ").read_bytes() + b"\0":
@@ -394,7 +394,7 @@ def as_launchers(folder: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("block", re.findall(r"```sh\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL))
 def test_the_commands_of_the_docs_run(block: str, tmp_path: Path) -> None:
-    """Those of several hosts with this one in their place."""
+    """The commands of the docs run, with this host in place of several hosts."""
     for kind, source in re.findall(r"```(python|text)\n(.*?)```", LAUNCH_DOCS.read_text(), re.DOTALL):
         name = "train.py" if kind == "python" else "hosts"
         (tmp_path / name).write_text(source)

@@ -86,7 +86,7 @@ class Mixed(nn.Module):
 
 
 class Offloaded(Mixed):
-    """What autograd saves goes elsewhere, and comes back as a copy."""
+    """Layer whose saved tensors are moved to the CPU and come back as copies."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
@@ -309,7 +309,7 @@ class Rates(nn.Module):
 
 
 def test_a_layer_that_cannot_be_built_on_meta() -> None:
-    """It was built there even where nothing is cut; and where it is, torch's error said nothing of partitions."""
+    """The layer was built on meta even if no partition needs it, and torch's error did not mention partitions."""
     PipelineModule([LayerSpec(Rates)])
     with pytest.raises(ValueError, match="pass partition='uniform' or boundaries"):
         PipelineModule([LayerSpec(Rates), linear()], chunks=2)
@@ -319,7 +319,7 @@ def test_a_layer_that_cannot_be_built_on_meta() -> None:
 
 
 def test_labels_may_be_none() -> None:
-    """Where there were none the loss was not computed, in training either: `the batch's weight is 0`."""
+    """Without labels the loss was not computed, in training either: `the batch's weight is 0`."""
     engine = engine_of([linear(), linear()], loss=lambda outputs, labels: outputs.square().mean())
     losses = [engine.train_batch((x, None) for x, _ in pairs()).item() for _ in range(2)]
     assert losses[1] < losses[0] and engine.eval_batch((x, None) for x, _ in pairs()).item() < losses[1]
@@ -407,7 +407,7 @@ def test_a_message_that_changed_is_shown_whole(ranks: Any) -> None:
 
 
 class Trips(nn.Module):
-    """On one rank, at the third microbatch."""
+    """Layer that fails on one rank, at the third microbatch."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -489,7 +489,7 @@ def left_alone() -> str:
 
 
 def test_a_rank_that_leaves_before_the_first_step_is_named_as_later(ranks: Any) -> None:
-    """What the others let go of was made by the first step: they failed with an AttributeError."""
+    """The other ranks released objects that only the first step makes, and failed with an AttributeError."""
     assert ranks(2, left_alone)[0].startswith("rank 0 (pipe 0, data 0, tensor 0)")
 
 

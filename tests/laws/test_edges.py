@@ -139,7 +139,7 @@ def test_every_parameter_is_stepped_as_torch_steps_it(
 
 
 def abandoned(stage: int) -> int:
-    """How many of the grids whose engines nobody refers to any more are still there."""
+    """Number of grids that are still alive after the last reference to their engines is gone."""
     grids = []
     for _ in range(2):
         grid = Grid(pipe=2, data=2, timeout=60)

@@ -43,7 +43,7 @@ def made(grid: Grid, layer: Callable[[], nn.Module], kind: str, **config: Any) -
 
 
 def step(engine: Any, batches: Iterator[tuple[Tensor, Tensor]]) -> Any:
-    """One step of either engine."""
+    """Run one training step of a pipeline engine or a module engine."""
     if isinstance(engine, triax.PipelineEngine):
         return engine.train_batch(batches)
     for _ in range(engine.gradient_accumulation_steps()):
@@ -86,7 +86,7 @@ class Trap(nn.Module):
 
 
 def trapped(kind: str, what: str) -> None:
-    """What each rank runs under the launcher."""
+    """Program of each rank under the launcher."""
     engine = made(grid_of(kind, timeout=2), lambda: Trap(what), kind)
     data = batches()
     if what == "reads for ever" and engine.grid.rank == 1:
@@ -97,7 +97,7 @@ def trapped(kind: str, what: str) -> None:
 
 @pytest.fixture
 def launched(ranks: Any, tmp_path: Path) -> Callable[..., tuple[Outcome, str]]:
-    """How a launch of two ranks ended, and what they printed. (`ranks` first: its fork server has torch loaded.)"""
+    """Function that launches two ranks and returns their exit and output; `ranks` has loaded torch before."""
 
     def go(function: Callable[..., object], *args: Any, **options: Any) -> tuple[Outcome, str]:
         outcome = outcome_of(function, *args, ranks=2, logs=tmp_path / "logs", tee=(), **options)
@@ -240,7 +240,7 @@ def test_overflows_of_fp16_are_the_loss_scales(ranks: Any, kind: str) -> None:
 
 
 class Shaped(nn.Linear):
-    """The same code on every rank, and another model by something that only one of them has read."""
+    """Layer that has a bias or not, by a value that only one rank has read."""
 
     with_bias = True
 

@@ -121,7 +121,7 @@ def bad_dependencies(root: Path) -> Iterator[str]:
 
 
 def bad_habits(root: Path) -> Iterator[str]:
-    """What is read or kept behind the caller's back, and what runs a stranger's code."""
+    """Forbidden uses, with their places: environment variables, torch.cuda, unpickling and the like."""
     for file in library(root):
         tree = ast.parse((root / file).read_bytes(), filename=file)
         for found in imports(root, file):
@@ -196,7 +196,7 @@ def test_no_python_file_is_outside_the_house() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What several of them use is a module of tests/support, which alone is on pytest's path."""
+    """Shared code of tests is in tests/support, the only folder of tests on pytest's path."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
         modules = [found.target.split(".")[0] for found in imports(ROOT, str(path.relative_to(ROOT)))]
         assert not [name for name in modules if name.startswith("test_")], path

@@ -57,7 +57,7 @@ OTHERS = [
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how, beside the grid and the schedule."""
+    """Model and training options of a cell, without the grid and the schedule."""
 
     tied: bool = True
     family: str = "gpt"
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def plain(self) -> Job:
-        """The same numbers in the plainest way."""
+        """Job without sequence parallelism and recomputation, for the reference run."""
         return replace(self, sequence_parallel=False, recompute="none")
 
 
@@ -126,7 +126,7 @@ def model(grid: Grid, job: Job, chunks: int = 1) -> PipelineModule:
 
 
 def replicas_agree(engine: Any) -> bool:
-    """Whether every replica, and every stage that holds a tie, has bitwise the same weights."""
+    """True if all replicas, and all stages that hold a tie, have bitwise equal weights."""
     with engine.data_axis.gathered_weights():
         placed = list(engine.module.local_parameters())
         held = [(engine.grid.data, [p.parameter.detach().flatten() for p in placed])]
@@ -148,7 +148,7 @@ Cell = tuple[str, int, int, Job]  # schedule, chunks, ZeRO stage, what is traine
 
 @dataclass
 class Found:
-    """What a rank saw in one cell, of whole tensors only its own parts."""
+    """Values that a rank saw in one cell, with only its own parts of whole tensors."""
 
     initial: dict[str, Shard]
     steps: list[tuple[float, float, dict[str, Shard], dict[str, Shard]]]  # loss, norm, gradients, weights
@@ -156,7 +156,7 @@ class Found:
 
 
 def train(grid: tuple[int, int, int], cells: list[Cell], microbatch: int = 1) -> list[Found]:
-    """On each rank, each cell."""
+    """Train every cell, on each rank."""
     here = triax.Grid(*grid, timeout=60)
     results = []
     for schedule, chunks, stage, job in cells:

@@ -1,4 +1,4 @@
-"""What users of other toolkits met, as invariants: each has its story in a line, and the number of the list."""
+"""Bugs that users of other libraries reported, as invariants, each with its number in the list."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def microbatches(grid: Grid, samples: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    """This replica's share of the batch, one sample each, again and again."""
+    """Endless iterator over this replica's share of the batch, one sample in each microbatch."""
     x, y = batch(samples)
     mine = range(grid.data.rank * samples // grid.data.size, (grid.data.rank + 1) * samples // grid.data.size)
     return itertools.cycle([(x[i : i + 1], y[i : i + 1]) for i in mine])
@@ -180,7 +180,7 @@ def test_16_tied_or_listed_twice_is_one_module_with_all_its_parameters(steps: An
 
 
 class PartialScale(nn.Module):
-    """As a norm on sequence shards: replicated, and each tensor rank's gradient only its own part's."""
+    """Layer like a norm on sequence shards: replicated, with a partial gradient on each tensor rank."""
 
     def __init__(self, *, grid: Grid) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is installed, and how: the wheel, the package, the pins, the Makefile."""
+"""Installation: the wheel, the package, the pins, the Makefile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a step cheap and must not change it: autograd's own gradients, fast norms, nothing sharded over nobody."""
+"""Optimizations of a step that must not change its result: autograd's own gradients, fast norms, axes of size 1."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def shared() -> Shared:
 
 
 def wanted_of(replicas: int, passes: int) -> list[dict[str, Tensor]]:
-    """From ``autograd.grad``: in torch's own ``.grad`` a second pass adds twice to what shares its memory."""
+    """Expected gradients from ``autograd.grad``, because ``.grad`` adds twice to gradients that share memory."""
     model, found = shared(), []
     names, parameters = zip(*model.named_parameters(), strict=True)
     for step in range(2):
@@ -164,7 +164,7 @@ def test_gradients_can_be_asked_for_before_there_are_any() -> None:
 
 
 def test_a_step_without_a_gradient_where_there_was_one() -> None:
-    """What a step did not use stands still, and its gradient is zero, not that of the step before."""
+    """A parameter that a step did not use keeps its value, with a gradient of zero and not that of the last step."""
     model = [nn.Linear(SIDE, SIDE) for _ in range(2)]
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
     engine, *_ = triax.initialize(model=nn.ModuleList(model), config=config, grid=Grid())
@@ -217,7 +217,7 @@ def test_a_norm_that_nothing_needs_is_there_when_asked_for() -> None:
 
 
 def test_a_loss_that_is_reduced_in_place_counts_as_it_was(tmp_path: Path) -> None:
-    """As scripts do to print its mean, with ``dist.all_reduce(loss)``."""
+    """A script may call ``dist.all_reduce(loss)`` to print the mean, and the step still uses the original loss."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "csv_monitor": monitor}
     engine, *_ = triax.initialize(model=nn.Linear(5, 3), config=config, grid=Grid())

@@ -59,7 +59,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def plain(w: dict[str, Tensor], x: Tensor, heads: int, kv_heads: int, documents: Tensor | None) -> Tensor:
-    """The same with torch's functions alone, from whole weights."""
+    """Reference attention with torch's functions alone, from whole weights."""
     seen, places = visible(x[..., 0], documents)
     fused = "qkv.weight" in w
     first, second = ("qkv", "qkv") if fused else ("q", "kv")

@@ -100,7 +100,7 @@ def whole_batch(case: str, replicas: int) -> tuple[float, dict[str, Tensor]]:
 
 
 def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, out: str, meta: bool) -> Any:
-    """One step by 1F1B, and whole gradients by transformers' names; a folder before and after it."""
+    """Train one step with 1F1B: whole gradients by transformers' names, and a saved folder before and after."""
     model = model_of(case)
     grid = Grid(*sizes)
     layers = hf_layers(model)

@@ -83,7 +83,7 @@ def saved(folder: Path, case: str, **options: Any) -> tuple[Path, Tensor, Tensor
 
 
 def weights_of(folder: Path, case: str) -> dict[str, Tensor]:
-    """As transformers reads a folder."""
+    """Weights of a folder as transformers reads them."""
     import transformers
 
     reader: Any = transformers.AutoModelForCausalLM
@@ -269,7 +269,7 @@ def into_a_module(sizes: Sizes, folder: str, ids: Tensor) -> Tensor:
 
 
 def test_a_module_takes_weights_before_the_engine(ranks: Any, tmp_path: Path) -> None:
-    """From several files, and in bf16, which is exact in float32."""
+    """Weights come from several files, and from bf16, which float32 represents exactly."""
     model = make(*CASES["gpt2"]).bfloat16()
     model.save_pretrained(tmp_path / "b", max_shard_size="20KB")
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 2
@@ -279,7 +279,7 @@ def test_a_module_takes_weights_before_the_engine(ranks: Any, tmp_path: Path) ->
 
 
 def sharded_hugging_face(sizes: Sizes, folder: str, ids: Tensor, out: str) -> Tensor:
-    """As it is, and as the one layer of an engine's model."""
+    """A parallelized Hugging Face model alone, and as the only layer of an engine's model."""
     import transformers
 
     grid = Grid(*sizes)
@@ -493,7 +493,7 @@ def test_errors_of_saving(tmp_path: Path) -> None:
 
 
 def test_a_bias_that_has_no_place() -> None:
-    """Of a family that nothing else is known of."""
+    """Error for a bias without a parameter, in an unknown family."""
     model = make(*CASES["llama"])
     weights = dict(model.state_dict()) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
     names = MISTRAL | {"layers.{i+1}.attention.q.*": "model.layers.{i}.self_attn.q_proj.*"}  # type: ignore[operator]
@@ -510,7 +510,7 @@ def test_a_bias_that_has_no_place() -> None:
 
 
 def failures(folder: str, out: str) -> list[str]:
-    """What this rank hears when only one rank fails."""
+    """Errors that this rank raises when only one rank fails."""
     grid = Grid(pipe=2)
     config = config_from_hf(folder)
     assert isinstance(config, GPTConfig)

@@ -56,7 +56,7 @@ CONFIGS = {
 
 
 def build(config: LlamaConfig, grid: Grid, sequence_parallel: bool = False) -> PipelineModule:
-    """With weights so large that nothing is nearly linear, and biases and norms that do something."""
+    """Build layers with weights too large to be nearly linear, and with biases and norms that have an effect."""
     model = PipelineModule(llama_layers(config, sequence_parallel), grid=grid, seed=5, dtype=torch.float64)
     with torch.no_grad():
         for placed in model.local_parameters():

@@ -48,7 +48,7 @@ def accounts(grid: tuple[int, int, int], stage: int, keep: bool, config: dict[st
 
 @pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_traffic_of_each_stage(ranks: Any, replicas: int) -> None:
-    """In model bytes M over a ring: stage 0 and 1 2M, stage 2 (1 + m)M, stage 3 3m M, or (1 + m)M kept gathered.
+    """Traffic in model bytes M over a ring: stage 0 and 1 2M, stage 2 (1 + m)M, stage 3 3m M, kept gathered (1 + m)M.
 
     Where a backward pass is followed by the next forward of its stage, the first layer stays whole in between: with
     LAYERS alike, stage 3 saves 1/LAYERS M each time.
@@ -85,7 +85,7 @@ def frozen(numbers: list[int], plus: dict[str, Any], stage: int) -> Any:
 
 @pytest.mark.parametrize("plus", [{}, {"zero_quantized_weights": True}])
 def test_frozen_weights_travel_in_stage_3_alone(ranks: Any, plus: dict[str, Any]) -> None:
-    """They are gathered as others are, and have no gradient: with half of M frozen 2m M + m M / 2; else m counts half.
+    """Frozen weights are gathered but have no gradient: with half of M frozen 2m M + m M / 2; else m counts half.
 
     A byte a weight, and scales, where they are quantised; the first layer stays whole from a backward to a forward.
     """
@@ -173,7 +173,7 @@ def gpt_report(replicas: int, stage: int) -> Any:
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_counted_bytes_of_a_gpt_are_the_formulas(ranks: Any, replicas: int) -> None:
-    """In fp16, each stage: equal up to the padding of parameters to 16 elements and of buckets to the replicas."""
+    """Bytes in fp16, for each stage, are equal up to the padding of parameters to 16 elements and of buckets."""
     for stage in range(4):
         for parameters, buckets, report in ranks(replicas, gpt_report, replicas, stage):
             held, formula = report["held"], model_states(parameters, replicas, stage, "fp16")._asdict()
@@ -210,7 +210,7 @@ def test_activations_are_what_autograd_saved() -> None:
     [(3, 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((0, 1), (0, 2), (1, 2), (2, 2)))],
 )
 def test_the_processs_peak_is_what_was_counted(stage: int, replicas: int) -> None:
-    """In fresh processes, 25 million parameters: within 10 % of the count, the footprint of imports apart.
+    """Peak of fresh processes with 25 million parameters, within 10 % of the count, without the memory of imports.
 
     Blocks of 64 KiB and more are mapped one by one: what glibc keeps of blocks that were freed is not held.
     """

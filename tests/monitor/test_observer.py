@@ -189,7 +189,7 @@ def test_the_trace_has_every_op_of_the_program_once_on_each_rank(run: tuple[list
 
 
 def test_no_message_is_read_before_it_is_sent(run: tuple[list[dict[str, Any]], Path]) -> None:
-    """On one clock for all ranks, and an arrow for each."""
+    """All ranks use one clock, and every message has an arrow."""
     trace = trace_of(run[1])
     events = trace["traceEvents"]
     assert trace["otherData"]["clock"] == "one clock for all ranks" and trace["otherData"]["clock_error_us"] == 0

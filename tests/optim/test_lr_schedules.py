@@ -26,7 +26,7 @@ def optimizer(**options: Any) -> torch.optim.AdamW:
 
 
 def run(name: str, params: dict[str, Any], steps: int = STEPS) -> list[list[float]]:
-    """What each of the steps 0, 1, ... of an optimizer is taken with, in each group."""
+    """Learning rates of each group at the steps 0, 1, ... of an optimizer."""
     over = optimizer()
     schedule = schedulers.make_scheduler(name, params)(over)
     over.step()  # once, for torch, which warns of schedules that step before their optimizer

@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, dict[str, Any], int], None]
 def reference(
     update: Update | None = None, make: Callable[[Any], torch.optim.Optimizer] | None = None, frozen: int = 0
 ) -> Any:
-    """The same steps on whole tensors: by an optimizer of torch's, or by ``update(p, g, state, step)`` on each."""
+    """Reference steps on whole tensors, by an optimizer of torch or by ``update(p, g, state, step)``."""
     model = PipelineModule(layers(), loss_fn=mean_loss, dtype=torch.float64)
     for p in model.parameters():
         p.requires_grad_(p.dim() != frozen)
@@ -227,7 +227,7 @@ def used_late(kind: str, params: dict[str, Any], zero: dict[str, Any], torchs: b
     ],
 )
 def test_what_is_used_late_begins_then(kind: str, params: dict[str, Any], zero: dict[str, Any]) -> None:
-    """Its state is made with the others', in steps in which it stands still, and is nothing until its first use."""
+    """Optimizer state of a parameter that is used late: made with the others', and zero until the first use."""
     wanted, found = used_late(kind, params, {}, True), used_late(kind, params, zero, False)
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,7 @@ def loads(weights: list[float], cuts: list[int]) -> list[float]:
 
 
 def best_maximum(weights: list[float], parts: int) -> float:
-    """By trying every cut."""
+    """Smallest possible maximum over all partitions, by brute force."""
     n = len(weights)
     return min(max(loads(weights, [0, *cut, n])) for cut in itertools.combinations(range(1, n), parts - 1))
 

@@ -98,7 +98,7 @@ Cell = tuple[str, int, str, int, dict[str, Any]]  # model, stage, schedule, chun
 
 
 def trained(shape: tuple[int, int, int], cells: list[Cell]) -> list[bool]:
-    """For each cell, whether the two builds start alike, in every tensor they hold, and stay so."""
+    """Equality of the two builds' tensors, at the start and after training, for each cell."""
     grid = Grid(*shape, timeout=60)
     alike = []
     for kind, stage, schedule, chunks, more in cells:
@@ -204,7 +204,7 @@ LAYER, LAYERS = 1024, 24  # 4 MiB each
 
 
 def peak(stage: int, device: str | None) -> float:
-    """By how many layers the process grew at the most from before the model to its first step."""
+    """Peak growth of the process from before the model to its first step, in layers."""
     grid = Grid(data=2, timeout=60)
     with own_pages():
         for width in (8, LAYER):  # the first, small one for what is imported on the way

@@ -154,7 +154,7 @@ class Force(nn.Module):
 
 
 def trained(layer: type[nn.Module], batches: list[Tensor], section: dict[str, Any], schedule: str) -> list[Tensor]:
-    """By how much two steps of two such layers miss plain torch's parameters and buffers."""
+    """Difference of parameters and buffers from plain torch's after two steps of two such layers."""
     model = PipelineModule(
         [LayerSpec(layer, WIDTH), LayerSpec(layer, WIDTH)],
         grid=Grid(),

@@ -28,7 +28,7 @@ SIZES = GPTConfig(VOCABULARY, LENGTH, 16, 4, 8, dropout=0.1)
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train the one model."""
+    """Grid and options with which a test trains the model."""
 
     grid: tuple[int, int, int] = (1, 1, 1)
     schedule: str = "1f1b"

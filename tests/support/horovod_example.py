@@ -16,7 +16,7 @@ EXAMPLE = EXAMPLES / "from_horovod" / "mnist.py"
 
 
 def plain_example(ranks: int, samples: int, batch: int, epochs: int, lr: float, clip: float) -> tuple[Any, Any]:
-    """One process, the batches of all ranks at once."""
+    """Reference run: one process with the batches of all ranks at once."""
     space = runpy.run_path(str(EXAMPLE))
     data, held_out = space["digits"](samples, 1, torch.float64), space["digits"](samples // 4, 2, torch.float64)
     torch.manual_seed(42)

@@ -1,4 +1,4 @@
-"""One pool of gloo ranks for the whole test run.
+"""Pool of gloo ranks for the whole test run.
 
     def whole_sum(x):                                   # at the top level of a test file
         dist.all_reduce(x)
@@ -49,7 +49,7 @@ Kind = Literal["raised", "died", "stuck", "returned"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank of a failed job."""
+    """Report of one rank of a failed job."""
 
     rank: int
     kind: Kind
@@ -59,7 +59,7 @@ class RankReport:
 
 
 class RankFailure(Exception):
-    """At least one rank did not return. `reports` holds every rank's story, the first to fail first."""
+    """Error of a job in which a rank did not return. `reports` has each rank's report, the first failure first."""
 
     def __init__(self, job: str, reports: list[RankReport]) -> None:
         self.job = job
@@ -134,7 +134,7 @@ class _Worker:
         self.ready = False
 
     def wait_ready(self, seconds: float) -> bool:
-        """Whether it has finished its last job, and what that left behind, within `seconds`."""
+        """True if the rank has finished and cleaned up its last job within `seconds`."""
         deadline = time.monotonic() + seconds
         while not self.ready:
             left = deadline - time.monotonic()
@@ -353,7 +353,7 @@ def run_ranks(n: int, fn: Callable[..., T], *args: Any, **options: Any) -> list[
 
 
 def _address(fn: Any) -> tuple[tuple[str, str | None, int], str]:
-    """Where a rank finds `fn`: its module's name, file and date, and its name in there."""
+    """Address at which a rank finds `fn`: its module's name, file and date, and its name in the module."""
     import pool_worker
 
     name = getattr(fn, "__module__", None)

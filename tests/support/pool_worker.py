@@ -1,4 +1,4 @@
-"""What one rank of the test pool runs. The parent's side, and the idea, are in `pool.py`.
+"""Program of one rank of the test pool. The parent's side, and the idea, are in `pool.py`.
 
 The fork server imports this file once, and with it everything heavy that tests use; each rank is then a fork
 of that server, which costs milliseconds where a fresh `import torch` costs seconds.
@@ -183,7 +183,7 @@ def _attempt(job: dict[str, Any], rank: int) -> bytes:
 
 @contextlib.contextmanager
 def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
-    """What one job sets, the next does not see: environment, folder, torch's switches, process groups."""
+    """Context that restores after each job the environment, folder, torch's switches and process groups."""
     environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
     size = job["size"]
     if size > 1:

@@ -16,7 +16,7 @@ from triax.models.config import LlamaConfig
 
 @dataclass
 class Step:
-    """What one optimizer step left."""
+    """Values after one optimizer step."""
 
     loss: float
     norm: float
@@ -76,7 +76,7 @@ def llama_logits(
 
 
 def visible(ids: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which tokens each token sees (B, 1, T, T), and its place in its document (B, T), token by token."""
+    """Mask of the tokens that each token sees (B, 1, T, T), and positions within documents (B, T), token by token."""
     rows, length = ids.shape
     numbers = torch.zeros_like(ids) if documents is None else documents
     seen = torch.zeros(rows, 1, length, length, dtype=torch.bool)

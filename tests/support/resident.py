@@ -1,4 +1,4 @@
-"""What a process has in memory, as the kernel counts it."""
+"""Resident memory of a process, as the kernel counts it."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_processes_and_group_numbers_do_not_leak(ranks: Any) -> None:
 
 
 def test_ranks_draw_different_random_numbers(ranks: Any) -> None:
-    """So that code which leans on the global generator does not pass by luck."""
+    """Different numbers on each rank make code fail that depends on the global generator."""
     draws = [answer["draw"] for answer in ranks(4, sees_the_mess)]
     assert len(set(draws)) == 4
 

@@ -240,7 +240,7 @@ def call_wrongly(what: str, grid: Grid) -> None:
         ("label", r"a label lies outside the vocabulary of 10 \(0 to 9\): the ids run from 0 to 10"),
         ("negative label", "the ids run from -1 to 0"),
         ("smoothing", r"label_smoothing is 1.5. Give a number in \[0, 1\]."),
-        ("reduction", "'mean', 'sum' or 'none', not 'max'"),
+        ("reduction", "reduction is 'max'. Give 'mean', 'sum' or 'none'"),
     ],
 )
 def test_errors_state_the_numbers(ranks: Any, what: str, message: str) -> None:

@@ -92,7 +92,7 @@ def worst(a: Tensor, b: Tensor) -> float:
 
 
 def compare(grid: Grid, family: str, train: bool, changes: dict[str, Any]) -> dict[str, float]:
-    """How far outputs and gradients of the sharded model are from the whole one's, relative; and what was sharded."""
+    """Relative differences of the sharded model's outputs and gradients from the whole model's, by name."""
     exact = changes.pop("exact", False)
     whole, model = (make(family, **changes).train(train) for _ in range(2))
     if exact:
@@ -158,7 +158,7 @@ def continued(size: int, family: str) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize(("family", "size"), [("gpt2", 4), ("llama", 4)])
 def test_its_own_generate_goes_on(ranks: Any, family: str, size: int) -> None:
-    """With its cache of this rank's keys and values: 6 heads over 4 ranks, in Llama with 2 of keys and values."""
+    """Transformers' ``generate`` works with a cache of this rank's heads: 6 heads (Llama 2 kv heads) over 4 ranks."""
     for whole, sharded in ranks(size, continued, size, family):
         assert whole == sharded and len(whole) == 13
 
@@ -362,7 +362,7 @@ def test_one_rank_is_left_alone() -> None:
 
 
 def messages(size: int) -> list[str]:
-    """What wrong plans say."""
+    """Error messages of wrong plans."""
 
     def said(model: nn.Module, plan: dict[str, Any] | None) -> str:
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}

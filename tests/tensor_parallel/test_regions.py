@@ -60,7 +60,7 @@ def numbers(shape: tuple[int, ...], seed: int, contiguous: bool = True) -> Tenso
 
 
 def adjoint_on_rank() -> dict[Any, Any]:
-    """For each border and shape: <Ax, y>, <x, A^T y> and the transpose's value, as this rank has them."""
+    """This rank's <Ax, y>, <x, A^T y> and the transpose's value, for each border and shape."""
     grid = Grid(tensor=torch.distributed.get_world_size())
     rank, found = grid.tensor.rank, {}
     for case, contiguous in itertools.product(CASES, (True, False)):
@@ -165,7 +165,7 @@ def gather_wrongly(dim: int, length: int | None) -> str:
 
 def test_a_slice_that_does_not_fit_is_refused(ranks: Any) -> None:
     said = ranks(2, gather_wrongly, -1, 8)
-    assert "dim 1 of the shape (2, 3) has 3 elements, but rank 1 of 2 on tensor holds 4 of 8. Pass the whole" in said[1]
+    assert "dim 1 of the shape (2, 3) has 3 elements, but rank 1 of 2 on tensor holds 4 of 8. Pass length=" in said[1]
     assert all("dim 2 is not a dim of a tensor of shape (2, 3)" in text for text in ranks(2, gather_wrongly, 2, None))
 
 

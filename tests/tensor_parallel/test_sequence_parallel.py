@@ -457,7 +457,7 @@ def refused_on_rank(what: str) -> str:
     [
         ("row", "has shape (2, 6, 8), but sequence parallelism shards dim 1 in equal parts over tensor=4. Pad the"),
         ("embedding", "has shape (2, 6, 8), but sequence parallelism shards dim 1 in equal parts over tensor=4"),
-        ("column", "the input has shape (6, 8), but sequence parallelism needs a shard (B, T / t, K)"),
+        ("column", "the input has shape (6, 8), but sequence parallelism needs (B, T / t, K)"),
         ("alike", "got sequence_parallel=True and input_is_parallel=False"),
         ("units", "out_features is 9, which is 3 units of 3, but tensor=4 needs at least 4. Give tensor=3 at most"),
         ("unit", "RowParallelLinear: in_features is 9, not a multiple of unit=2"),

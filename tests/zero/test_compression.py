@@ -430,7 +430,7 @@ def beside_much(options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows_of_embeddings_never_send_more_than_the_sum(ranks: Any, dtype: str) -> None:
-    """In stage 1 the other parameters of an embedding's bucket are all-reduced, not reduce-scattered."""
+    """The other parameters of an embedding's bucket are all-reduced in stage 1, not reduce-scattered."""
     options = {"communication_data_type": dtype}
     plain, sparse = ranks(2, beside_much, options), ranks(2, beside_much, {**options, "sparse_gradients": True})
     for sent, whole in zip(sparse, plain, strict=True):

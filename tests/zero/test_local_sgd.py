@@ -343,7 +343,7 @@ def beside_synchronous(steps: int) -> Any:
 
 
 def test_meeting_at_every_step_is_synchronous_sgd(ranks: Any) -> None:
-    """With SGD, also with momentum, the mean of the weights equals a step with the mean gradient.
+    """For SGD, also with momentum, the mean of the weights equals a step with the mean gradient.
 
     A synchronization sends as much as a synchronous step: one in 50 steps sends a 50th (in fp32 for fp64, a 100th).
     """
@@ -490,7 +490,7 @@ def together_again(folder: str, stop: int) -> Any:
 
 @pytest.mark.parametrize("stop", [3, 4])  # between two meetings, and at one, where optimizers' states differ still
 def test_steps_together_after_steps_of_their_own(ranks: Any, tmp_path: Path, stop: int) -> None:
-    """They continue from their mean, as a run without local updates does, and stay equal."""
+    """Replicas continue from their mean, as a run without local updates does, and stay equal."""
     everyone = ranks(2, together_again, str(tmp_path), stop)
     for (losses, weights), (plain_losses, plain) in everyone:
         assert losses == pytest.approx(plain_losses, rel=1e-10)
@@ -545,7 +545,7 @@ def saved_at_the_boundary(folder: str) -> Any:
 
 
 def test_nobody_had_stepped_alone(ranks: Any, tmp_path: Path) -> None:
-    """Nothing is averaged, and nothing is logged."""
+    """Without local steps, nothing is averaged and nothing is logged."""
     assert ranks(3, saved_at_the_boundary, str(tmp_path)) == [""] * 3
 
 
@@ -653,7 +653,7 @@ def unlike_steps(folder: str, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
 def test_unlike_numbers_of_steps_are_told(ranks: Any, tmp_path: Path, kind: str) -> None:
-    """On every rank, before anything is sent; after equal numbers of steps they synchronize."""
+    """Every rank raises before anything is sent; after equal numbers of steps the replicas synchronize."""
     first, second = ranks(2, unlike_steps, str(tmp_path), kind)
     assert first[-1] == second[-1]
     for said in (*first[:-1], *second[:-1]):

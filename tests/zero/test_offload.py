@@ -193,7 +193,7 @@ def test_what_is_lent_and_written(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_one_step_is_one_step(tmp_path: Path) -> None:
-    """With several sub-groups, hooks and schedulers see one step, and the state is over whole masters."""
+    """Hooks and schedulers see one step although there are several sub-groups, and the state is over whole masters."""
     engine = engine_of(Grid(), {"stage": 1, "offload_optimizer": nvme(tmp_path)})
     optimizer = engine.optimizer
     assert optimizer is not None

@@ -95,7 +95,7 @@ Trace = list[tuple[dict[str, Tensor], dict[str, Tensor], float]]  # of each step
 
 
 def plain(kind: str, replicas: int, passes: int) -> Trace:
-    """One process, torch's own optimizer, and the mean of the replicas' losses."""
+    """Reference run: one process, torch's own optimizer, and the mean of the replicas' losses."""
     model = net()
     cls, options = OPTIMIZERS[kind]
     optimizer = cls(groups(model), **options)
