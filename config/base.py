@@ -138,13 +138,8 @@ def kinds_of(annotation: Any) -> set[type] | None:
     if origin is Annotated:
         return kinds_of(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        found: set[type] = set()
-        for part in get_args(annotation):
-            kinds = kinds_of(part)
-            if kinds is None:
-                return None
-            found |= kinds
-        return found
+        found = [kinds_of(part) for part in get_args(annotation)]
+        return None if None in found else set[type]().union(*filter(None, found))
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}
     return {annotation} if annotation in (int, float, str, bool, type(None)) else None
@@ -157,12 +152,7 @@ def check_kind(value: Any, kinds: set[type]) -> None:
         ValueError: the value has another type.
     """
     words = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
-    fits = (
-        (isinstance(value, bool) and bool in kinds)
-        or (isinstance(value, (int, float)) and not isinstance(value, bool) and bool(kinds & {int, float}))
-        or (isinstance(value, str) and str in kinds)
-        or (value is None and type(None) in kinds)
-    )
-    if not fits:
+    allowed = kinds | {int, float} if kinds & {int, float} else kinds
+    if not isinstance(value, tuple(allowed)) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(words[kind] for kind in (bool, int, float, str) if kind in kinds)
         raise ValueError(f"give {wanted}, not {describe(value)}")

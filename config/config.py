@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ..grid.errors import ConfigError, describe, no_such
 from .base import Section, inner_section
 from .consistency import check_consistency
-from .json_comments import parse
+from .json_comments import read
 from .schema import Config
 
 
@@ -35,16 +35,7 @@ def parse_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
     if isinstance(config, Config):
         return config
     if isinstance(config, (str, Path)):
-        source = str(config)
-        try:
-            text = Path(config).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"the configuration {source} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the configuration {source} is not text in UTF-8: byte {error.start}") from error
-        except ValueError as error:  # not a path
-            raise ConfigError(f"the configuration {source!r} cannot be read: {error}") from error
-        config = parse(text, source)
+        config = read(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
     try:
@@ -69,22 +60,20 @@ def batch_sizes(config: Config, data: int) -> BatchSizes:
     steps = config.gradient_accumulation_steps
     rule = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas"
     if train is None and micro is None:
-        raise ConfigError(f"no batch size: give train_batch_size or train_micro_batch_size_per_gpu ({rule})")
-    if train is None:
-        assert micro is not None
-        steps = steps or 1
-        return BatchSizes(train=micro * steps * data, micro=micro, accumulation=steps)
+        raise ConfigError(
+            f"the configuration has no batch size: give train_batch_size or train_micro_batch_size_per_gpu ({rule})"
+        )
     if micro is None:
         steps = steps or 1
-        micro = max(1, train // (steps * data))
+        micro = max(1, (train or 0) // (steps * data))
     elif steps is None:
-        steps = max(1, train // (micro * data))
-    if micro * steps * data != train:
+        steps = max(1, (train or 0) // (micro * data))
+    if train not in (None, micro * steps * data):
         raise ConfigError(
             f"train_batch_size {train} is not micro batch {micro} * accumulation steps {steps} * {data} replicas "
             f"= {micro * steps * data}: change one of them ({rule})"
         )
-    return BatchSizes(train=train, micro=micro, accumulation=steps)
+    return BatchSizes(train=micro * steps * data, micro=micro, accumulation=steps)
 
 
 def _explain(error: Any) -> str:

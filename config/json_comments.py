@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from ..grid.errors import ConfigError
@@ -11,6 +12,23 @@ from ..grid.errors import ConfigError
 # A string, so that a comment sign inside it is not taken for a comment; then a comment, to its end.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|/\*', re.DOTALL)
 _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+
+
+def read(path: str | Path) -> Any:
+    """Read and parse a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, and the errors of ``parse``.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not text in UTF-8: byte {error.start}") from error
+    except ValueError as error:  # not a path
+        raise ConfigError(f"the configuration {str(path)!r} cannot be read: {error}") from error
+    return parse(text, str(path))
 
 
 def parse(text: str, source: str) -> Any:

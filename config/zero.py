@@ -27,7 +27,7 @@ class OffloadConfig(Section):
     device: Literal["none", "cpu", "nvme"] = setting(
         "none", "none: on the model's device; cpu: host memory; nvme: a file.", auto=True
     )
-    nvme_path: str | None = setting(None, "Folder of the file, which is not visible there.")
+    nvme_path: str | None = setting(None, "Folder on the disk for the file, which has no name there.")
     pin_memory: bool = setting(False, "Pin host memory, if the model is on a GPU.", auto=True)
 
     @model_validator(mode="before")

@@ -98,14 +98,17 @@ def limit_slots(slots: Slots, nodes: int | None = None, per_node: int | None = N
     """
     if nodes is not None:
         if not 1 <= nodes <= len(slots):
-            raise ConfigError(f"--num_nodes {nodes} of {len(slots)} hosts ({', '.join(slots)}): give 1 to {len(slots)}")
+            raise ConfigError(
+                f"--num_nodes is {nodes}, but there are {len(slots)} hosts ({', '.join(slots)}): give a number from 1 "
+                f"to {len(slots)}"
+            )
         slots = dict(list(slots.items())[:nodes])
     if per_node is not None:
         for host, found in slots.items():
             if not 1 <= per_node <= len(found):
                 raise ConfigError(
-                    f"--num_gpus {per_node} on {host}, which has {len(found)} slots: give 1 to {len(found)}, or its "
-                    "slots in the hostfile"
+                    f"--num_gpus is {per_node}, but {host} has {len(found)} slots: give a number from 1 to "
+                    f"{len(found)}, or change its slots in the hostfile"
                 )
         slots = {host: found[:per_node] for host, found in slots.items()}
     return slots
@@ -136,9 +139,9 @@ def _parse(text: str, every: Slots, option: str) -> Slots:
                 )
             slot = int(number)
             if slot not in every[host]:
-                raise ConfigError(f"{option}: {host} has slots 0 to {len(every[host]) - 1}, and no {slot}")
+                raise ConfigError(f"{option} names slot {slot}, but {host} has slots 0 to {len(every[host]) - 1}")
             if slot in slots:
-                raise ConfigError(f"{option}: slot {slot} of {host} is listed twice")
+                raise ConfigError(f"{option}: slot {slot} of {host} is listed twice: list it once")
             slots.append(slot)
         found[host] = tuple(sorted(slots))
     return found
@@ -155,7 +158,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
         raise ConfigError(f"--nnodes {text!r}: write a number, such as 4, or the least and the most, such as 2:4")
     least, most = int(match[1]), int(match[2] or match[1])
     if not 1 <= least <= most:
-        raise ConfigError(f"--nnodes {text!r}: the least is at least 1, and not more than the most")
+        raise ConfigError(f"--nnodes {text!r}: give the smaller number first, and at least 1, such as 2:4")
     return least, most
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -27,7 +30,11 @@ class LogTail:
     def __init__(self, folder: Path, ranks: Collection[int], started: Path, to: IO[str] | None = None) -> None:
         self._folder, self._ranks, self._started, self._to = folder, set(ranks), started, to
         self._read: dict[Path, int] = {}
-        self._partial: dict[Path, bytes] = {}
+        # An incomplete character stays in a file's decoder until its last bytes come.
+        self._decoders = defaultdict[Path, codecs.IncrementalDecoder](
+            partial(codecs.getincrementaldecoder("utf-8"), "replace")
+        )
+        self._partial: dict[Path, str] = {}  # incomplete lines
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="shows what ranks print")
 
@@ -58,27 +65,12 @@ class LogTail:
             except FileNotFoundError:  # the rank has not made it yet
                 continue
             self._read[path] = self._read.get(path, 0) + len(new)
-            text = self._partial.pop(path, b"") + new
+            text = self._partial.pop(path, "") + self._decoders[path].decode(new, last)
             if len(self._ranks) == 1 and EVERY not in self._ranks:
-                # An incomplete line is shown, an incomplete character is not.
-                end = len(text) if last else _complete_characters(text)
-                to.write(text[:end].decode(errors="replace"))
-                self._partial[path] = text[end:]
-            else:
-                end = len(text) if last else text.rfind(b"\n") + 1
-                rank = path.stem.removeprefix("rank-")
-                for line in text[:end].decode(errors="replace").splitlines():
-                    to.write(f"[rank {rank}] {line}\n")
-                self._partial[path] = text[end:]
+                to.write(text)
+                continue
+            end = len(text) if last else text.rfind("\n") + 1
+            for line in text[:end].splitlines():
+                to.write(f"[rank {path.stem.removeprefix('rank-')}] {line}\n")
+            self._partial[path] = text[end:]
         to.flush()
-
-
-def _complete_characters(text: bytes) -> int:
-    """Return the number of leading bytes that are complete characters of UTF-8."""
-    for back in range(1, min(4, len(text)) + 1):
-        byte = text[-back]
-        if byte >= 0xC0:  # the first byte of a character of several bytes
-            return len(text) if back >= (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else len(text) - back
-        if byte < 0x80:
-            break
-    return len(text)

@@ -88,9 +88,14 @@ class HostRendezvous(RendezvousHandler):
             if heartbeat.closed is not None:
                 raise JobEnded(heartbeat.closed)
             if time.monotonic() > deadline:
-                raise JobEnded(self._close(self._absent_message(missing)))
+                raise JobEnded(self.close(self._absent_message(missing)))
             if wanted > self._attempts:
-                raise JobEnded(self._close(f"{hosts.names[hosts.node]} was restarted, and no restart is left"))
+                raise JobEnded(
+                    self.close(
+                        f"the launcher of {hosts.names[hosts.node]} was restarted, but --max-restarts "
+                        f"{self._attempts} allows no further restart"
+                    )
+                )
             with contextlib.suppress(_Unreachable):
                 wanted = heartbeat.query(partial(self._join, least=wanted))
                 here = heartbeat.query(partial(_present, attempt=wanted, hosts=len(hosts.names)))
@@ -103,7 +108,7 @@ class HostRendezvous(RendezvousHandler):
             if heartbeat.closed is not None:
                 raise JobEnded(heartbeat.closed)
             if time.monotonic() > deadline:
-                raise JobEnded(self._close(f"{hosts.names[0]} has not answered for {hosts.patience:g} s"))
+                raise JobEnded(self.close(f"{hosts.names[0]} has not answered for {hosts.patience:g} s"))
             with contextlib.suppress(_Unreachable, TimeoutError, RuntimeError):
                 place = heartbeat.query(self._ranks_store)
                 if place is not None:
@@ -145,7 +150,7 @@ class HostRendezvous(RendezvousHandler):
         if lost is None:
             return 0
         if self.attempt >= self._attempts:
-            raise JobEnded(self._close(lost))
+            raise JobEnded(self.close(lost))
         return 1
 
     def lost_host(self) -> str | None:
@@ -165,11 +170,7 @@ class HostRendezvous(RendezvousHandler):
             time.sleep(0.05)
         return self._heartbeat.closed
 
-    def close(self, why: str) -> None:
-        """End the job on every host."""
-        self._close(why)
-
-    def _close(self, why: str) -> str:
+    def close(self, why: str) -> str:
         """End the job on every host; return the reason that was given first."""
         with contextlib.suppress(_Unreachable):
             first = self._heartbeat.query(lambda store: store.compare_set("closed", "", why).decode())
@@ -180,12 +181,12 @@ class HostRendezvous(RendezvousHandler):
         return self._heartbeat.closed is not None
 
     def set_closed(self) -> None:
-        self._close("the job was closed")
+        self.close("the job was closed")
 
     def shutdown(self) -> bool:
         """Leave the rendezvous; the first host waits a moment, so that the others can read the reason for the end."""
         if not self._done:
-            self._close(f"{self._hosts.names[self._hosts.node]} left")
+            self.close(f"{self._hosts.names[self._hosts.node]} left")
         self._heartbeat.leave(FAREWELL)
         return True
 
@@ -266,7 +267,7 @@ class _Heartbeat:
         for name, (pulse, when) in zip(hosts.names, self._seen, strict=True):
             if pulse and pulse != "done" and now - when > hosts.lost:
                 return (
-                    f"{name} has not been heard of for {now - when:.0f} s: it, its launcher or the link to it is down"
+                    f"{name} has sent no heartbeat for {now - when:.0f} s: it, its launcher or the link to it is down"
                 )
         return None
 

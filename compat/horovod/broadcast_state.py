@@ -132,18 +132,18 @@ def broadcast_object(
     """Return rank ``root_rank``'s object on every rank. The object is pickled, between ranks of one run. Collective."""
     require_global(process_set)
     require_rank(root_rank)
-    queue, is_root = context().queue, context().grid.rank == root_rank
-    request = CollectiveRequest(
-        "broadcast_object", queue.unique_name("broadcast_object", name), f"from rank {root_rank}"
-    )
-    everyone = queue.run(request, lambda axis: axis.all_gather_object(obj if is_root else None))
+    is_root = context().grid.rank == root_rank
+    everyone = _gather_objects("broadcast_object", name, f"from rank {root_rank}", obj if is_root else None)
     return obj if is_root else everyone[root_rank]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
     """Return every rank's object, in the order of the ranks. Objects are pickled. Collective."""
     require_global(process_set)
+    return _gather_objects("allgather_object", name, "objects", obj)
+
+
+def _gather_objects(kind: str, name: str | None, what: str, obj: Any) -> list[Any]:
     queue = context().queue
-    request = CollectiveRequest("allgather_object", queue.unique_name("allgather_object", name), "objects")
-    found: list[Any] = queue.run(request, lambda axis: axis.all_gather_object(obj))
+    found: list[Any] = queue.run(queue.request(kind, name, what), lambda axis: axis.all_gather_object(obj))
     return found

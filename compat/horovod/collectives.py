@@ -12,7 +12,7 @@ Gradients follow Horovod's conventions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ from torch import Tensor
 from ...grid import Axis
 from .compression import Compression
 from .context import ProcessSet, context, require_global
-from .negotiation import CollectiveRequest, Handle, gather_counts
+from .negotiation import Handle, gather_counts
 from .reductions import (
     Average,
+    Collective,
     ReduceOp,
     Reduction,
     Sum,
     allreduce,
+    arguments_of,
     bool_to_uint8,
     describe,
     require_rank,
@@ -50,25 +52,23 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet |
     Raises:
         ValueError: a tensor of 0 dims, ranks that differ.
     """
-    require_global(process_set)
-    result: Tensor = _Allgather.apply(context().queue.unique_name("allgather", name), tensor)[0]
-    return result
+    return _allgather(tensor, name, process_set).differentiable(tensor)
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+@arguments_of(allgather)
+def allgather_async(*args: Any, **named: Any) -> Handle:
     """Start ``allgather`` in the background. Not differentiable."""
+    return _allgather(*args, **named).start()
+
+
+def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Collective[Tensor]:
     require_global(process_set)
-    request, work = _allgather(context().queue.unique_name("allgather", name), tensor)
-    return context().queue.submit(request, lambda axis: work(axis)[0])
-
-
-def _allgather(name: str, tensor: Tensor) -> tuple[CollectiveRequest, Callable[[Axis], tuple[Tensor, list[int]]]]:
-    """Return the request of an allgather, and the function that runs it: to the result and each rank's rows."""
     require_tensor(tensor, dims=1)
+    counts: list[int] = []  # rows of each rank
 
-    def work(axis: Axis) -> tuple[Tensor, list[int]]:
+    def work(axis: Axis) -> Tensor:
         mine = bool_to_uint8(tensor.detach().contiguous())
-        counts = [count for (count,) in gather_counts(axis, [tensor.shape[0]], context().grid.device)]
+        counts[:] = [count for (count,) in gather_counts(axis, [tensor.shape[0]], context().grid.device)]
         whole = mine.new_empty((sum(counts), *tensor.shape[1:]))
         if len(set(counts)) == 1:
             axis.all_gather(whole, mine)
@@ -78,91 +78,64 @@ def _allgather(name: str, tensor: Tensor) -> tuple[CollectiveRequest, Callable[[
             pending = [axis.broadcast(part, source, async_op=True) for source, part in enumerate(parts) if part.numel()]
             for each in pending:
                 each.wait()
-        return whole.view(tensor.dtype), counts
+        return whole.view(tensor.dtype)
 
-    return CollectiveRequest("allgather", name, f"(any{describe(tensor[:0])[2:]}"), work
+    def gradient(name: str, whole: Tensor) -> Tensor:
+        return allreduce(whole, name=name, op=Average).split(counts)[context().grid.rank]
 
-
-class _Allgather(torch.autograd.Function):
-    """Differentiable allgather: gradients are averaged over the ranks, and each rank takes its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        whole, counts = context().queue.run(*_allgather(name, tensor))
-        ctx.name, ctx.start, ctx.rows = name, sum(counts[: context().grid.rank]), tensor.shape[0]
-        sizes = torch.tensor(counts)
-        ctx.mark_non_differentiable(sizes)
-        return whole, sizes
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        mean = allreduce(gradients[0], name=f"{ctx.name}.gradient", op=Average)
-        return None, mean.narrow(0, ctx.start, ctx.rows)
+    return Collective(context().queue.request("allgather", name, _any_rows(tensor)), work, gradient)
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
     """Return a copy of rank ``root_rank``'s tensor. Differentiable."""
-    require_global(process_set)
-    result: Tensor = _Broadcast.apply(context().queue.unique_name("broadcast", name), root_rank, tensor)
-    return result
+    return _broadcast(tensor, root_rank, name, process_set).differentiable(tensor)
 
 
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+@arguments_of(broadcast)
+def broadcast_async(*args: Any, **named: Any) -> Handle:
     """Start ``broadcast`` in the background. Not differentiable."""
-    require_global(process_set)
-    return context().queue.submit(*_broadcast(context().queue.unique_name("broadcast", name), root_rank, tensor))
+    return _broadcast(*args, **named).start()
 
 
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Tensor:
+@arguments_of(broadcast)
+def broadcast_(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
     """``broadcast`` in place. Not differentiable."""
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
+    synchronize(broadcast_async_(tensor, *args, **named))
+    return tensor
 
 
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+@arguments_of(broadcast)
+def broadcast_async_(*args: Any, **named: Any) -> Handle:
     """Start ``broadcast`` in place in the background: do not use the tensor until ``synchronize(handle)``."""
-    require_global(process_set)
-    name = context().queue.unique_name("broadcast", name)
-    return context().queue.submit(*_broadcast(name, root_rank, tensor, tensor))
+    return _broadcast(*args, **named, in_place=True).start()
 
 
 def _broadcast(
-    name: str, root: int, tensor: Tensor, into: Tensor | None = None
-) -> tuple[CollectiveRequest, Callable[[Axis], Tensor]]:
-    """Return the request of a broadcast, and the function that runs it: into ``into``, or into a new tensor."""
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    *,
+    in_place: bool = False,
+) -> Collective[Tensor]:
+    require_global(process_set)
     require_tensor(tensor)
-    require_rank(root)
+    require_rank(root_rank)
 
     def work(axis: Axis) -> Tensor:
-        result = tensor.detach().clone() if into is None else into.detach()
+        result = tensor.detach() if in_place else tensor.detach().clone()
         whole = bool_to_uint8(result.contiguous())
-        axis.broadcast(whole, root)
+        axis.broadcast(whole, root_rank)
         if whole.data_ptr() != result.data_ptr():
             result.copy_(whole.view(result.dtype))
-        return result if into is None else into
+        return tensor if in_place else result
 
-    return CollectiveRequest("broadcast", name, f"{describe(tensor)} from rank {root}"), work
+    def gradient(name: str, result: Tensor) -> Tensor:
+        mean = allreduce(result, name=name, op=Average)
+        return mean if context().grid.rank == root_rank else torch.zeros_like(mean)
 
-
-class _Broadcast(torch.autograd.Function):
-    """Differentiable broadcast: gradients are averaged over the ranks, and go to the root alone."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, root: int, tensor: Tensor) -> Tensor:
-        ctx.name, ctx.root = name, root
-        result: Tensor = context().queue.run(*_broadcast(name, root, tensor))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        mean = allreduce(gradients[0], name=f"{ctx.name}.gradient", op=Average)
-        return None, None, mean if context().grid.rank == ctx.root else torch.zeros_like(mean)
+    what = f"{describe(tensor)} from rank {root_rank}"
+    return Collective(context().queue.request("broadcast", name, what), work, gradient)
 
 
 # ---------------------------------------------------------------------------------------- alltoall, reducescatter
@@ -188,27 +161,14 @@ def alltoall(
     Raises:
         ValueError: splits that do not add up to n, n that is no multiple of the number of ranks, ranks that differ.
     """
-    require_global(process_set)
-    rows = _rows_per_rank(tensor, splits)
-    whole, received = _Alltoall.apply(context().queue.unique_name("alltoall", name), rows, tensor)
+    whole, received = _alltoall(tensor, splits, name, process_set).differentiable(tensor)
     return whole if splits is None else (whole, received)
 
 
-def alltoall_async(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Handle:
+@arguments_of(alltoall)
+def alltoall_async(*args: Any, **named: Any) -> Handle:
     """Start ``alltoall`` in the background; the result is always the pair, as in Horovod. Not differentiable."""
-    require_global(process_set)
-    request, work = _alltoall(context().queue.unique_name("alltoall", name), _rows_per_rank(tensor, splits), tensor)
-
-    def pair(axis: Axis) -> tuple[Tensor, Tensor]:
-        whole, received = work(axis)
-        return whole, torch.tensor(received, dtype=torch.int32)
-
-    return context().queue.submit(request, pair)
+    return _alltoall(*args, **named).start()
 
 
 def _rows_per_rank(tensor: Tensor, splits: Tensor | Sequence[int] | None) -> list[int]:
@@ -226,19 +186,27 @@ def _rows_per_rank(tensor: Tensor, splits: Tensor | Sequence[int] | None) -> lis
 
 
 def _alltoall(
-    name: str, rows: list[int], tensor: Tensor
-) -> tuple[CollectiveRequest, Callable[[Axis], tuple[Tensor, list[int]]]]:
-    """Return the request of an alltoall, and the function that runs it: to the result and the rows from each rank."""
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Collective[tuple[Tensor, Tensor]]:
+    require_global(process_set)
+    rows = _rows_per_rank(tensor, splits)
+    received: list[int] = []  # rows from each rank
 
-    def work(axis: Axis) -> tuple[Tensor, list[int]]:
+    def work(axis: Axis) -> tuple[Tensor, Tensor]:
         outgoing = bool_to_uint8(tensor.detach().contiguous())
-        table = gather_counts(axis, rows, context().grid.device)
-        received = [row[axis.rank] for row in table]
+        received[:] = [row[axis.rank] for row in gather_counts(axis, rows, context().grid.device)]
         whole = outgoing.new_empty((sum(received), *tensor.shape[1:]))
         exchange(axis, list(outgoing.split(rows)), list(whole.split(received)))
-        return whole.view(tensor.dtype), received
+        return whole.view(tensor.dtype), torch.tensor(received, dtype=torch.int32)
 
-    return CollectiveRequest("alltoall", name, f"(any{describe(tensor[:0])[2:]}"), work
+    def gradient(name: str, whole: Tensor, _: Tensor) -> Tensor:
+        back: Tensor = alltoall(whole, received, name)[0]
+        return back
+
+    return Collective(context().queue.request("alltoall", name, _any_rows(tensor)), work, gradient)
 
 
 def exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -247,7 +215,7 @@ def exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor])
     if axis.size == 1:
         return
     if incoming[axis.rank].is_cuda:  # NCCL would need the point-to-point operations in one batch
-        axis.traffic.add(axis.name, "send", sum(map(_bytes, outgoing)) - _bytes(outgoing[axis.rank]))
+        axis.traffic.add(axis.name, "send", sum(each.nbytes for each in outgoing) - outgoing[axis.rank].nbytes)
         dist.all_to_all(list(incoming), list(outgoing), group=axis.group)
         return
     pending = []
@@ -259,22 +227,6 @@ def exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor])
             pending.append(axis.send(outgoing[to], to, _TAG))
     for each in pending:
         each.wait()
-
-
-class _Alltoall(torch.autograd.Function):
-    """Differentiable alltoall: gradients go back to the ranks that the rows came from."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, rows: list[int], tensor: Tensor) -> tuple[Tensor, Tensor]:
-        whole, received = context().queue.run(*_alltoall(name, rows, tensor))
-        ctx.name, ctx.received = name, received
-        counts = torch.tensor(received, dtype=torch.int32)
-        ctx.mark_non_differentiable(counts)
-        return whole, counts
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, _Alltoall.apply(f"{ctx.name}.gradient", ctx.received, gradients[0])[0]
 
 
 def reducescatter(
@@ -297,11 +249,10 @@ def reducescatter(
     Raises:
         ValueError: another ``op``, and the errors of ``allreduce``.
     """
-    reduction = _sum_or_average(op, prescale_factor, postscale_factor, process_set)
     require_tensor(tensor, dims=1)
     small, ctx = compression.compress(tensor)
-    result: Tensor = _Reducescatter.apply(reduction, context().queue.unique_name("reducescatter", name), small)
-    decompressed: Tensor = compression.decompress(result, ctx)
+    made = _reducescatter(small, name, op, process_set, prescale_factor, postscale_factor)
+    decompressed: Tensor = compression.decompress(made.differentiable(small), ctx)
     return decompressed
 
 
@@ -314,23 +265,18 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start ``reducescatter`` in the background. Not differentiable."""
-    reduction = _sum_or_average(op, prescale_factor, postscale_factor, process_set)
-    name = context().queue.unique_name("reducescatter", name)
-    return context().queue.submit(*_reducescatter(reduction, name, tensor))
-
-
-def _sum_or_average(op: ReduceOp, pre: float, post: float, process_set: ProcessSet | None) -> Reduction:
-    """Return the reduction; ValueError for an operation other than Sum and Average."""
-    reduction = Reduction(op, None, pre, post, process_set)
-    if reduction.op not in (Average, Sum):
-        raise ValueError(f"reducescatter(op={reduction.op.name}): give Average or Sum, or slice an allreduce")
-    return reduction
+    return _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor).start()
 
 
 def _reducescatter(
-    reduction: Reduction, name: str, tensor: Tensor
-) -> tuple[CollectiveRequest, Callable[[Axis], Tensor]]:
-    """Return the request of a reducescatter, and the function that runs it."""
+    tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet | None, pre: float, post: float
+) -> Collective[Tensor]:
+    reduction = Reduction(op, None, pre, post, process_set)
+    if reduction.op not in (Average, Sum):
+        raise ValueError(
+            f"reducescatter(op={reduction.op.name}) is not supported: give op=Average or op=Sum, or take this rank's "
+            f"rows of allreduce(op={reduction.op.name})"
+        )
     reduction.check(tensor)
     require_tensor(tensor, dims=1)
 
@@ -349,23 +295,12 @@ def _reducescatter(
         reduction.finish(axis, result)
         return result
 
-    return CollectiveRequest("reducescatter", name, f"{reduction} of {describe(tensor)}"), work
+    def gradient(name: str, rows: Tensor) -> Tensor:
+        factor = pre * post * (context().grid.size if reduction.op is Sum else 1)
+        return allgather(rows, name) * factor
 
-
-class _Reducescatter(torch.autograd.Function):
-    """Differentiable reducescatter: gradients are allgathered, and for ``Sum`` multiplied by the number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, reduction: Reduction, name: str, tensor: Tensor) -> Tensor:
-        ctx.name, ctx.factor = name, reduction.pre * reduction.post
-        ctx.factor *= context().grid.size if reduction.op is Sum else 1
-        result: Tensor = context().queue.run(*_reducescatter(reduction, name, tensor))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        whole = allgather(gradients[0], name=f"{ctx.name}.gradient")
-        return None, None, whole * ctx.factor
+    what = f"{reduction} of {describe(tensor)}"
+    return Collective(context().queue.request("reducescatter", name, what), work, gradient)
 
 
 def grouped_allgather(
@@ -392,5 +327,6 @@ def grouped_reducescatter(
     ]
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _any_rows(tensor: Tensor) -> str:
+    """Return the shape without the number of rows, and the dtype, for a message: ``(any, 3) float32``."""
+    return f"(any{describe(tensor[:0])[2:]}"

@@ -80,6 +80,10 @@ class CollectiveQueue:
         self._counts[kind] = self._counts.get(kind, -1) + 1
         return f"{kind}.noname.{self._counts[kind]}"
 
+    def request(self, kind: str, name: str | None, what: str) -> CollectiveRequest:
+        """Return the request of a collective, with a generated name if the script gave none."""
+        return CollectiveRequest(kind, self.unique_name(kind, name), what)
+
     def run(self, request: CollectiveRequest, work: Callable[[Axis], Any]) -> Any:
         """Negotiate, run the collective and return its result. Collective.
 

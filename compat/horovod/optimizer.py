@@ -95,28 +95,39 @@ def DistributedOptimizer(
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}: give at least 1")
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor splits the division of op=Average in two: leave it out with op=Sum")
+        raise ValueError(
+            f"gradient_predivide_factor={gradient_predivide_factor} with op=Sum: it divides gradients in two steps, "
+            "and a sum is not divided: leave it out, or give op=Average"
+        )
     if gradient_predivide_factor <= 0:
         raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: give a number above 0")
     if num_groups and groups:
         raise ValueError("num_groups is the deprecated form of groups: give one of them")
     groups = groups or num_groups
     if groups and not elementwise(compression):
-        raise ValueError("a compression of your own is called for one gradient at a time: leave out groups")
+        raise ValueError(
+            "groups put several gradients into one message, but a compression of your own is called for one gradient "
+            "at a time: leave out groups and num_groups"
+        )
     named = _named(optimizer, named_parameters)
     grid = context().grid
     axis = grid.subgroup("data", range(grid.size), f" of optimizer {context().queue.unique_name('optimizer', None)}")
     assert axis is not None
-    factor = gradient_predivide_factor
     settings = {
         "passes": backward_passes_per_step,
         "compression": compression,
-        "before": 1.0 / factor,
-        "after": factor / grid.size if op == Average else 1.0,
-        "groups": groups,
+        "before": 1.0 / gradient_predivide_factor,
+        "after": gradient_predivide_factor / grid.size if op == Average else 1.0,
         "dense": sparse_as_dense,
     }
-    return _distributed(optimizer, named, axis, settings)
+    kind = type(optimizer)
+    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    made: Any = type(kind.__name__, (_DistributedOptimizer, kind), namespace)
+    distributed: _DistributedOptimizer = made.__new__(made)
+    # Not `step`: a scheduler may have replaced it by a wrapper around the given optimizer's own step.
+    vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    distributed._hvd = _GradientAveraging(optimizer, named, axis, groups, settings)
+    return distributed
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -229,10 +240,11 @@ class _GradientAveraging:
         wrapped: torch.optim.Optimizer,
         named: Sequence[tuple[str, nn.Parameter]],
         axis: Axis,
+        groups: int | Sequence[Sequence[nn.Parameter]] | None,
         settings: dict[str, Any],
     ) -> None:
         self.wrapped = wrapped
-        self._named, self._axis, self._settings = list(named), axis, settings
+        self._named, self._axis, self._groups, self._settings = list(named), axis, groups, settings
         self._grid = context().grid
         self.skip = False
         self.reducer = self._make_reducer()
@@ -270,7 +282,7 @@ class _GradientAveraging:
 
     def _make_reducer(self) -> Reducer:
         """Return a Reducer, after comparing the parameters of all ranks. Collective."""
-        grid, settings = self._grid, dict(self._settings)
+        grid = self._grid
         mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
         away = next((name for name, p in self._named if p.device.type not in ("cpu", grid.device.type)), None)
         problem = None if away is None else f"{away} is not on {grid.device}, the ranks' device: move the model there"
@@ -286,25 +298,25 @@ class _GradientAveraging:
                     "model on every rank"
                 )
         trained = [(name, p) for name, p in self._named if p.requires_grad]
-        groups = settings.pop("groups")
-        if isinstance(groups, int) and groups:
+        groups = self._groups or ()
+        if isinstance(groups, int):
             share = math.ceil(len(trained) / groups)
-            parameters = [p for _, p in trained]
-            groups = [parameters[i : i + share] for i in range(0, len(parameters), share)]
-        elif groups:
-            groups = [[p for p in group if p.requires_grad] for group in groups]
-            groups = [group for group in groups if group]
-        return Reducer(trained, grid, self._axis, bucket_bytes=_BUCKET_BYTES, groups=groups or (), **settings)
+            groups = [[p for _, p in trained[i : i + share]] for i in range(0, len(trained), share)]
+        groups = [[p for p in group if p.requires_grad] for group in groups]
+        return Reducer(trained, grid, self._axis, bucket_bytes=_BUCKET_BYTES, groups=groups, **self._settings)
 
 
 def _named(
     optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the optimizer's parameters with their names, in the order of ``given``."""
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    mine = {p for group in groups for p in group}
+    numbered = {
+        p: f"parameter {i} of group {g}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
     if given is None:
-        return [(f"parameter {i} of group {g}", p) for g, group in enumerate(groups) for i, p in enumerate(group)]
+        return [(name, p) for p, name in numbered.items()]
     pairs = list(given)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError("named_parameters must give pairs (name, parameter): pass model.named_parameters()")
@@ -312,31 +324,12 @@ def _named(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"named_parameters has {', '.join(twice)} twice: give every parameter its own name")
-    found = {p: name for name, p in pairs if p in mine}
-    missing = [
-        f"parameter {i} of group {g}" for g, group in enumerate(groups) for i, p in enumerate(group) if p not in found
-    ]
+    found = {p: name for name, p in pairs if p in numbered}
+    missing = [name for p, name in numbered.items() if p not in found]
     if missing:
         raise ValueError(
-            f"named_parameters names {len(found)} of the optimizer's {len(mine)} parameters; without a name are "
+            f"named_parameters names {len(found)} of the optimizer's {len(numbered)} parameters; without a name are "
             f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}: pass model.named_parameters() of the "
             "whole model, or leave the argument out"
         )
     return [(name, p) for p, name in found.items()]
-
-
-def _distributed(
-    optimizer: torch.optim.Optimizer,
-    named: Sequence[tuple[str, nn.Parameter]],
-    axis: Axis,
-    settings: dict[str, Any],
-) -> _DistributedOptimizer:
-    """Return an optimizer of a class derived from the given one's, with its attributes."""
-    kind = type(optimizer)
-    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    made: Any = type(kind.__name__, (_DistributedOptimizer, kind), namespace)
-    distributed: _DistributedOptimizer = made.__new__(made)
-    # Not `step`: a scheduler may have replaced it by a wrapper around the given optimizer's own step.
-    vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    distributed._hvd = _GradientAveraging(optimizer, named, axis, settings)
-    return distributed

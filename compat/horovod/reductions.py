@@ -1,13 +1,17 @@
 """Horovod's reductions: ``allreduce`` and its variants, their handles, ``barrier`` and ``join``.
 
 Arguments have Horovod's names and order. All functions are collective; negotiation.py says what is checked before.
+
+The forms of a collective (differentiable, asynchronous, in place) share one ``Collective``.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +20,60 @@ from ...grid import Axis
 from .compression import Compression
 from .context import ProcessSet, context, require_global
 from .negotiation import CollectiveRequest, Handle
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class Collective(Generic[T]):
+    """Collective whose arguments were checked.
+
+    Attributes:
+        request: description, compared between the ranks.
+        work: runs it on the axis and returns its result.
+        gradient: returns the gradients of the tensors from those of the result, by a collective of the given name. It
+            must not refer to the tensors: the autograd graph would keep them in memory.
+    """
+
+    request: CollectiveRequest
+    work: Callable[[Axis], T]
+    gradient: Callable[..., Tensor | tuple[Tensor, ...]]
+
+    def start(self) -> Handle:
+        """Start it in the background."""
+        return context().queue.submit(self.request, self.work)
+
+    def differentiable(self, *tensors: Tensor) -> T:
+        """Run it as a function of ``tensors`` in the autograd graph; return its result."""
+        result: T = _Differentiable.apply(self, *tensors)
+        return result
+
+
+class _Differentiable(torch.autograd.Function):
+    """Autograd function of a ``Collective``."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Collective[T], *tensors: Tensor) -> T:
+        ctx.name, ctx.gradient = collective.request.name, collective.gradient
+        result: T = context().queue.run(collective.request, collective.work)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found = ctx.gradient(f"{ctx.name}.gradient", *gradients)
+        return None, *(found if isinstance(found, tuple) else (found,))
+
+
+def arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return a decorator for a function that has the arguments of ``other``, so that they are written once."""
+
+    def decorate(function: Callable[..., T]) -> Callable[P, T]:
+        result = inspect.signature(function).return_annotation
+        vars(function)["__signature__"] = inspect.signature(other).replace(return_annotation=result)
+        return function
+
+    return decorate
 
 
 class ReduceOp(enum.IntEnum):
@@ -128,38 +186,21 @@ def allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start ``allreduce`` in the background; ``synchronize(handle)`` returns the result. Not differentiable."""
-    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async("allreduce", name, reduction, [tensor])
+    options = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce_async("allreduce", False, [tensor], *options)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> Tensor:
+@arguments_of(allreduce_async)
+def allreduce_(tensor: Tensor, *options: Any, **named: Any) -> Tensor:
     """``allreduce`` in place. Not differentiable."""
-    result: Tensor = synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
-    return result
+    synchronize(allreduce_async_(tensor, *options, **named))
+    return tensor
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> Handle:
+@arguments_of(allreduce_async)
+def allreduce_async_(tensor: Tensor, *options: Any, **named: Any) -> Handle:
     """Start ``allreduce`` in place in the background: do not use the tensor until ``synchronize(handle)``."""
-    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async("allreduce", name, reduction, [tensor], in_place=True)
+    return _allreduce_async("allreduce", True, [tensor], *options, **named)
 
 
 def grouped_allreduce(
@@ -187,38 +228,21 @@ def grouped_allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start ``grouped_allreduce`` in the background. Not differentiable."""
-    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async("grouped_allreduce", name, reduction, tensors)
+    options = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce_async("grouped_allreduce", False, tensors, *options)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> list[Tensor]:
+@arguments_of(grouped_allreduce_async)
+def grouped_allreduce_(tensors: Sequence[Tensor], *options: Any, **named: Any) -> list[Tensor]:
     """``grouped_allreduce`` in place. Not differentiable."""
-    result: list[Tensor] = synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
-    return result
+    synchronize(grouped_allreduce_async_(tensors, *options, **named))
+    return list(tensors)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> Handle:
+@arguments_of(grouped_allreduce_async)
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *options: Any, **named: Any) -> Handle:
     """Start ``grouped_allreduce`` in place in the background: do not use the tensors until ``synchronize(handle)``."""
-    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _allreduce_async("grouped_allreduce", name, reduction, tensors, in_place=True)
+    return _allreduce_async("grouped_allreduce", True, tensors, *options, **named)
 
 
 def _allreduce_compressed(
@@ -228,27 +252,37 @@ def _allreduce_compressed(
     for tensor in tensors:
         require_tensor(tensor)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    name = context().queue.unique_name(kind, name)
-    results = _Allreduce.apply(kind, name, reduction, *(small for small, _ in pairs))
+    compressed = [small for small, _ in pairs]
+    results = _allreduce(kind, name, reduction, compressed).differentiable(*compressed)
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
 
 def _allreduce_async(
-    kind: str, name: str | None, reduction: Reduction, tensors: Sequence[Tensor], in_place: bool = False
+    kind: str,
+    in_place: bool,
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
 ) -> Handle:
-    queue = context().queue
-    request, work = _allreduce(kind, queue.unique_name(kind, name), reduction, tensors, in_place)
-    return queue.submit(request, work if kind == "grouped_allreduce" else lambda axis: work(axis)[0])
+    """Start an all-reduce; its result is a list for ``grouped_allreduce``, otherwise a tensor."""
+    reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
+    made = _allreduce(kind, name, reduction, tensors, in_place)
+    if kind == "grouped_allreduce":
+        return context().queue.submit(made.request, lambda axis: list(made.work(axis)))
+    return context().queue.submit(made.request, lambda axis: made.work(axis)[0])
 
 
 def _allreduce(
-    kind: str, name: str, reduction: Reduction, tensors: Sequence[Tensor], in_place: bool = False
-) -> tuple[CollectiveRequest, Callable[[Axis], list[Tensor]]]:
-    """Return the request of an all-reduce, and the function that runs it."""
+    kind: str, name: str | None, reduction: Reduction, tensors: Sequence[Tensor], in_place: bool = False
+) -> Collective[tuple[Tensor, ...]]:
     for tensor in tensors:
         reduction.check(tensor)
 
-    def work(axis: Axis) -> list[Tensor]:
+    def work(axis: Axis) -> tuple[Tensor, ...]:
         results = [tensor.detach() if in_place else tensor.detach().clone() for tensor in tensors]
         for dtype in dict.fromkeys(tensor.dtype for tensor in results):
             group = [tensor for tensor in results if tensor.dtype == dtype]
@@ -259,27 +293,18 @@ def _allreduce(
             reduction(axis, flat)
             for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        return list(tensors) if in_place else results
+        return tuple(tensors if in_place else results)
 
-    return CollectiveRequest(kind, name, f"{reduction} of {', '.join(map(describe, tensors))}"), work
-
-
-class _Allreduce(torch.autograd.Function):
-    """Differentiable all-reduce: gradients are reduced in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, kind: str, name: str, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.kind, ctx.name, ctx.reduction = kind, name, reduction
-        return tuple(context().queue.run(*_allreduce(kind, name, reduction, tensors)))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        op = ctx.reduction.op
-        if op not in (Average, Sum):
+    def gradient(name: str, *gradients: Tensor) -> tuple[Tensor, ...]:
+        if reduction.op not in (Average, Sum):
             raise RuntimeError(
-                f"allreduce(op={op.name}) has no gradient here: call it on tensor.detach(), or use Average or Sum"
+                f"allreduce(op={reduction.op.name}) has no gradient here: call it on tensor.detach(), or use Average "
+                "or Sum"
             )
-        return None, None, None, *_Allreduce.apply(ctx.kind, f"{ctx.name}.gradient", ctx.reduction, *gradients)
+        return _allreduce(kind, name, reduction, gradients).differentiable(*gradients)
+
+    what = f"{reduction} of {', '.join(map(describe, tensors))}"
+    return Collective(context().queue.request(kind, name, what), work, gradient)
 
 
 # --------------------------------------------------------------------------------------------- handles, and barrier
@@ -288,7 +313,7 @@ class _Allreduce(torch.autograd.Function):
 def synchronize(handle: Handle) -> Any:
     """Wait for an asynchronous operation; return its result, or raise its error."""
     if not isinstance(handle, Handle):
-        raise TypeError(f"{handle!r} is no handle: give the result of allreduce_async or another function in _async")
+        raise TypeError(f"{handle!r} is not a handle: give the result of allreduce_async or another function in _async")
     return handle.future.result()
 
 
@@ -301,7 +326,7 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     """Wait until every rank has called it."""
     require_global(process_set)
     queue = context().queue
-    queue.run(CollectiveRequest("barrier", queue.unique_name("barrier", None), "all"), lambda axis: axis.barrier())
+    queue.run(queue.request("barrier", None, "all"), lambda axis: axis.barrier())
 
 
 def join(device: int = -1) -> int:
@@ -331,7 +356,7 @@ def require_tensor(tensor: Any, dims: int = 0) -> None:
     """Raise an error unless the value is a dense tensor of at least ``dims`` dims on the ranks' device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"{type(tensor).__name__} is no tensor: give torch.tensor(value); for other objects use "
+            f"{type(tensor).__name__} is not a tensor: give torch.tensor(value); for other objects use "
             "hvd.broadcast_object or hvd.allgather_object"
         )
     if tensor.layout != torch.strided:

@@ -21,7 +21,8 @@ except ImportError as missing:
 # Arguments without effect on a triax engine, and what to do instead.
 _REFUSED = {
     "fsdp": "weights are sharded by ZeRO: leave it out, and set zero_optimization.stage to 3",
-    "parallelism_config": "leave it out, and set tensor_parallel.autotp_size",
+    "parallelism_config": "the configuration sets the number of tensor ranks: leave it out, and set "
+    "tensor_parallel.autotp_size",
     "torch_compile": "triax does not compile models: leave it out",
     "torch_compile_backend": "it turns torch_compile on, and triax does not compile models: leave it out",
     "torch_compile_mode": "it turns torch_compile on, and triax does not compile models: leave it out",
@@ -59,13 +60,15 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.triax is not None and self.deepspeed is not None:
-            raise ConfigError("triax= and deepspeed= are names of one configuration: give one of them")
+            raise ConfigError(
+                "triax= and deepspeed= are both given, but they are names of one configuration: give one of them"
+            )
         if self.triax is None:
             self.triax, self.deepspeed = self.deepspeed, None
         self.auto_values = AutoValues(self.triax if self.triax is not None else {})
         for name, instead in _REFUSED.items():
             if getattr(self, name):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: {instead}")
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported, because {instead}")
         if self.save_only_model and self.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end reads triax's checkpoints, which save_only_model leaves out: give one of them"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config.json_comments import parse
+from ...config.json_comments import parse, read
 from ...grid.errors import ConfigError, describe
 
 # Keys of the section checkpoint, and the Trainer's arguments that replace them.
@@ -41,7 +41,8 @@ class AutoValues:
 
     def __init__(self, source: Mapping[str, Any] | str | Path) -> None:
         if isinstance(source, (str, Path)):
-            source = _read(str(source))
+            is_json = str(source).lstrip().startswith("{")  # JSON text, for a command line
+            source = parse(str(source), "given as JSON") if is_json else read(source)
         if not isinstance(source, Mapping):
             raise ConfigError(f"the configuration is a {type(source).__name__}: give a dict or the path of a JSON file")
         self._source: dict[str, Any] = copy.deepcopy(dict(source))
@@ -194,12 +195,3 @@ def missing_extra(missing: ImportError) -> ImportError:
     return ImportError(
         f"triax.Trainer and TrainingArguments need transformers and accelerate ({missing}): pip install 'triax[hf]'"
     )
-
-
-def _read(source: str) -> Any:
-    if source.lstrip().startswith("{"):  # JSON text, for a command line
-        return parse(source, "given as JSON")
-    try:
-        return parse(Path(source).read_text(encoding="utf-8"), source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration {source} cannot be read: {error}") from error

@@ -312,7 +312,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any) -> None:
             "splits=[1] for 3 rows: give 1 numbers of at least 0 that add",
         ),
         (lambda: hvd.reducescatter(torch.ones(2), op=hvd.Max), "reducescatter(op=Max)"),
-        (lambda: hvd.synchronize(cast(Any, 7)), "7 is no handle"),
+        (lambda: hvd.synchronize(cast(Any, 7)), "7 is not a handle"),
         (lambda: hvd.broadcast_parameters(3), "give model.state_dict()"),
         (lambda: hvd.add_process_set([0]), "groups of processes are the axes of a grid"),
         (lambda: hvd.ProcessSet([0]), "groups of processes are the axes of a grid"),

@@ -565,7 +565,7 @@ def test_buffers_and_other_things_of_a_state_dict() -> None:
         ({"backward_passes_per_step": 0}, "is 0: give at least 1"),
         ({"op": hvd.Adasum}, "op=Adasum"),
         ({"op": hvd.Max}, "op=Max: gradients are averaged or summed"),
-        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "leave it out with op=Sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "leave it out, or give op=Average"),
         ({"gradient_predivide_factor": 0.0}, "is 0.0: give a number above 0"),
         ({"num_groups": 2, "groups": 2}, "give one of them"),
         ({"groups": 2, "compression": Halves}, "one gradient at a time"),

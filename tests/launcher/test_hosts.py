@@ -66,14 +66,14 @@ def test_slots_chosen(include: str, exclude: str, wanted: dict[str, tuple[int, .
     [
         ("worker-1", "worker-2", "both given"),
         ("worker-3", "", "there is no host 'worker-3'; did you mean 'worker-2'?"),
-        ("worker-1:4", "", "worker-1 has slots 0 to 3, and no 4"),
+        ("worker-1:4", "", "--include names slot 4, but worker-1 has slots 0 to 3"),
         ("worker-1:a", "", "'a' is not a slot of worker-1"),
         ("worker-1:", "", "'' is not a slot of worker-1"),
         ("worker-1:0,0", "", "slot 0 of worker-1 is listed twice"),
         ("worker-1:0@worker-1:1", "", "worker-1 is listed twice"),
         ("worker-1@@worker-2", "", "an empty part"),
         ("", "worker-1@worker-2@10.0.0.3", "leaves no slot"),
-        ("", "worker-2:9", "--exclude: worker-2 has slots 0 to 3"),
+        ("", "worker-2:9", "--exclude names slot 9, but worker-2 has slots 0 to 3"),
     ],
 )
 def test_slots_refused(include: str, exclude: str, words: str) -> None:
@@ -102,9 +102,9 @@ def test_the_first_hosts_and_slots() -> None:
     slots = select(HOSTS)
     assert limit_slots(slots, 2, 3) == {"worker-1": (0, 1, 2), "worker-2": (0, 1, 2)}
     assert limit_slots(slots) == slots
-    with pytest.raises(ConfigError, match=r"--num_nodes 4 of 3 hosts .*give 1 to 3"):
+    with pytest.raises(ConfigError, match=r"--num_nodes is 4, but there are 3 hosts .*from 1 to 3"):
         limit_slots(slots, 4)
-    with pytest.raises(ConfigError, match=r"--num_gpus 3 on 10\.0\.0\.3, which has 2 slots"):
+    with pytest.raises(ConfigError, match=r"--num_gpus is 3, but 10\.0\.0\.3 has 2 slots"):
         limit_slots(slots, None, 3)
 
 
