@@ -85,8 +85,10 @@ class Section(BaseModel):
             field, value = type(self).model_fields[key], getattr(self, key)
             if isinstance(value, Section):
                 notes += [f"{key}.{note}" for note in value.notes()]
-            elif extra_of(field).get("x-status") == "idle":
-                notes.append(f"{key} does nothing: {field.description}")
+                continue
+            status = extra_of(field).get("x-status")
+            if status == "idle" or (status == "inert" and value != field.default):
+                notes.append(f"{key} does nothing: {str(field.description).removeprefix('No effect: ')}")
         return notes
 
 

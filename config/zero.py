@@ -201,7 +201,7 @@ class ZeroConfig(Section):
 
     def notes(self) -> list[str]:
         """Return notes on the keys that have no effect in this stage, with the reason."""
-        notes = [reason for key, (value, reason) in _NOTHING.items() if getattr(self, key) == value]
+        notes = []
         if self.offload_param.device != "none" and self.stage < 3:
             notes.append(
                 f"offload_param stores shards of the weights, and in stage {self.stage} they are whole: it does "
@@ -220,17 +220,6 @@ class ZeroConfig(Section):
         return notes + super().notes()
 
 
-_NOTHING = {
-    "contiguous_gradients": (False, "contiguous_gradients false: gradients are in flat buckets all the same"),
-    "round_robin_gradients": (
-        True,
-        "round_robin_gradients true: every bucket is sharded over all replicas, which copy equal amounts",
-    ),
-    "stage3_gather_16bit_weights_on_model_save": (
-        True,
-        "stage3_gather_16bit_weights_on_model_save true: engine.gather() returns whole weights in every stage",
-    ),
-}
 _STAGES = {
     "zero_quantized_weights": (3,),
     "zero_quantized_nontrainable_weights": (3,),

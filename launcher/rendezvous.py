@@ -90,12 +90,8 @@ class HostRendezvous(RendezvousHandler):
             if time.monotonic() > deadline:
                 raise JobEnded(self.close(self._absent_message(missing)))
             if wanted > self._attempts:
-                raise JobEnded(
-                    self.close(
-                        f"the launcher of {hosts.names[hosts.node]} was restarted, but --max-restarts "
-                        f"{self._attempts} allows no further restart"
-                    )
-                )
+                spent = f"--max-restarts {self._attempts} allows no further restart"
+                raise JobEnded(self.close(f"the launcher of {hosts.names[hosts.node]} was restarted, but {spent}"))
             with contextlib.suppress(_Unreachable):
                 wanted = heartbeat.query(partial(self._join, least=wanted))
                 here = heartbeat.query(partial(_present, attempt=wanted, hosts=len(hosts.names)))

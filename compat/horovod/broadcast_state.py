@@ -40,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
         )
     for _, tensor in tensors:
         require_tensor(tensor)
-    _broadcast_all("broadcast_parameters", [tensor for _, tensor in tensors], root_rank, [name for name, _ in tensors])
+    _broadcast_all("broadcast_parameters", tensors, root_rank)
 
 
 def _named(params: Any) -> Iterator[tuple[str, Any]]:
@@ -56,12 +56,12 @@ def _named(params: Any) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _broadcast_all(request: str, tensors: list[Tensor], root: int, names: Iterable[str]) -> None:
-    """Overwrite tensors with the root's. The ranks negotiate once, for all tensors, before any is sent."""
+def _broadcast_all(request: str, named: list[tuple[str, Tensor]], root: int) -> None:
+    """Overwrite named tensors with the root's. The ranks negotiate once, for all tensors, before any is sent."""
 
     def work(axis: Axis) -> None:
         pending = []
-        for tensor in tensors:
+        for _, tensor in named:
             sent = bool_to_uint8(tensor.detach().contiguous())
             pending.append((axis.broadcast(sent, root, async_op=True), sent, tensor.detach()))
         for operation, sent, tensor in pending:
@@ -69,7 +69,7 @@ def _broadcast_all(request: str, tensors: list[Tensor], root: int, names: Iterab
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(sent.view(tensor.dtype))
 
-    listed = ", ".join(f"{name} {describe(tensor)}" for name, tensor in zip(names, tensors, strict=True))
+    listed = ", ".join(f"{name} {describe(tensor)}" for name, tensor in named)
     context().queue.run(CollectiveRequest("broadcast", request, f"from rank {root}: {listed}"), work)
 
 
@@ -120,7 +120,7 @@ def broadcast_optimizer_state(
     if not is_root:
         tensors = []
         state = map_tensors(to_empty, metas)
-    _broadcast_all("optimizer state", tensors, root_rank, map(str, range(len(tensors))))
+    _broadcast_all("optimizer state", [(str(number), tensor) for number, tensor in enumerate(tensors)], root_rank)
     if not is_root:
         with load_in_place(optimizer):
             optimizer.load_state_dict(state)

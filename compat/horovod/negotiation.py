@@ -41,11 +41,6 @@ class CollectiveRequest(NamedTuple):
     name: str
     what: str
 
-    @property
-    def phase(self) -> str:
-        """Name of the collective in Horovod's timeline: ``ALLREDUCE``."""
-        return self.kind.upper()
-
 
 class Handle:
     """Handle of an asynchronous operation: ``hvd.synchronize(handle)`` returns its result."""
@@ -135,9 +130,10 @@ class CollectiveQueue:
     @torch.no_grad()
     def _run(self, request: CollectiveRequest, work: Callable[[Axis], Any]) -> Any:
         with all_or_none(self._grid, lambda: None, f"{request.kind} of {request.name}"):
-            with labeled(self._axis, request.name, f"NEGOTIATE_{request.phase}"):
+            phase = request.kind.upper()  # its name in Horovod's timeline: ALLREDUCE
+            with labeled(self._axis, request.name, f"NEGOTIATE_{phase}"):
                 self._negotiate(request)
-            with labeled(self._axis, request.name, request.phase):
+            with labeled(self._axis, request.name, phase):
                 return work(self._axis)
 
     def _negotiate(self, request: CollectiveRequest) -> None:

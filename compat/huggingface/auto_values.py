@@ -117,8 +117,6 @@ class AutoValues:
             for key in ("optimizer", "scheduler", "fp16", "bf16"):
                 run.config.pop(key, None)
             run.config["zero_optimization"] = {"stage": 0}
-        zero = run.config.get("zero_optimization")
-        stage3 = isinstance(zero, Mapping) and zero.get("stage") == 3
         from_hidden_size = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
         keys = [f"zero_optimization.{key}" for key in from_hidden_size]
         unknown = [key for key in keys if run.get(key) == "auto"]
@@ -129,13 +127,18 @@ class AutoValues:
             )
         if hidden_size is not None:
             run.fill("zero_optimization.reduce_bucket_size", hidden_size * hidden_size)
-            if stage3:
+            if run.get("zero_optimization.stage") == 3:
                 run.fill("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * hidden_size * hidden_size))
                 run.fill("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
         if steps is not None:
             run.match("scheduler.params.total_num_steps", steps, "the number of training steps")
             run.match("scheduler.params.warmup_num_steps", max(1, args.get_warmup_steps(steps)), "warmup_steps")
-        run._refuse_checkpoint_keys()
+        for key, instead in _TRAINER_ARGUMENTS.items():
+            if run.get(f"checkpoint.{key}"):
+                raise ConfigError(
+                    f"checkpoint.{key} has no effect here, because the Trainer decides when checkpoints are written "
+                    f"and read: leave it out, and use the Trainer's {instead}"
+                )
         if run.mismatches:
             lines = "\n".join(run.mismatches)
             raise ConfigError(
@@ -169,15 +172,6 @@ class AutoValues:
         for section in sections:
             found = found.get(section) if isinstance(found, dict) else None
         return (found if isinstance(found, dict) else None), name
-
-    def _refuse_checkpoint_keys(self) -> None:
-        section = self.config.get("checkpoint")
-        for key, instead in _TRAINER_ARGUMENTS.items():
-            if isinstance(section, Mapping) and section.get(key):
-                raise ConfigError(
-                    f"checkpoint.{key}: the Trainer decides when checkpoints are written and read: leave it out, and "
-                    f"use the Trainer's {instead}"
-                )
 
 
 def hidden_size(model_config: Any) -> int | None:

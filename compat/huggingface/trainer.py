@@ -258,10 +258,7 @@ class Trainer(transformers.Trainer):
         return None if self.engine is None else self.engine.get_global_grad_norm()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        return {
-            **super()._build_accelerator_args(**kwargs),
-            "mixed_precision": "no",
-        }  # precision is the engine's
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # the engine casts
 
     # ----------------------------------------------------------------- samples, with tensor ranks
 

@@ -326,8 +326,8 @@ def test_auto_and_what_changes_nothing(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING, logger="triax"):
         engine(Grid(), idle)
     text = caplog.text
-    assert "contiguous_gradients false: gradients are in flat buckets" in text
-    assert "round_robin_gradients true: every bucket is sharded" in text
+    assert "contiguous_gradients does nothing: gradients are always in flat buckets" in text
+    assert "round_robin_gradients does nothing: every bucket is always sharded" in text
     assert "engine.gather() returns whole weights" in text
     assert "stage3_prefetch_bucket_size acts in stage 3, not in stage 1" in text
     assert "reduce_each_microbatch acts in stage 2 and 3, not in stage 1" in text
