@@ -44,8 +44,8 @@ class ActivationCheckpointingConfig(Section):
     def _agrees(self) -> ActivationCheckpointingConfig:
         if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
             raise ValueError(
-                "contiguous_memory_optimization makes one buffer for the slices of number_checkpoints inputs: set "
-                "partition_activations to true, and number_checkpoints"
+                "contiguous_memory_optimization is true, but it needs two other keys, because it makes one buffer for "
+                "slices of number_checkpoints inputs: set partition_activations to true, and give number_checkpoints"
             )
         if self.interval and self.number_checkpoints:
             raise ValueError(

@@ -47,8 +47,9 @@ def _check_precision(config: Config) -> None:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
     if len(enabled) > 1:
         raise ConfigError(
-            f"{' and '.join(f'{key}.enabled' for key in enabled)} are both true: weights of that dtype, or fp32 "
-            "weights and a forward pass under autocast: enable one of them"
+            f"{' and '.join(f'{key}.enabled' for key in enabled)} are both true, but only one can act, because "
+            "bf16 and fp16 store the weights in that dtype, and torch_autocast and amp keep fp32 weights and cast in "
+            "the forward pass: enable one of them"
         )
     if config.communication_data_type and config.torch_autocast.lower_precision_safe_modules:
         raise ConfigError(
@@ -63,27 +64,27 @@ def _check_local_updates(config: Config) -> None:
         return
     if zero.stage:
         raise ConfigError(
-            f"local_updates with zero_optimization.stage {zero.stage}: ZeRO shards one state over all replicas, and "
-            "with local_updates each replica has weights of its own: set the stage to 0"
+            f"zero_optimization.stage is {zero.stage}, but local_updates needs stage 0, because each replica then has "
+            "weights of its own, and ZeRO shards one state over all replicas: set the stage to 0"
         )
     if zero.offload_optimizer.device != "none":
         raise ConfigError(
-            f"local_updates with offload_optimizer on {zero.offload_optimizer.device}: the weights and differences of "
-            "local_updates are kept on the device, beside the master weights: leave one of them out"
+            f"local_updates and offload_optimizer (to {zero.offload_optimizer.device}) are both given, but "
+            "local_updates keeps its weights and differences on the device: leave one of them out"
         )
     scaled = config.prescale_gradients or config.gradient_predivide_factor != 1.0
     if scaled or config.torch_autocast.lower_precision_safe_modules:
         keys = "prescale_gradients and gradient_predivide_factor are"
         raise ConfigError(
             f"{keys if scaled else 'torch_autocast.lower_precision_safe_modules is'} for gradients that are summed "
-            "over replicas, and with local_updates, from start_step on, none are: leave them out "
-            "(communication_data_type sets the dtype in which differences are sent)"
+            "over replicas, but with local_updates no gradients are summed from start_step on: leave them out. "
+            "(communication_data_type sets the dtype in which differences are sent.)"
         )
     if section.type == "async_diloco" and config.checkpoint.every is not None:
         raise ConfigError(
-            "checkpoint.every with local_updates.type async_diloco: a checkpoint holds all replicas at one step, so "
-            "fast replicas would wait: leave it out, and call save_checkpoint on all replicas after the same number "
-            "of steps"
+            f"checkpoint.every is {config.checkpoint.every}, but with local_updates.type async_diloco fast replicas "
+            "would wait for slow ones, because a checkpoint holds all replicas at one step: leave checkpoint.every "
+            "out, and call save_checkpoint on all replicas after the same number of steps"
         )
 
 
@@ -143,6 +144,6 @@ def _check_zero(config: Config) -> None:
         )
     if config.checkpoint.async_ and "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         raise ConfigError(
-            "checkpoint.async copies what is written into the host's memory, and offload to nvme keeps it on disk to "
-            "save that memory: leave out one of them"
+            "checkpoint.async and offload to nvme are both given, but checkpoint.async copies what it writes into host "
+            "memory, and offload to nvme keeps it on disk to save that memory: leave one of them out"
         )

@@ -190,12 +190,13 @@ class ZeroConfig(Section):
         """Refuse keys of ZeRO++ that contradict other keys."""
         if self.zero_quantized_gradients and not self.reduce_scatter and self.stage:
             raise ValueError(
-                "zero_quantized_gradients reduce-scatters gradients, and reduce_scatter is false: give one of them"
+                "zero_quantized_gradients is true and reduce_scatter is false, but quantized gradients are always "
+                "reduce-scattered: change one of them"
             )
         if self.zero_hpz_partition_size > 1 and self.stage == 3 and self.offload_param.device != "none":
             raise ValueError(
-                "zero_hpz_partition_size keeps a second shard of the weights on the device, and offload_param moves "
-                "the first one off it, to save memory: give one of them"
+                f"zero_hpz_partition_size is {self.zero_hpz_partition_size}, which keeps a second shard of the weights "
+                "on the device, but offload_param moves the first one off it to save memory: leave one of them out"
             )
         return self
 

@@ -153,11 +153,11 @@ def outcome_of(
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         shown = None if tee is None else tuple(tee)
         job = LaunchJob(target, args, temp, folder, threads, shown, told)
-        tail = LogTail(logs, tee, Path(temp)) if logs is not None and tee else None
+        tail = LogTail(logs, tee, Path(temp)) if logs is not None and tee else contextlib.nullcontext()
         if hosts is not None:
             # Hides c10d's messages, with stacks, about each attempt to reach a lost host.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
-        with tail if tail is not None else contextlib.nullcontext():
+        with tail:
             return _run(job, ranks, topology, restarts, hosts, rendezvous, grace)
 
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from .worker import EVERY, log_file
@@ -42,9 +41,7 @@ class LogTail:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join(5)
 

@@ -446,7 +446,7 @@ def configured(section: dict[str, Any], interval: int = 0, grid: Grid | None = N
 @pytest.mark.parametrize(
     ("section", "interval", "message"),
     [
-        ({"contiguous_memory_optimization": True}, 0, "set partition_activations to true, and number_checkpoints"),
+        ({"contiguous_memory_optimization": True}, 0, "set partition_activations to true, and give number_checkpoints"),
         ({"interval": 2, "number_checkpoints": 2}, 0, "interval 2 and number_checkpoints 2 both set"),
         ({"number_checkpoints": 2}, 3, "number_checkpoints 2, but the model has activation_checkpoint_interval=3"),
         ({"interval": 2}, 3, "interval 2, but the model has activation_checkpoint_interval=3"),

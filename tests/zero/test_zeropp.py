@@ -564,7 +564,7 @@ def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> Non
         return read_config({"train_batch_size": 1, "zero_optimization": zero, **more})
 
     for zero, more, words in (
-        ({"stage": 2, QGZ: True, "reduce_scatter": False}, {}, "reduce_scatter is false: give one"),
+        ({"stage": 2, QGZ: True, "reduce_scatter": False}, {}, "reduce_scatter is false, but quantized"),
         ({"stage": 2, QGZ: True}, {"communication_data_type": "bf16"}, "sends gradients in 4 bits"),
         ({"stage": 3, HPZ: 2, "offload_param": {"device": "cpu"}}, {}, "a second shard of the weights"),
         ({"stage": 3, HPZ: 0}, {}, "greater than or equal to 1"),
