@@ -32,10 +32,10 @@ from .models.layers import NextTokenLoss as NextTokenLoss
 from .models.llama import llama_layers as llama_layers
 from .monitor import profiler as profiler
 from .pipe.module import PipelineModule as PipelineModule
+from .pipe.program.deadlock import ScheduleError as ScheduleError
 from .pipe.program.schedule import Schedule as Schedule
 from .pipe.program.simulate import Costs as Costs
 from .pipe.program.simulate import simulate as simulate
-from .pipe.program.verify import ScheduleError as ScheduleError
 from .pipe.program.verify import verify as verify
 from .pipe.schedules.choose import make_schedule as make_schedule
 from .pipe.spec import LayerSpec as LayerSpec

@@ -16,8 +16,6 @@ from pathlib import Path
 
 TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of the timeline's parts
 
-_DEFAULT_PORT = 29500
-
 
 @dataclass(frozen=True)
 class Environment:
@@ -40,34 +38,43 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        return Environment(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env.get("MASTER_PORT", _DEFAULT_PORT)),
-            restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            launcher="torchrun",
+        return _environment(
+            env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", restarts=env.get("TORCHELASTIC_RESTART_COUNT", "0")
         )
     if "OMPI_COMM_WORLD_RANK" in env:
-        return _mpi(
-            env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "-x MASTER_ADDR="
-        )
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+        return _mpi(env, *names, how="-x MASTER_ADDR=")
     if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:  # srun may set the first, and never the second
         return _mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", how="-genv MASTER_ADDR ")
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
         # Jobs that share a host must not share a port: derive it from the job's number.
-        port = int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 40000))
-        return Environment(
-            rank=int(env["SLURM_PROCID"]),
-            world_size=int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
-            local_rank=int(env.get("SLURM_LOCALID", "0")),
-            master_addr=env.get("MASTER_ADDR") or _first_host(env),
-            master_port=port,
-            restarts=int(env.get("SLURM_RESTART_COUNT", "0")),
-            launcher="srun",
-        )
+        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 40000
+        size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        restarts = env.get("SLURM_RESTART_COUNT", "0")
+        return _environment(env, "srun", "SLURM_PROCID", size, "SLURM_LOCALID", restarts, _first_host(env), port)
     return None
+
+
+def _environment(
+    env: Mapping[str, str],
+    launcher: str,
+    rank: str,
+    size: str,
+    local_rank: str,
+    restarts: str = "0",
+    address: str = "127.0.0.1",
+    port: int = 29500,
+) -> Environment:
+    """Read a launcher's variables, whose names are given; ``address`` and ``port`` are used if it sets none."""
+    return Environment(
+        rank=int(env[rank]),
+        world_size=int(env[size]),
+        local_rank=int(env.get(local_rank, "0")),
+        master_addr=env.get("MASTER_ADDR") or address,
+        master_port=int(env.get("MASTER_PORT", port)),
+        restarts=int(restarts),
+        launcher=launcher,
+    )
 
 
 def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str) -> Environment:
@@ -82,18 +89,11 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
             f"mpirun started {env[size]} processes, {local_size} of them on this host, and MASTER_ADDR is not set: "
             f"add {how}<host of rank 0> to mpirun"
         )
+    if (job := env.get("PMIX_NAMESPACE")) is None:
+        return _environment(env, "mpirun", rank, size, local_rank)
     # Two jobs on one host must not share a port; Open MPI has a name for each job.
-    job = env.get("PMIX_NAMESPACE")
-    port = _DEFAULT_PORT if job is None else 20000 + zlib.crc32(job.encode()) % 10000
-    return Environment(
-        rank=int(env[rank]),
-        world_size=int(env[size]),
-        local_rank=int(env.get(local_rank, "0")),
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=int(env.get("MASTER_PORT", port)),
-        restarts=0,
-        launcher="mpirun",
-    )
+    port = 20000 + zlib.crc32(job.encode()) % 10000
+    return _environment(env, "mpirun", rank, size, local_rank, port=port)
 
 
 def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:

@@ -77,7 +77,10 @@ class Grid:
         self.rank, self.size = _rank_and_size(environment)
         sizes = {"pipe": pipe, "data": data, "tensor": tensor}
         if sorted(order) != sorted(sizes):
-            raise ValueError(f"order={tuple(order)} must name pipe, data and tensor once each")
+            raise ValueError(
+                f"order={tuple(order)} does not name each axis once: give pipe, data and tensor in the order you want, "
+                f"for instance order={DEFAULT_AXES}"
+            )
         sizes["data"] = _replicas(pipe, data, tensor, self.size)
         self.topology = Topology(**{name: sizes[name] or 1 for name in order})
         self.coordinate = self.topology.coordinate(self.rank)
@@ -123,7 +126,7 @@ class Grid:
     def axis(self, name: str) -> Axis:
         """Return the axis of a name: pipe, data or tensor."""
         if name not in DEFAULT_AXES:
-            raise ValueError(f"no axis {name!r}; the axes are {', '.join(DEFAULT_AXES)}")
+            raise ValueError(f"a grid has no axis {name!r}: give one of {', '.join(DEFAULT_AXES)}")
         axis: Axis = getattr(self, name)
         return axis
 
@@ -318,11 +321,6 @@ class Grid:
         return f"Grid({sizes}; {self.describe()}, {self.device})"
 
 
-def gpus() -> int:
-    """Return the number of GPUs that this process sees."""
-    return torch.cuda.device_count()
-
-
 def _rank_and_size(environment: Environment | None) -> tuple[int, int]:
     """Return this process's rank, and the number of processes."""
     if dist.is_initialized():
@@ -343,12 +341,8 @@ def _replicas(pipe: int, data: int | None, tensor: int, processes: int) -> int:
     if data is not None and replica * data == processes:
         return data
     asked = f"pipe {pipe} x data {data if data is not None else '?'} x tensor {tensor}"
-    if data is None:
-        need = f"a multiple of {replica} processes"
-        nearest = math.ceil(processes / replica) * replica
-    else:
-        nearest = replica * data
-        need = f"{nearest} processes"
+    nearest = replica * (math.ceil(processes / replica) if data is None else data)
+    need = f"a multiple of {replica} processes" if data is None else f"{nearest} processes"
     raise ValueError(
         f"a grid of {asked} needs {need}, and there "
         f"{'is 1' if processes == 1 else f'are {processes}'}: start it with torchrun --nproc-per-node {nearest}, "

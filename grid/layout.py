@@ -59,24 +59,30 @@ class Layout:
     def __post_init__(self) -> None:
         if self.shard_dim is None:
             if self.parts is not None or self.unit != 1:
-                what = f"a unit of {self.unit} without the dim it lies on"
-                if self.parts is not None:
-                    what = f"parts {self.parts} without the dim they lie on"
-                raise ValueError(f"{what}: give shard_dim too")
+                raise ValueError(
+                    f"parts={self.parts} and unit={self.unit} describe the dim that the tensor axis shards, but "
+                    "shard_dim is None: give shard_dim too"
+                )
         elif not 0 <= self.shard_dim < len(self.shape):
-            raise ValueError(f"shard_dim {self.shard_dim} is not a dim of {self.shape}")
+            raise ValueError(
+                f"shard_dim={self.shard_dim} is no dim of the shape {self.shape}: give 0 to {len(self.shape) - 1}"
+            )
         elif self.parts is not None and sum(self.parts) != self.shape[self.shard_dim]:
             raise ValueError(
-                f"parts {self.parts} add up to {sum(self.parts)}, but dim {self.shard_dim} of {self.shape} "
-                f"is {self.shape[self.shard_dim]} long"
+                f"the parts {self.parts} add up to {sum(self.parts)}, but dim {self.shard_dim} of the shape "
+                f"{self.shape} is {self.shape[self.shard_dim]} long: give parts with this sum"
             )
         elif self.unit < 1 or any(length % self.unit for length in self._parts):
             raise ValueError(
-                f"a unit of {self.unit} does not divide {' and '.join(map(str, self._parts))} (dim {self.shard_dim} of "
-                f"{self.shape}): give unit a divisor, for instance the rows of one head"
+                f"unit={self.unit} does not divide {' and '.join(map(str, self._parts))}, the length of dim "
+                f"{self.shard_dim} of the shape {self.shape} or of its parts: give unit a divisor, for instance the "
+                "rows of one head"
             )
         if self.partial and self.shard_dim is not None:
-            raise ValueError("a sharded parameter's gradient is whole on its rank: partial is for replicated ones")
+            raise ValueError(
+                f"partial=True is for replicated parameters, and shard_dim={self.shard_dim} shards this one: leave one "
+                "of them out"
+            )
 
     @property
     def sharded(self) -> bool:
@@ -113,7 +119,10 @@ class Layout:
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return the shard of tensor rank ``rank``: a view of the unsharded tensor if it is one box, else a copy."""
         if tuple(whole.shape) != self.shape:
-            raise ValueError(f"{self.name or 'this parameter'} has shape {self.shape}, not {tuple(whole.shape)}")
+            raise ValueError(
+                f"the tensor to shard has the shape {tuple(whole.shape)}, but {self.name or 'the parameter'} has the "
+                f"shape {self.shape}: give the unsharded tensor"
+            )
         if self.shard_dim is None:
             return whole
         pieces = [whole[box.whole] for box in self.boxes(rank, size)]

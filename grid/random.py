@@ -159,7 +159,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float, axis: Axis | None = None) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
-            raise ValueError(f"a dropout probability lies in [0, 1), not {p}")
+            raise ValueError(f"the dropout probability p is {p}: give a number of at least 0 and less than 1")
         self.p = p
         self.axis = axis
         self._layer = ""
@@ -176,8 +176,8 @@ class Dropout(nn.Module):
         samples = self._state.samples or range(x.shape[0])
         if len(samples) != x.shape[0]:
             raise ValueError(
-                f"dropout in {self._layer or 'a layer'}: dim 0 of the input is {x.shape[0]}, but the microbatch has "
-                f"{len(samples)} samples; put the samples on dim 0"
+                f"the input of the Dropout {self._layer or 'of a layer'} has {x.shape[0]} rows on dim 0, but the "
+                f"microbatch has {len(samples)} samples: put the samples on dim 0"
             )
         key = derive(self._state.seed, "dropout", self._state.draw(), self._layer)
         ids = torch.tensor(samples, device=x.device)  # (B,)

@@ -46,7 +46,7 @@ def header(tensors: Announced) -> tuple[bytes, dict[str, int]]:
     for name, (shape, dtype) in tensors.items():
         if dtype not in SAFETENSORS_NAMES:
             raise ValueError(
-                f"{name} is of {dtype}, which safetensors does not hold: give one of "
+                f"{name} has the dtype {dtype}, which the safetensors format does not have: convert it to one of "
                 f"{', '.join(SAFETENSORS_NAMES.values())}"
             )
         stop = at + math.prod(shape) * dtype.itemsize
@@ -94,11 +94,15 @@ class TensorStream:
         """
         wanted = next(self._names, None)
         if wanted != name:
-            raise ValueError(f"{name} came in the place of {wanted}")
+            raise ValueError(
+                f"{name} was written where {wanted or 'the end of the file'} was announced: write the tensors in the "
+                "announced order"
+            )
         shape, dtype = self._tensors[name]
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             raise ValueError(
-                f"{name} was announced as {shape} of {dtype}, and is {tuple(tensor.shape)} of {tensor.dtype}"
+                f"{name} was announced with the shape {tuple(shape)} and {dtype}, but has the shape "
+                f"{tuple(tensor.shape)} and {tensor.dtype}: announce what is written"
             )
         return self._write(self._starts[name], memoryview(raw(tensor)))
 

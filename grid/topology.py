@@ -33,7 +33,7 @@ class Topology:
             axes |= {name: 1 for name in DEFAULT_AXES if name not in axes}
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"axis {name} has size {size!r}; a size is a whole number of at least 1")
+                raise ValueError(f"the {name} axis has the size {size!r}: give a whole number of at least 1")
         self.axes: dict[str, int] = dict(axes)
         make: Any = namedtuple  # its fields are the caller's, so no type checker can know them
         self._coordinate = make("Coordinate", list(axes))
@@ -65,7 +65,10 @@ class Topology:
         Coordinate(pipe=1, data=0, tensor=1)
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not on a grid of {self.world_size} ranks (0 to {self.world_size - 1})")
+            raise ValueError(
+                f"rank {rank} does not exist, because the grid has {self.world_size} ranks: give 0 to "
+                f"{self.world_size - 1}"
+            )
         place = []
         for size in reversed(self.shape):
             rank, at = divmod(rank, size)
@@ -94,7 +97,8 @@ class Topology:
             self._check(axis)
             if not 0 <= at < self.axes[axis]:
                 raise ValueError(
-                    f"{axis}={at} is not on an axis of size {self.axes[axis]} (0 to {self.axes[axis] - 1})"
+                    f"{axis}={at} does not exist, because the {axis} axis has the size {self.axes[axis]}: give 0 to "
+                    f"{self.axes[axis] - 1}"
                 )
         spans = [(fixed[name],) if name in fixed else range(size) for name, size in self.axes.items()]
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
@@ -117,7 +121,7 @@ class Topology:
 
     def _check(self, axis: str) -> None:
         if axis not in self.axes:
-            raise ValueError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.axes)}")
+            raise ValueError(f"{self} has no axis {axis!r}: give one of {', '.join(self.axes)}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Topology) and list(self.axes.items()) == list(other.axes.items())

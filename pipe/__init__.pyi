@@ -1,11 +1,11 @@
 from .module import PipelineModule as PipelineModule
+from .program.deadlock import ScheduleError as ScheduleError
 from .program.ops import Op as Op
 from .program.passes import lower as lower
 from .program.program import Program as Program
 from .program.schedule import Schedule as Schedule
 from .program.simulate import Costs as Costs
 from .program.timeline import Timeline as Timeline
-from .program.verify import ScheduleError as ScheduleError
 from .schedules.choose import make_schedule as make_schedule
 from .schedules.search import find_schedule as find_schedule
 from .spec import LayerSpec as LayerSpec

@@ -16,17 +16,12 @@ from torch import Tensor
 from .pending import All, Done, Pending, Then, started
 from .traffic import Traffic
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
+# Reductions: torch's name, and the function of two tensors.
+_OPS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
 }
 _SMALL, _MEDIUM = 2**10, 2**24  # bytes
 # Tags of the messages of these collectives. Messages between stages have tags from 2 on.
@@ -78,7 +73,7 @@ class Axis:
         small = tensor.device.type == "cpu" and nbytes(tensor) <= _SMALL and self.size.bit_count() == 1
         if small and not async_op and self.size > 1:
             return self._exchange(tensor, op)
-        return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op])
+        return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op][0])
 
     def _exchange_whole(self, tensor: Tensor, op: str) -> Pending:
         """All-reduce between two ranks in one step: each sends its complete tensor to the other.
@@ -89,7 +84,7 @@ class Axis:
         tensor = tensor.detach()
         theirs = torch.empty_like(tensor)
         works = self._swap([tensor] * 2, [theirs] * 2, _EXCHANGE)
-        return Then(All(works), lambda: _COMBINE[op](tensor, theirs, out=tensor))
+        return Then(All(works), lambda: _OPS[op][1](tensor, theirs, out=tensor))
 
     def _exchange(self, tensor: Tensor, op: str) -> Pending:
         """All-reduce of a small tensor by recursive doubling: in round k ranks at distance 2^k exchange their sums.
@@ -104,7 +99,7 @@ class Axis:
             leaving = group.send([tensor], peer, _EXCHANGE)
             arriving.wait()
             leaving.wait()
-            _COMBINE[op](tensor, theirs, out=tensor)
+            _OPS[op][1](tensor, theirs, out=tensor)
         return Done()
 
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
@@ -114,17 +109,12 @@ class Axis:
         that size and then copy it.
         """
         if self.size == 1:
-            if output.data_ptr() != tensor.data_ptr():
-                output.copy_(tensor)
-            return Done()
+            return _copy(output, tensor)
         self._count("all_gather", nbytes(tensor) * (self.size - 1))
         if tensor.is_cuda:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                return self._start(dist.all_gather_into_tensor, async_op, output, tensor)
+            return self._start_renamed(dist.all_gather_into_tensor, async_op, output, tensor)
         parts = output.view(self.size, *tensor.shape)
-        if parts[self.rank].data_ptr() != tensor.data_ptr():
-            parts[self.rank].copy_(tensor)
+        _copy(parts[self.rank], tensor)
         return started(All(self._swap([parts[self.rank]] * self.size, list(parts), _GATHER)), async_op)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
@@ -135,14 +125,10 @@ class Axis:
         slice.
         """
         if self.size == 1:
-            if output.data_ptr() != tensor.data_ptr():
-                output.copy_(tensor)
-            return Done()
+            return _copy(output, tensor)
         self._count("reduce_scatter", nbytes(tensor) / self.size * (self.size - 1))
         if tensor.is_cuda:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                return self._start(dist.reduce_scatter_tensor, async_op, output, tensor)
+            return self._start_renamed(dist.reduce_scatter_tensor, async_op, output, tensor)
         parts = tensor.view(self.size, -1)
         mine = parts[self.rank]
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
@@ -159,8 +145,7 @@ class Axis:
     def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Send row r of a tensor to rank r, and receive row s of the output from rank s; both (size, ...)."""
         if self.size == 1:
-            output.copy_(tensor)
-            return Done()
+            return _copy(output, tensor)
         self._count("all_to_all", nbytes(tensor) / self.size * (self.size - 1))
         if tensor.is_cuda:
             return self._start(dist.all_to_all_single, async_op, output, tensor)
@@ -213,7 +198,8 @@ class Axis:
         # Without this check torch would take None as the default group, perhaps another grid's.
         if self.group is None:
             raise RuntimeError(
-                f"the {self.name} axis's process group is closed: a step failed, or grid.close() was called"
+                f"the {self.name} axis's process group is closed, because a step failed or grid.close() was "
+                "called: make a new Grid, or start the script again"
             )
         return self.group
 
@@ -223,12 +209,25 @@ class Axis:
         work: Pending | None = collective(*args, group=self._open(), async_op=async_op, **kwargs)
         return work if work is not None else Done()
 
+    def _start_renamed(self, collective: Callable[..., Any], async_op: bool, *args: Any) -> Pending:
+        """Start a collective that torch 2.13 has renamed, without the warning about its old name."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return self._start(collective, async_op, *args)
+
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
 
 
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _copy(output: Tensor, tensor: Tensor) -> Pending:
+    """Copy a tensor to the output, unless they share their memory."""
+    if output.data_ptr() != tensor.data_ptr():
+        output.copy_(tensor)
+    return Done()
 
 
 def _real(tensor: Tensor) -> Tensor:

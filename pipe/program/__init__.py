@@ -5,6 +5,7 @@ schedule.py        Schedule: the compute ops of each rank in order; JSON and CSV
 placement.py       the rank of each stage: loop (0 1 2 0 1 2), zigzag (0 1 2 2 1 0)
 program.py         Program: a schedule with its messages, collectives and tied sums
 passes.py          lower: schedule -> program, by passes that insert REDUCE, GATHER and RELEASE, TIED, SEND and RECV
+deadlock.py        deadlock: the error of a schedule that hangs: which ranks wait for each other, and at which ops
 verify.py          verify: proves completeness, order, memory limits and freedom from deadlock, or a counterexample
 timeline.py        Timeline: the start and end of each op, simulated or measured
 simulate.py        simulate: costs -> timeline, makespan, bubble, peak activations

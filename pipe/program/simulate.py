@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from .deadlock import Wait, deadlock
+from .ops import Op
 from .schedule import Schedule
 from .timeline import Span, Timeline
 
@@ -102,18 +105,11 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during
     its F only.
     """
-    forward_only = schedule.forward_only
-    peaks = []
-    for order in schedule.orders:
-        held = peak = 0
-        for kind, _, _ in order:
-            if kind == "F":
-                held += 1
-                peak = max(peak, held)
-            if kind == "W" or kind == "B" or forward_only:
-                held -= 1
-        peaks.append(peak / schedule.chunks)
-    return tuple(peaks)
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    peaks = [max(accumulate((change[op.kind] for op in order), initial=0)) for order in schedule.orders]
+    if schedule.forward_only:
+        peaks = [min(peak, 1) for peak in peaks]
+    return tuple(peak / schedule.chunks for peak in peaks)
 
 
 def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
@@ -168,7 +164,18 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                 runnable.append(waiting.pop(arrival))
         clock[rank] = now
     if any(len(row) < len(order) for row, order in zip(rows, schedule.orders, strict=True)):
-        from .verify import verify  # it names the ranks and the ops that wait for each other
-
-        verify(schedule)
+        raise deadlock(schedule.orders, [len(row) for row in rows], lambda op: _source(schedule, op))
     return Timeline(tuple(map(tuple, rows)))
+
+
+def _source(schedule: Schedule, op: Op) -> Wait | None:
+    """Return the op whose result an F or a backward reads, and its rank; None if it reads data or the loss."""
+    kind, stage, microbatch = op
+    source = stage - 1 if kind == "F" else stage + 1
+    if not 0 <= source < schedule.stages:
+        return None
+    rank = schedule.placement[source]
+    made = Op("F" if kind == "F" else "B", source, microbatch)
+    if kind in "BI" and made not in schedule.orders[rank]:
+        made = made._replace(kind="I")  # its backward is split
+    return made, rank

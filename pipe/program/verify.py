@@ -16,21 +16,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from .deadlock import ScheduleError, Wait, deadlock
 from .ops import BARE, COMPUTE, GATHER, RECV_B, RECV_F, RECVS, REDUCE, RELEASE, SEND_B, SEND_F, SENDS, TIED, Op, Orders
 from .program import Program, crossing
 from .schedule import Schedule
-
-Wait = tuple[Op, int]  # the op that must come first, and its rank
-
-
-class ScheduleError(ValueError):
-    """A schedule or program that cannot run. `where` holds the ranks and ops that the message names."""
-
-    def __init__(self, message: str, where: Sequence[tuple[int, Op]] = ()) -> None:
-        super().__init__(message)
-        self.where = tuple(where)
+from .simulate import timeline_of
 
 
 def verify(subject: Schedule | Program, memory: float | Sequence[float] | None = None) -> None:
@@ -54,7 +46,7 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
     _complete(schedule, orders)
     if memory is not None:
         _memory(schedule, orders, memory)
-    _acyclic(schedule)
+    timeline_of(schedule)  # raises if it hangs
     if isinstance(subject, Program):
         _weights(subject)
         _messages(subject)
@@ -104,10 +96,8 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
     if done.count(final) != len(done):
         at = next(i for i, state in enumerate(done) if state != final)
         stage, mb = divmod(at, mbs)
-        lacks = [Op("F", stage, mb)] if done[at] == 0 else [Op("B", stage, mb)]
-        if done[at] == 2:
-            lacks = [Op("W", stage, mb)]
-        raise ScheduleError(f"rank {placement[stage]} never runs {lacks[0]}", [(placement[stage], lacks[0])])
+        rank, missing = placement[stage], Op("FBW"[done[at]], stage, mb)
+        raise ScheduleError(f"rank {rank} never runs {missing}", [(rank, missing)])
 
 
 def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
@@ -136,79 +126,6 @@ def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float])
             held -= op.kind in "BW" or forward_only
 
 
-def _needs(schedule: Schedule, op: Op) -> Op | None:
-    """Return the op of another stage whose result `op` reads."""
-    if op.kind == "F" and op.stage > 0:
-        return Op("F", op.stage - 1, op.microbatch)
-    if op.kind in "BI" and op.stage + 1 < schedule.stages:
-        return Op("B", op.stage + 1, op.microbatch)
-    return None
-
-
-def _acyclic(schedule: Schedule) -> None:
-    """Run the orders with their data dependencies only, until the end or until no rank can continue."""
-    stages, mbs, orders = schedule.stages, schedule.microbatches, schedule.orders
-    # one row of padding: the data and the gradient of the loss are ready from the start
-    forward = bytearray([1]) * mbs + bytearray(stages * mbs)
-    backward = bytearray(stages * mbs) + bytearray([1]) * mbs
-    at = [0] * len(orders)
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(orders):
-            i, n = at[rank], len(order)
-            while i < n:
-                kind, stage, mb = order[i]
-                here = stage * mbs + mb
-                if kind == "F":
-                    if not forward[here]:
-                        break
-                    forward[here + mbs] = 1
-                elif kind != "W":
-                    if not backward[here + mbs]:
-                        break
-                    backward[here] = 1
-                i += 1
-            if i != at[rank]:
-                at[rank], progress = i, True
-
-    def waits(rank: int) -> Wait | None:
-        needed = _needs(schedule, orders[rank][at[rank]])
-        if needed is None:
-            return None
-        there = schedule.placement[needed.stage]
-        if needed not in orders[there]:  # its backward is split
-            needed = needed._replace(kind="I")
-        return needed, there
-
-    if any(i < len(order) for i, order in zip(at, orders, strict=True)):
-        raise _deadlock(orders, at, waits)
-
-
-def _deadlock(orders: Orders, at: Sequence[int], waits: Callable[[int], Wait | None]) -> ScheduleError:
-    """Return the error: the circle of ranks that wait for each other, or the chain to a rank that has ended."""
-    rank = next(r for r, order in enumerate(orders) if at[r] < len(order))
-    path: list[int] = []
-    while rank not in path:
-        path.append(rank)
-        wait = waits(rank) if at[rank] < len(orders[rank]) else None
-        if wait is None:
-            break
-        rank = wait[1]
-    else:
-        path = path[path.index(rank) :]
-    lines, where = [], []
-    for r in path:
-        if at[r] == len(orders[r]):
-            lines.append(f"rank {r} has ended")
-            continue
-        op = orders[r][at[r]]
-        where.append((r, op))
-        wait = waits(r)
-        lines.append(f"rank {r} stands at {op}" + (f" and waits for {wait[0]} of rank {wait[1]}" if wait else ""))
-    return ScheduleError("deadlock: " + "; ".join(lines), where)
-
-
 # ------------------------------------------------------------------------------------------ a program
 
 
@@ -218,6 +135,16 @@ def _peer(op: Op) -> Op:
     if kind in (SEND_F, RECV_B):
         return Op(RECV_F if kind == SEND_F else SEND_B, stage + 1, mb)
     return Op(SEND_F if kind == RECV_F else RECV_B, stage - 1, mb)
+
+
+def _read(op: Op, placement: Sequence[int]) -> Op | None:
+    """Return the RECV of the message that a compute op reads, if it comes from another rank."""
+    kind, stage, mb = op
+    if kind == "F" and stage > 0 and placement[stage - 1] != placement[stage]:
+        return Op(RECV_F, stage, mb)
+    if kind in "BI" and stage + 1 < len(placement) and placement[stage + 1] != placement[stage]:
+        return Op(RECV_B, stage, mb)
+    return None
 
 
 def _messages(program: Program) -> None:
@@ -232,12 +159,8 @@ def _messages(program: Program) -> None:
                 raise ScheduleError(f"rank {rank} runs {op} more than once", [(rank, op)])
             seen.add(op)
             if kind not in SENDS and kind not in RECVS:
-                read = None
-                if kind == "F" and stage > 0:
-                    read = Op(RECV_F, stage, mb)
-                elif kind in ("B", "I") and stage < last:
-                    read = Op(RECV_B, stage, mb)
-                if read is not None and placement[_peer(read).stage] != rank and read not in seen:
+                read = _read(op, placement)
+                if read is not None and read not in seen:
                     raise ScheduleError(
                         f"rank {rank}: {op} reads a message that no {read} before it receives", [(rank, op)]
                     )
@@ -315,16 +238,6 @@ def _rendezvous(program: Program) -> None:
     arrived: set[Op] = set()  # RECVs whose message was sent
     standing: dict[int, set[int]] = defaultdict(set)  # tie -> ranks that have reached it
 
-    def needs(op: Op, rank: int) -> Op | None:
-        """Return the RECV of the message that a compute op reads, if it comes from another rank."""
-        if op.kind == "F" and op.stage > 0:
-            read = Op(RECV_F, op.stage, op.microbatch)
-        elif op.kind in ("B", "I") and op.stage + 1 < len(placement):
-            read = Op(RECV_B, op.stage, op.microbatch)
-        else:
-            return None
-        return None if placement[_peer(read).stage] == rank else read
-
     def step(rank: int, op: Op) -> bool:
         kind, stage, mb = op
         if kind in RECVS:
@@ -344,7 +257,7 @@ def _rendezvous(program: Program) -> None:
             sent[channel] = k + 1
             arrived.add(_peer(op))
         elif kind in COMPUTE:
-            read = needs(op, rank)
+            read = _read(op, placement)
             return read is None or read in arrived
         elif kind == TIED:
             standing[mb].add(rank)
@@ -359,16 +272,15 @@ def _rendezvous(program: Program) -> None:
                 at[rank] += 1
                 progress = True
 
-    def waits(rank: int) -> Wait | None:
-        op = program.ops[rank][at[rank]]
+    def waits(op: Op) -> Wait | None:
         if op.kind == TIED:
             there = min(holders[op.microbatch] - standing[op.microbatch])
             return next(Op(TIED, s, op.microbatch) for s in ties[op.microbatch] if placement[s] == there), there
-        needed = op if op.kind in SENDS else needs(op, rank)
+        needed = op if op.kind in SENDS else _read(op, placement)
         return None if needed is None else (_peer(needed), placement[_peer(needed).stage])
 
     if any(i < len(ops) for i, ops in zip(at, program.ops, strict=True)):
-        raise _deadlock(program.ops, at, waits)
+        raise deadlock(program.ops, at, waits)
     for channel, recvs in posted.items():
         if sent[channel] < len(recvs):
             other = _peer(Op(*channel, recvs[sent[channel]]))

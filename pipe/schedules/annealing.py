@@ -39,9 +39,7 @@ class Problem:
         self.mine = [[s for s in range(stages) if self.placement[s] == r] for r in range(self.pipe)]
         cost = self.per_stage = self.costs.op_costs(stages, self.chunks)
         hops = self.costs.hops(self.placement)
-        self.f = [[cost["F"][s] for s in stages_of] for stages_of in self.mine]
-        self.i = [[cost["I"][s] for s in stages_of] for stages_of in self.mine]
-        self.w = [[cost["W"][s] for s in stages_of] for stages_of in self.mine]
+        self.f, self.i, self.w = ([[cost[kind][s] for s in mine] for mine in self.mine] for kind in "FIW")
         self.hop_f, self.hop_b = [*hops, 0.0], [0.0, *hops]
         work = [sum(f) + sum(i) + sum(w) for f, i, w in zip(self.f, self.i, self.w, strict=True)]
         self.work = [self.microbatches * x for x in work]

@@ -5,6 +5,7 @@ A generator returns the order of every rank. Its docstring shows the output.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..program.ops import Op, Orders
@@ -123,12 +124,19 @@ def chunk_order(sizes: Sequence[int], chunks: int) -> list[int]:
 
 
 def number(stage_ops: Sequence[StageOp]) -> list[Op]:
-    """Number the microbatches of each (kind, stage)."""
-    count = dict.fromkeys(stage_ops, 0)
+    """Number the microbatches of each stage's forwards and backwards. A W belongs to the first I that has none yet."""
+    count: Counter[tuple[bool, int]] = Counter()
+    deferred: deque[Op] = deque()
     order = []
     for kind, stage in stage_ops:
-        order.append(Op(kind, stage, count[kind, stage]))
-        count[kind, stage] += 1
+        if kind == "W":
+            order.append(deferred.popleft())
+            continue
+        op = Op(kind, stage, count[kind == "F", stage])
+        count[kind == "F", stage] += 1
+        order.append(op)
+        if kind == "I":
+            deferred.append(op._replace(kind="W"))
     return order
 
 

@@ -10,14 +10,14 @@ down, and the other way round on the way up: so all ranks hold equally many.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..program.ops import Op, Orders
+from ..program.ops import Orders
 from ..program.placement import zigzag
 from ..program.schedule import Schedule
 from ..program.simulate import Costs, timeline_of
 from ..program.timeline import Timeline
+from .classic import number
 from .squeeze import StageOp, squeeze
 
 Pattern = tuple[
@@ -73,62 +73,21 @@ def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     orders = []
     for r in range(pipe):
         down, up, after = r, 2 * pipe - 1 - r, pipe - 1 - r  # `after`: the ranks below this one
-        made = _OrderBuilder()
-        for _ in range(2 * after):
-            made.forward(down)
-        for _ in range(r + 1):
-            made.forward(down)
-            made.forward(up)
-        for _ in range(after):
-            made.backward(up, split=True)
-            made.weight()
-            made.forward(up)
-        for _ in range(microbatches - 2 * pipe + r + 1):
-            made.forward(down)
-            made.backward(up)
-            made.forward(up)
-            made.backward(down)
-        for _ in range(after):
-            made.backward(up)
-            made.forward(up)
-            made.backward(down)
+        weight = ("W", r)  # of the first input gradient whose W is still deferred, see `number`
+        ops = [("F", down)] * (2 * after)
+        ops += [("F", down), ("F", up)] * (r + 1)
+        ops += [("I", up), weight, ("F", up)] * after
+        ops += [("F", down), ("B", up), ("F", up), ("B", down)] * (microbatches - 2 * pipe + r + 1)
+        ops += [("B", up), ("F", up), ("B", down)] * after
         # from the middle on, W is deferred: on even ranks half a step later than on odd ones
         for i in range(r + 1):
-            made.backward(up, split=i > (r + 1) // 2 or (i == (r + 1) // 2 and r % 2 == 1))
-            made.backward(down, split=i >= (r + 1) // 2)
-        for _ in range(after):
-            made.weight()
-            made.backward(down, split=True)
-        while made.deferred:
-            made.weight()
-        orders.append(made.order)
+            ops.append(("I" if i > (r + 1) // 2 or (i == (r + 1) // 2 and r % 2 == 1) else "B", up))
+            ops.append(("I" if i >= (r + 1) // 2 else "B", down))
+        ops += [weight, ("I", down)] * after
+        split = sum(kind == "I" for kind, _ in ops)
+        ops += [weight] * (split - ops.count(weight))
+        orders.append(number(ops))
     return orders
-
-
-class _OrderBuilder:
-    """Builds one rank's order, and counts the microbatches of each stage."""
-
-    def __init__(self) -> None:
-        self.order: list[Op] = []
-        self.deferred: deque[Op] = deque()
-        self.uses: dict[StageOp, int] = {}
-
-    def forward(self, stage: int) -> None:
-        self.order.append(Op("F", stage, self._next("F", stage)))
-
-    def backward(self, stage: int, split: bool = False) -> None:
-        op = Op("I" if split else "B", stage, self._next("B", stage))
-        self.order.append(op)
-        if split:
-            self.deferred.append(op._replace(kind="W"))
-
-    def weight(self) -> None:
-        self.order.append(self.deferred.popleft())
-
-    def _next(self, kind: str, stage: int) -> int:
-        mb = self.uses.get((kind, stage), 0)
-        self.uses[kind, stage] = mb + 1
-        return mb
 
 
 def _zb_v(pipe: int) -> tuple[PatternMaker, int]:
@@ -140,7 +99,8 @@ def _zb_v(pipe: int) -> tuple[PatternMaker, int]:
             down, up = r, 2 * pipe - 1 - r
             f, g, i, j = ("F", down), ("F", up), ("I", down), ("I", up)
             warm = [f] * (2 * (pipe - r) - 1) + [g, f] * r + [g, j] * (pipe - r)
-            patterns.append(first_uses(count, warm + [f, i, g, j] * count + [j, i] * pipe))
+            ops = number(warm + [f, i, g, j] * count + [j, i] * pipe)
+            patterns.append([(op.kind, op.stage) for op in ops if op.microbatch < count])
         return patterns, None
 
     return make_pattern, pipe
@@ -186,17 +146,6 @@ def repeat_block(
         patterns.append([stage_op for _, stage_op in starts])
         hold.append([t if begin <= t <= end else 0 for t, _ in starts])
     return patterns, hold
-
-
-def first_uses(microbatches: int, stage_ops: Sequence[StageOp]) -> list[StageOp]:
-    """Keep the first `microbatches` uses of each stage op."""
-    uses = dict.fromkeys(stage_ops, 0)
-    pattern = []
-    for stage_op in stage_ops:
-        uses[stage_op] += 1
-        if uses[stage_op] <= microbatches:
-            pattern.append(stage_op)
-    return pattern
 
 
 def best_squeezed(make_pattern: PatternMaker, memory: int, microbatches: int) -> Orders:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..program.ops import Op, Orders
 from .classic import merge
-from .squeeze import StageOp, squeeze
+from .squeeze import squeeze
 
 
 def zb_h1(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
@@ -35,10 +35,8 @@ def zb_h2(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
     # too few microbatches for that: take the number of additional forwards ahead (beyond ZB-H1) that is fastest
     results = []
     for additional in range(pipe):
-        patterns: list[list[StageOp]] = []
-        for r in range(pipe):
-            ahead = min(pipe - r + additional, 2 * (pipe - r) - 1)
-            patterns.append(merge([("F", r)] * microbatches, [("I", r)] * microbatches, ahead))
+        ahead = [min(pipe - r + additional, 2 * (pipe - r) - 1) for r in range(pipe)]
+        patterns = [merge([("F", r)] * microbatches, [("I", r)] * microbatches, n) for r, n in enumerate(ahead)]
         results.append(squeeze(patterns, range(pipe), microbatches, [2 * pipe - 1] * pipe, ahead=False))
     return min((result for result in results if result), key=lambda result: result[0])[1]
 

@@ -101,7 +101,7 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
         ("--pipe 20", "8 layers cannot fill 20 stages"),
         ("--tensor 5", "num_attention_heads is 4, but tensor=5 needs at least 5. Give tensor=4 at most"),
         ("--tensor 3 --sequence-parallel", "--sequence 128 is not shared evenly by --tensor 3: give 126"),
-        ("--pipe 0", "axis pipe has size 0"),
+        ("--pipe 0", "the pipe axis has the size 0"),
         ("--text nowhere", "--text nowhere: there is no such file or folder"),
         ("--batch 30 --microbatch 4", "train_batch_size 30 is no multiple of micro batch 4"),
         ("--heads 5", "num_attention_heads=5 does not divide hidden_size=128"),

@@ -252,8 +252,8 @@ def refused_on_rank(sizes: dict[str, Any]) -> str:
             {"pipe": 2, "data": 2, "tensor": 2},
             "a grid of pipe 2 x data 2 x tensor 2 needs 8 processes, and there are 4: start it with torchrun --nproc",
         ),
-        ({"tensor": 0}, "axis tensor has size 0"),
-        ({"order": ("pipe", "data")}, "order=('pipe', 'data') must name pipe, data and tensor once each"),
+        ({"tensor": 0}, "the tensor axis has the size 0"),
+        ({"order": ("pipe", "data")}, "does not name each axis once: give pipe, data and tensor"),
     ],
 )
 def test_sizes_that_do_not_fit_the_processes(ranks: Any, sizes: dict[str, Any], message: str) -> None:
@@ -264,5 +264,5 @@ def test_sizes_that_do_not_fit_the_processes(ranks: Any, sizes: dict[str, Any], 
 def test_errors_on_one_process() -> None:
     with pytest.raises(ValueError, match=r"needs a multiple of 2 processes, and there is 1: .*--nproc-per-node 2"):
         Grid(tensor=2)
-    with pytest.raises(ValueError, match="no axis 'expert'; the axes are pipe, data, tensor"):
+    with pytest.raises(ValueError, match="no axis 'expert': give one of pipe, data, tensor"):
         Grid().axis("expert")

@@ -111,15 +111,18 @@ def test_the_layout_stays_through_what_models_go_through() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Layout((4,), parts=(2, 2)), r"parts \(2, 2\) without the dim"),
-        (lambda: Layout((4,), shard_dim=1), r"shard_dim 1 is not a dim of \(4,\)"),
-        (lambda: Layout((4,), shard_dim=-1), "shard_dim -1"),
-        (lambda: Layout((4,), shard_dim=0, parts=(2, 1)), r"add up to 3, but dim 0 of \(4,\) is 4 long"),
-        (lambda: Layout((4,), shard_dim=0, partial=True), "partial is for replicated"),
-        (lambda: Layout((4,), unit=2), "a unit of 2 without the dim it lies on"),
-        (lambda: Layout((9,), shard_dim=0, unit=2), r"a unit of 2 does not divide 9 \(dim 0 of \(9,\)\)"),
-        (lambda: Layout((6,), shard_dim=0, parts=(4, 2), unit=4), "a unit of 4 does not divide 4 and 2"),
-        (lambda: Layout((4,), name="w", shard_dim=0).shard(torch.zeros(3), 0, 2), r"w has shape \(4,\), not \(3,\)"),
+        (lambda: Layout((4,), parts=(2, 2)), r"parts=\(2, 2\) and unit=1 describe .* shard_dim is None"),
+        (lambda: Layout((4,), shard_dim=1), r"shard_dim=1 is no dim of the shape \(4,\): give 0 to 0"),
+        (lambda: Layout((4,), shard_dim=-1), "shard_dim=-1"),
+        (lambda: Layout((4,), shard_dim=0, parts=(2, 1)), r"add up to 3, but dim 0 of the shape \(4,\) is 4"),
+        (lambda: Layout((4,), shard_dim=0, partial=True), "partial=True is for replicated"),
+        (lambda: Layout((4,), unit=2), "parts=None and unit=2 describe"),
+        (lambda: Layout((9,), shard_dim=0, unit=2), r"unit=2 does not divide 9, .* dim 0 of the shape \(9,\)"),
+        (lambda: Layout((6,), shard_dim=0, parts=(4, 2), unit=4), "unit=4 does not divide 4 and 2"),
+        (
+            lambda: Layout((4,), name="w", shard_dim=0).shard(torch.zeros(3), 0, 2),
+            r"the shape \(3,\), but w has the shape \(4,\)",
+        ),
     ],
 )
 def test_errors(wrong: object, message: str) -> None:

@@ -69,14 +69,14 @@ def test_equality_and_printing() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Topology(pipe=0), "axis pipe has size 0"),
-        (lambda: Topology(tensor=True), "axis tensor has size True"),
-        (lambda: Topology(data=2.0), "axis data has size 2.0"),  # type: ignore[arg-type]
-        (lambda: Topology(pipe=2).coordinate(2), r"rank 2 is not on a grid of 2 ranks \(0 to 1\)"),
+        (lambda: Topology(pipe=0), "the pipe axis has the size 0"),
+        (lambda: Topology(tensor=True), "the tensor axis has the size True"),
+        (lambda: Topology(data=2.0), "the data axis has the size 2.0"),  # type: ignore[arg-type]
+        (lambda: Topology(pipe=2).coordinate(2), "rank 2 does not exist, .* 2 ranks: give 0 to 1"),
         (lambda: Topology(pipe=2).coordinate(-1), "rank -1"),
-        (lambda: Topology(pipe=2).rank(pipe=2), r"pipe=2 is not on an axis of size 2 \(0 to 1\)"),
+        (lambda: Topology(pipe=2).rank(pipe=2), "pipe=2 does not exist, .* the size 2: give 0 to 1"),
         (lambda: Topology(pipe=2, data=2).rank(pipe=1), "has 2 ranks with .*: name data too"),
-        (lambda: Topology(pipe=2).ranks(expert=0), "no axis 'expert' in .* its axes are pipe, data, tensor"),
+        (lambda: Topology(pipe=2).ranks(expert=0), "no axis 'expert': give one of pipe, data, tensor"),
         (lambda: Topology(pipe=2).groups("expert"), "no axis 'expert'"),
         (lambda: Topology(pipe=2).size("expert"), "no axis 'expert'"),
     ],

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, Schedule, make_schedule, verify
+from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
-from triax.pipe.program.verify import ScheduleError
 
 from toys import summed_loss
 

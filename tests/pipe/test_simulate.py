@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import Costs, peak_activations, simulate, timeline_of
 from triax.pipe.program.timeline import Timeline
-from triax.pipe.program.verify import ScheduleError
 from triax.pipe.schedules.choose import make_schedule
 
 from schedule_strategies import schedules

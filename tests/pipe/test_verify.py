@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import COMPUTE, RECVS, SENDS, Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.program import Program
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.verify import ScheduleError, verify
+from triax.pipe.program.verify import verify
 from triax.pipe.schedules.choose import make_schedule
 
 from schedule_strategies import schedules
