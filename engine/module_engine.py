@@ -25,7 +25,7 @@ from ..grid import Grid, Layout, layout_of
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
-from ..pipe.microbatches import require_alike
+from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.protocols import MakeOptimizer
 from .base import Engine
@@ -136,7 +136,7 @@ class ModuleEngine(Engine):
                 share = self.batch.micro * self.batch.accumulation
                 first = self.grid.replica * share + self.microbatch * self.batch.micro
                 set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
-            require_alike(self.grid, (args, kwargs))
+            require_equal_shapes(self.grid, (args, kwargs))
             y = self.module(*args, **kwargs)
             if graph and (self._scales.any or not trains):
                 y, seen = rescaled(y, self._enter_backward if trains else self._enter_eval_backward)

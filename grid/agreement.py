@@ -22,6 +22,7 @@ _FAILURES = (CorruptError, OSError, ValueError, TypeError, KeyError, RuntimeErro
 class AgreeingGrid(Protocol):
     """Protocol: the attributes and methods of a ``Grid`` that agreement between ranks uses."""
 
+    rank: int
     size: int
     device: torch.device
     world: Axis
@@ -75,22 +76,37 @@ def require_equal(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str]) -> N
     Raises:
         ConfigError: on every rank of the grid; the message names a rank that differs, and the difference.
     """
+    if (found := difference(grid, axis, facts, grid.world)) is not None:
+        raise ConfigError(f"ranks differ: {found}. Give every rank the same files, configuration and model")
+
+
+def difference(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str], over: Axis) -> str | None:
+    """Return how the ranks of an axis differ in their facts, or None if they do not. Collective over ``over``.
+
+    Args:
+        grid: grid of the ranks.
+        axis: the axis whose ranks must have equal facts.
+        facts: name -> value, as text.
+        over: the ranks that get the result: the axis itself, or an axis that contains it.
+    """
     differs = torch.tensor([0 if same(axis, sorted(facts.items()), grid.device) else 1], device=grid.device)
-    grid.world.all_reduce(differs, op="max")
+    with over.traffic.uncounted():
+        over.all_reduce(differs, op="max")
     if not int(differs):
-        return
-    everyone: list[tuple[Sequence[int], dict[str, str]]] = grid.world.all_gather_object((axis.ranks, dict(facts)))
-    for ranks, _ in everyone:
-        others = {rank: everyone[rank][1] for rank in ranks}
+        return None
+    gathered = over.all_gather_object((grid.rank, axis.ranks, dict(facts)))
+    everyone: dict[int, dict[str, str]] = {rank: theirs for rank, _, theirs in gathered}
+    for _, ranks, _ in gathered:
+        others = {rank: everyone[rank] for rank in ranks}
         names = dict.fromkeys(name for theirs in others.values() for name in theirs)
         different = [name for name in names if len({theirs.get(name) for theirs in others.values()}) > 1]
         if different:
-            raise ConfigError(_differences(grid, others, different))
-    raise ConfigError("ranks differ in what they run")  # the hashes alone differ: not reached
+            return _differences(grid, others, different)
+    return "in what they run"  # the hashes alone differ: not reached
 
 
 def _differences(grid: AgreeingGrid, facts: Mapping[int, Mapping[str, str]], different: Sequence[str]) -> str:
-    """Return the message: which rank differs from the majority, or else from the first rank, and in what."""
+    """Return which rank differs from the majority, or else from the first rank, and in what."""
     lines = []
     for name in different[:_SHOWN]:
         values = {rank: theirs.get(name) for rank, theirs in facts.items()}
@@ -106,7 +122,7 @@ def _differences(grid: AgreeingGrid, facts: Mapping[int, Mapping[str, str]], dif
                 f"{name} is {value or 'missing'} on {grid.describe(rank)} and {usual or 'missing'} on rank {like}"
             )
     more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
-    return f"ranks differ: {'; '.join(lines)}{more}. Give every rank the same files, configuration and model"
+    return f"{'; '.join(lines)}{more}"
 
 
 @contextmanager

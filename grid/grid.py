@@ -77,10 +77,7 @@ class Grid:
         self.rank, self.size = _rank_and_size(environment)
         sizes = {"pipe": pipe, "data": data, "tensor": tensor}
         if sorted(order) != sorted(sizes):
-            raise ValueError(
-                f"order={tuple(order)} does not name each axis once: give pipe, data and tensor in the order you want, "
-                f"for instance order={DEFAULT_AXES}"
-            )
+            raise ValueError(f"order={tuple(order)} does not name each axis once: give pipe, data, tensor in any order")
         sizes["data"] = _replicas(pipe, data, tensor, self.size)
         self.topology = Topology(**{name: sizes[name] or 1 for name in order})
         self.coordinate = self.topology.coordinate(self.rank)

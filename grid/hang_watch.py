@@ -18,10 +18,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -212,24 +213,18 @@ def with_timeout(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: the call did not return in time.
     """
-    found: list[Any] = []
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.append((True, call()))
+            answer.set_result(call())
         except BaseException as error:
-            found.append((False, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="a call with a limit")
-    thread.start()
-    thread.join(seconds)
-    if not found:
+    threading.Thread(target=run, daemon=True, name="a call with a limit").start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    good, value = found[0]
-    if not good:
-        raise value
-    result: T = value
-    return result
+    return answer.result()
 
 
 def _ours(file: str) -> bool:

@@ -64,13 +64,12 @@ class Layout:
                     "shard_dim is None: give shard_dim too"
                 )
         elif not 0 <= self.shard_dim < len(self.shape):
-            raise ValueError(
-                f"shard_dim={self.shard_dim} is no dim of the shape {self.shape}: give 0 to {len(self.shape) - 1}"
-            )
+            dims = len(self.shape)
+            raise ValueError(f"shard_dim={self.shard_dim} is no dim of the shape {self.shape}: give 0 to {dims - 1}")
         elif self.parts is not None and sum(self.parts) != self.shape[self.shard_dim]:
             raise ValueError(
-                f"the parts {self.parts} add up to {sum(self.parts)}, but dim {self.shard_dim} of the shape "
-                f"{self.shape} is {self.shape[self.shard_dim]} long: give parts with this sum"
+                f"parts={self.parts} add up to {sum(self.parts)}, but dim {self.shard_dim} of the shape {self.shape} "
+                f"is {self.shape[self.shard_dim]} long: give parts with this sum"
             )
         elif self.unit < 1 or any(length % self.unit for length in self._parts):
             raise ValueError(

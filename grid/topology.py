@@ -65,10 +65,7 @@ class Topology:
         Coordinate(pipe=1, data=0, tensor=1)
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"rank {rank} does not exist, because the grid has {self.world_size} ranks: give 0 to "
-                f"{self.world_size - 1}"
-            )
+            raise ValueError(f"rank {rank} is not one of {self.world_size} ranks: give 0 to {self.world_size - 1}")
         place = []
         for size in reversed(self.shape):
             rank, at = divmod(rank, size)
@@ -95,11 +92,8 @@ class Topology:
         """
         for axis, at in fixed.items():
             self._check(axis)
-            if not 0 <= at < self.axes[axis]:
-                raise ValueError(
-                    f"{axis}={at} does not exist, because the {axis} axis has the size {self.axes[axis]}: give 0 to "
-                    f"{self.axes[axis] - 1}"
-                )
+            if not 0 <= at < (size := self.axes[axis]):
+                raise ValueError(f"{axis}={at} does not lie on the {axis} axis of size {size}: give 0 to {size - 1}")
         spans = [(fixed[name],) if name in fixed else range(size) for name, size in self.axes.items()]
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*spans)]

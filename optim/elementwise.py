@@ -30,14 +30,11 @@ class _Elementwise(torch.optim.Optimizer):
 
 
 def _check(lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
-    if not lr >= 0:
-        raise ValueError(f"lr is at least 0, not {lr}")
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: give a number of at least 0")
     if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas are at least 0 and less than 1, not {betas}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay is at least 0, not {weight_decay}")
-    if not eps >= 0:
-        raise ValueError(f"eps is at least 0, not {eps}")
+        raise ValueError(f"betas are {betas}: give numbers of at least 0 and less than 1")
 
 
 class Lion(_Elementwise):

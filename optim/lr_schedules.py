@@ -52,14 +52,9 @@ class ClosedFormSchedule(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the saved step: the parameter groups get its learning rates at once."""
-        self.last_epoch = state_dict["last_batch_iteration"] + 1
+        self._step_count = 0  # so that torch does not warn of a step before the optimizer's
+        self.step(state_dict["last_batch_iteration"])
         self._step_count = self.last_epoch + 1
-        self._last_lr = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
 
 
 def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Rates) -> list[float]:
@@ -165,11 +160,9 @@ class OneCycle(ClosedFormSchedule):
         self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
         self._light = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self._heavy = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        if max(*self._light, *self._heavy) >= 1:
-            name, value = (
-                ("cycle_max_mom", cycle_max_mom) if max(self._heavy) >= 1 else ("cycle_min_mom", cycle_min_mom)
-            )
-            raise ValueError(f"{name} = {value!r}: a momentum must be below 1")
+        for name, momenta in (("cycle_max_mom", self._heavy), ("cycle_min_mom", self._light)):
+            if max(momenta) >= 1:
+                raise ValueError(f"{name} = {momenta}: give momenta below 1")
         self._moves = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self._moves:
             self.note = (
@@ -199,14 +192,6 @@ class OneCycle(ClosedFormSchedule):
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates and betas after an optimizer step, as ``ClosedFormSchedule.step``."""
         super().step(last_batch_iteration)
-        self._move()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the saved step, with its rates and betas."""
-        super().load_state_dict(state_dict)
-        self._move()
-
-    def _move(self) -> None:
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             group["betas"] = betas
 
@@ -226,22 +211,21 @@ class OneCycle(ClosedFormSchedule):
 class _Warmup(ClosedFormSchedule):
     """Base class of the schedules with warmup. It computes the progress of the warmup, from 0 to 1."""
 
-    def _set_warmup(self, steps: int, kind: str) -> None:
+    def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
         self._warmup = max(2, _positive("warmup_num_steps", steps))
         if kind not in ("log", "linear"):
             raise ValueError(f"warmup_type = {kind!r}: give 'log' or 'linear'")
         self._log = kind == "log"
+        if total is not None:
+            self._total = _positive("total_num_steps", total)
+            if total < self._warmup:
+                self.note = f"scheduler: total_num_steps = {total} is less than warmup_num_steps = {self._warmup}"
 
     def _warmed(self) -> float:
         last = self.last_batch_iteration
         if last < 0:
             return 0.0
         return math.log(last + 1) / math.log(self._warmup) if self._log else last / self._warmup
-
-    def _set_total(self, total: int) -> None:
-        self._total = _positive("total_num_steps", total)
-        if total < self._warmup:
-            self.note = f"scheduler: total_num_steps {total} end before warmup_num_steps {self._warmup}"
 
 
 class WarmupLR(_Warmup):
@@ -293,8 +277,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._set_warmup(warmup_num_steps, warmup_type)
-        self._set_total(total_num_steps)
+        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after(self) -> float:
@@ -325,8 +308,7 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._set_warmup(warmup_num_steps, warmup_type)
-        self._set_total(total_num_steps)
+        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         self._least, self._last = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
 

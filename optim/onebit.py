@@ -19,6 +19,9 @@ _REFUSED = {
     "argument: leave it out",
     "amsgrad": "the variance is frozen after the warmup, so that it has no maximum to follow: leave it out",
 }
+# (reason, what to use instead) where ZeRO shards the optimizer state, and where the tensor axis shards tensors.
+WHOLE_STATE = ("each replica holds the whole optimizer state, and its own errors of compression", "AdamW")
+WHOLE_TENSOR = {"OneBitLamb": ("its coefficients are of whole tensors", "OneBitAdam")}
 
 
 def drop_deepspeed_arguments(params: dict[str, Any]) -> None:
@@ -36,34 +39,3 @@ def drop_deepspeed_arguments(params: dict[str, Any]) -> None:
         value = params.pop(key, False)
         if value is not False and value != "auto":
             raise ConfigError(f"optimizer.params.{key}: {reason}")
-
-
-def require_whole_replicas(name: str, stage: int, offload: bool, tensor: int = 1) -> None:
-    """Raise ConfigError for a 1-bit optimizer if a replica does not hold the whole optimizer state.
-
-    Args:
-        name: name of the optimizer's class.
-        stage: stage of ZeRO.
-        offload: the optimizer state is offloaded or stepped in sub-groups.
-        tensor: size of the tensor axis.
-
-    Raises:
-        ConfigError: the optimizer cannot run in this setup.
-    """
-    reason = (
-        f"optimizer.type = {name!r}: every replica holds the whole optimizer state, and its own errors of compression"
-    )
-    if stage > 0:
-        raise ConfigError(
-            f"{reason}, so zero_optimization.stage {stage} has nothing to shard: set stage 0, or use AdamW"
-        )
-    if offload:
-        raise ConfigError(
-            f"{reason}, and steps them at once: leave zero_optimization.offload_optimizer and sub_group_size out, or "
-            "use AdamW"
-        )
-    if name == "OneBitLamb" and tensor > 1:
-        raise ConfigError(
-            f"optimizer.type = {name!r}: its coefficients are of whole tensors, and the grid's tensor axis of "
-            f"{tensor} shards tensors: use OneBitAdam"
-        )

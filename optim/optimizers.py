@@ -60,7 +60,8 @@ def resolve(
     for name, (reason, instead) in _REFUSED.items():
         if name.lower() == kind.lower():
             raise ConfigError(
-                f"optimizer.type = {kind!r}: {reason}, and optimizer state lives on flat ranges here; use {instead}"
+                f"optimizer.type = {kind!r}: {reason}, and triax keeps the optimizer state in flat ranges: use "
+                f"{instead}"
             )
     name = {each.lower(): each for each in KNOWN}.get(kind.lower(), "")
     if not name:
@@ -79,7 +80,8 @@ def resolve(
     _drop(given, "set_grad_none")
     if _drop(given, "fp32_optimizer_states") is False:
         raise ConfigError(
-            "optimizer.params.fp32_optimizer_states: the state has the dtype of the master weights, fp32: leave it out"
+            "optimizer.params.fp32_optimizer_states is false, but the optimizer state always has the dtype of the "
+            "master weights, fp32: leave it out"
         )
     for key in [key for key, value in given.items() if isinstance(value, str) and value == "auto"]:
         if key == "lr":
@@ -111,7 +113,7 @@ def fused(
 
 
 def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1) -> None:
-    """Raise ConfigError for an optimizer that needs whole tensors, or the whole state, if these are sharded.
+    """Check that an optimizer that needs whole tensors, or the whole optimizer state, has them on each replica.
 
     Args:
         name: name of the optimizer's class. Optimizers without such a need pass the check.
@@ -122,21 +124,16 @@ def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1)
     Raises:
         ConfigError: the optimizer cannot run in this setup.
     """
-    if name in onebit.NAMES:
-        onebit.require_whole_replicas(name, stage, offload, tensor)
-    if name not in WHOLE_TENSOR:
-        return
-    reason, instead = WHOLE_TENSOR[name]
-    why = f"optimizer.type = {name!r}: {reason}, and "
-    if stage > 0:
-        raise ConfigError(f"{why}zero_optimization.stage {stage} steps flat ranges: set stage 0, or use {instead}")
-    if offload:
-        raise ConfigError(
-            f"{why}zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out, or use "
-            f"{instead}"
-        )
-    if tensor > 1:
-        raise ConfigError(f"{why}the grid's tensor axis of {tensor} shards tensors: use {instead}")
+    state = WHOLE_TENSOR | dict.fromkeys(onebit.NAMES, onebit.WHOLE_STATE)
+    tensors = WHOLE_TENSOR | onebit.WHOLE_TENSOR
+    for applies, refused, problem in (
+        (stage > 0, state, f"zero_optimization.stage {stage} shards the optimizer state into flat ranges: set stage 0"),
+        (offload, state, "zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out"),
+        (tensor > 1, tensors, f"the grid's tensor axis of {tensor} shards tensors: make a grid of tensor 1"),
+    ):
+        if applies and name in refused:
+            reason, instead = refused[name]
+            raise ConfigError(f"optimizer.type = {name!r}: {reason}, and {problem}, or use {instead}")
 
 
 def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
@@ -144,13 +141,18 @@ def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
     _drop(params, "torch_adam")  # always torch's
     modes = {key: value for key in ("adam_w_mode", "adamw_mode") if (value := _drop(params, key)) is not None}
     if len(set(modes.values())) > 1:
-        raise ConfigError("optimizer.params.adam_w_mode and adamw_mode are one switch, and differ: give one of them")
+        raise ConfigError(
+            "optimizer.params.adam_w_mode and adamw_mode are two names of one switch, and differ: give one of them"
+        )
     decoupled = name == "AdamW" or next(iter(modes.values()), True)
     if name != "AdamW":
         params.setdefault("weight_decay", 0.0)  # torch's AdamW has another default
     if _drop(params, "bias_correction") is False:
         if params.pop("amsgrad", False):
-            raise ConfigError("optimizer.params.amsgrad needs bias_correction: leave out one of them")
+            raise ConfigError(
+                "optimizer.params.amsgrad needs the bias correction that bias_correction: false turns off: leave out "
+                "one of them"
+            )
         params["decoupled"] = decoupled
         return UncorrectedAdam
     return torch.optim.AdamW if decoupled else torch.optim.Adam

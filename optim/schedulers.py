@@ -53,7 +53,9 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler")
     if parts is None:
         return lambda optimizer: cls(optimizer, **given)
     if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "type" in each for each in parts):
-        raise ConfigError(f'{key}.params.schedulers is a list of schedules, {{"type": ..., "params": ...}} each')
+        raise ConfigError(
+            f'{key}.params.schedulers is not a list of schedules: write [{{"type": ..., "params": {{...}}}}, ...]'
+        )
     makers = [
         make_scheduler(str(each["type"]), each.get("params", {}), f"{key}.params.schedulers.{i}")
         for i, each in enumerate(parts)
@@ -126,12 +128,8 @@ def over_another(scheduler: Any, optimizer: Any) -> Callable[[torch.optim.Optimi
     """
     if not isinstance(scheduler, LRScheduler) or scheduler.optimizer is not optimizer:
         raise TypeError(
-            "lr_scheduler is neither a scheduler over the optimizer that is passed with it nor a function: pass one, "
-            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+            "lr_scheduler= is neither a function nor a schedule of the optimizer that is passed with it: pass a "
+            "function, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
         )
     scheduler.optimizer._opt_called = True  # the engine steps: without this torch warns
-
-    def made(_: torch.optim.Optimizer) -> LRScheduler:
-        return scheduler
-
-    return made
+    return lambda _: scheduler

@@ -17,8 +17,6 @@ _REFUSED = {
     "activation_checkpointing: leave it out",
     "dynamic_shape": "shapes may change from one microbatch to the next here: leave it out",
 }
-# Names of axes in DeepSpeed -> in triax.
-_AXES = {"pipe": "pipe", "data": "data", "model": "tensor", "tensor": "tensor"}
 
 
 def grid_of(grid: Grid | None, num_stages: int | None, topology: Any) -> Grid:
@@ -34,7 +32,9 @@ def grid_of(grid: Grid | None, num_stages: int | None, topology: Any) -> Grid:
         ValueError: two of the arguments contradict each other, or the sizes do not fit the number of processes.
     """
     if grid is not None and not isinstance(grid, Grid):
-        raise TypeError(f"grid is {grid!r}: write num_stages={grid!r}, or pass grid=triax.Grid(pipe={grid!r})")
+        raise TypeError(
+            f"grid is {grid!r}, not a triax.Grid: write num_stages={grid!r}, or pass grid=triax.Grid(pipe={grid!r})"
+        )
     if topology is not None:
         sizes = _sizes(topology)
         if grid is None:
@@ -61,7 +61,7 @@ def partition_of(partition: str | Sequence[int] | None, method: str | Sequence[i
         ValueError: ``partition`` and ``partition_method`` are both given, and differ.
     """
     if partition is not None and method is not None and partition != method:
-        raise ValueError(f"partition is {partition!r} and partition_method {method!r}: give one of them")
+        raise ValueError(f"partition is {partition!r} and partition_method is {method!r}: give one of them")
     given = method if partition is None else partition
     return "parameters" if given is None else given
 
@@ -78,8 +78,8 @@ def seed_of(seed: int | None, others: Mapping[str, Any], known: Sequence[str]) -
             raise TypeError(f"PipelineModule: {name} is DeepSpeed's; {_REFUSED[name]}")
         if name not in _ACCEPTED:
             close = difflib.get_close_matches(name, [*known, *_ACCEPTED], n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
-            raise TypeError(f"PipelineModule has no argument {name!r}; {hint}")
+            hint = f"did you mean {close[0]}?" if close else f"give some of {', '.join(known)}"
+            raise TypeError(f"PipelineModule has no argument {name!r}: {hint}")
     if seed is not None and others.get("base_seed", seed) != seed:
         raise ValueError(f"seed is {seed} and base_seed {others['base_seed']}: give one of them")
     return int(others.get("base_seed", 0) if seed is None else seed)
@@ -90,11 +90,15 @@ def _sizes(topology: Any) -> dict[str, int]:
     if isinstance(topology, Topology):
         found = dict(topology.axes)
     elif hasattr(topology, "get_axis_names") and hasattr(topology, "get_dim"):
-        found = {_AXES.get(name, name): topology.get_dim(name) for name in topology.get_axis_names()}
+        # DeepSpeed's name of the tensor axis is "model".
+        found = {"tensor" if n == "model" else n: topology.get_dim(n) for n in topology.get_axis_names()}
     else:
         kind = type(topology).__name__
         raise TypeError(f"topology is a {kind}: pass topology=triax.Topology(pipe=2, data=2), or a grid")
     strange = sorted(set(found) - set(DEFAULT_AXES))
     if strange:
-        raise ValueError(f"topology has axes {', '.join(strange)}; a model is laid out over pipe, data and tensor")
+        raise ValueError(
+            f"topology has the axes {', '.join(strange)}, but a model can be laid out only over pipe, data and tensor: "
+            "leave them out"
+        )
     return {**{axis: 1 for axis in DEFAULT_AXES if axis not in found}, **found}

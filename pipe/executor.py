@@ -341,13 +341,19 @@ class Executor:
         value = outputs if module.loss_fn is None else module.loss_fn(outputs, microbatch.labels)
         loss, weight = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, 1.0)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"the loss is {shape}; loss_fn returns a mean (0-dim) or a pair (sum, weight)")
+            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(
+                f"the loss that loss_fn returned is {shape}: return a mean (a 0-dim tensor), or a pair (sum, weight)"
+            )
         if isinstance(weight, Tensor) and weight.numel() != 1:
-            raise ValueError(f"the loss's weight has shape {tuple(weight.shape)}; loss_fn returns (sum, weight), 0-dim")
+            raise ValueError(
+                f"the weight that loss_fn returned has the shape {tuple(weight.shape)}: return a pair (sum, weight) of "
+                "0-dim tensors"
+            )
         if self._training and not loss.requires_grad and float(weight):
             raise ValueError(
-                "the loss depends on no parameter that requires a gradient: look for a detach() before the loss"
+                "the loss depends on no parameter that requires a gradient: remove a detach() or no_grad() before the "
+                "loss, or train at least one parameter"
             )
         weight = weight.detach().view(()) if isinstance(weight, Tensor) else weight
         self._result.losses[index] = loss.detach(), weight

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..grid import Axis, Grid
-from ..grid.agreement import same
+from ..grid import Grid
+from ..grid.agreement import difference
 from ..grid.errors import AgreedError
 from ..grid.nest import map_tensors
 from .executor import Microbatch
@@ -17,6 +17,8 @@ from .schema import flatten
 
 Pair = tuple[Any, Any]  # inputs, labels
 Format = list[int]  # of a microbatch: the number of its inputs' schema, and its samples
+
+_SAME_SAMPLES = "the ranks of a tensor group share each layer, so they must take the same samples"
 
 
 class MicrobatchFeed:
@@ -98,7 +100,11 @@ class MicrobatchFeed:
                 what = f"{type(error).__name__}: {error}"
                 raise _BadData(f"the data iterator failed at microbatch {index}: {what}") from error
             if not isinstance(item, (tuple, list)) or len(item) != 2:
-                raise _BadData(f"a microbatch is a pair (inputs, labels), not {_describe(item)}")
+                length = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+                raise _BadData(
+                    f"microbatch {index} is a {type(item).__name__}{length}, not a pair (inputs, labels): let the "
+                    "iterator return pairs"
+                )
             try:
                 tensors, schema = flatten(item[0])
             except TypeError as error:
@@ -136,15 +142,15 @@ class MicrobatchFeed:
         module = self._module
         table = torch.tensor(formats, dtype=torch.int64)
         if grid.tensor.size > 1:
-            looks = [
-                look(f"{what} of microbatch {index}:", value)
+            facts = {
+                f"the shape of the {what} of microbatch {index}": shapes(value)
                 for index, pair in enumerate(pairs)
                 for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, module.is_last))
                 if read
-            ]
-            if (reason := unlike(grid, looks, grid.world)) is not None:
+            }
+            if (reason := difference(grid, grid.tensor, facts, grid.world)) is not None:
                 self._formats = []
-                raise AgreedError(reason)
+                raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
         grid.pipe.broadcast(table, source=module.placement[0])
         self._formats = table.tolist()
         # Replicas may have different numbers of samples: count those of the replicas before this one.
@@ -172,63 +178,32 @@ class MicrobatchFeed:
         return microbatches
 
     def _move(self, value: Any, dtype: torch.dtype | None = None) -> Any:
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            wanted = dtype if tensor.is_floating_point() else None
-            return tensor.to(self._module.grid.device, wanted, non_blocking=True)
-
-        return map_tensors(move, value)
-
-
-def unlike(grid: Grid, looks: list[str], over: Axis) -> str | None:
-    """Compare what the ranks of each tensor group were given; returns how it differs, or None. Collective.
-
-    Args:
-        grid: grid of the ranks. The ranks of a tensor group must have equal batches.
-        looks: descriptions of this rank's inputs and labels, as ``look`` returns them.
-        over: ranks that call this function together and get the result: the tensor group, or the whole grid.
-    """
-    differs = torch.tensor([0 if same(grid.tensor, looks, grid.device) else 1], device=grid.device)
-    if over is not grid.tensor:
-        with over.traffic.uncounted():
-            over.all_reduce(differs, op="max")
-    if not int(differs):
-        return None
-    gathered = over.all_gather_object((grid.rank, grid.tensor.ranks, looks))
-    everyone = {rank: (group, theirs) for rank, group, theirs in gathered}
-    for rank, (group, theirs) in everyone.items():
-        mine = everyone[group[0]][1]
-        if theirs != mine:
-            here, there = next(((a, b) for a, b in zip(mine, theirs) if a != b), (len(mine), len(theirs)))
-            return (
-                f"{grid.describe(rank)} was given {there}, and {grid.describe(group[0])} {here}: the ranks of a tensor "
-                "group share each layer, and take the same samples"
-            )
-    return None
+        """Move a nest's tensors to this rank's device, and cast those of floating point to ``dtype``, if given."""
+        device = self._module.grid.device
+        return map_tensors(
+            lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True), value
+        )
 
 
-def require_alike(grid: Grid, inputs: Any) -> None:
+def require_equal_shapes(grid: Grid, inputs: Any) -> None:
     """Check that all tensor ranks got inputs of the same shapes, for a plain module. Skipped when tensor=1.
 
     Raises:
         ValueError: on the ranks of the tensor group.
     """
-    if grid.tensor.size > 1 and (reason := unlike(grid, [look("inputs", inputs)], grid.tensor)) is not None:
-        raise ValueError(f"unlike inputs: {reason}")
+    if grid.tensor.size > 1:
+        reason = difference(grid, grid.tensor, {"the shape of the inputs": shapes(inputs)}, grid.tensor)
+        if reason is not None:
+            raise ValueError(f"{reason}: {_SAME_SAMPLES}")
 
 
-def look(what: str, value: Any) -> str:
+def shapes(value: Any) -> str:
     """Return the shapes and dtypes of a nest of tensors as text; for another object, its type."""
     try:
-        return f"{what} {flatten(value)[1]}"
+        return str(flatten(value)[1])
     except TypeError:
-        return f"{what} of type {type(value).__name__}"
+        return f"a {type(value).__name__}"
 
 
 class _BadData(Exception):
     """Error of a data iterator that ended early, failed, or did not return a pair (inputs, labels)."""
-
-
-def _describe(item: Any) -> str:
-    if isinstance(item, (tuple, list)):
-        return f"a {type(item).__name__} of {len(item)}"
-    return f"a {type(item).__name__}"

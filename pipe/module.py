@@ -132,7 +132,10 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         if device is not None and torch.device(device).type != "meta":
-            raise ValueError(f"device={str(device)!r}: layers go to the grid's; pass device='meta' to build them later")
+            raise ValueError(
+                f"device={str(device)!r} is not possible, because layers are built on the grid's device: leave device "
+                "out, or pass device='meta' to build them later"
+            )
         # The arguments, in triax's own terms.
         self.seed = seed_of(seed, others, [*inspect.signature(PipelineModule).parameters][:-1])
         method = partition_of(partition, partition_method)
@@ -218,14 +221,17 @@ class PipelineModule(nn.Module):
         name = self._placeholders.changed(self.parameters())
         if name is not None:
             raise RuntimeError(
-                f"{name} was changed while it was a placeholder, and its values would be lost: call model.fill() "
-                "first, or leave out device='meta'"
+                f"{name} was changed while it was a placeholder (device='meta'), and its new values would be lost: "
+                "call model.fill() before you change weights, or leave out device='meta'"
             )
 
     def run_stage(self, stage: int, x: Any) -> Any:
         """Run the layers of one of this rank's stages."""
         if self._placeholders:
-            raise RuntimeError("the weights are placeholders still: call model.fill(), or pass it to triax.initialize")
+            raise RuntimeError(
+                "the model's weights are placeholders without values, because it was built with device='meta': call "
+                "model.fill(), or pass the model to triax.initialize"
+            )
         for group in self.recompute.groups(self, stage):
             run = partial(self._run_layers, stage, group.start, group.stop)
             prefetch = partial(self.prefetch_hook, group.layers) if self.prefetch_hook is not None else None
@@ -289,8 +295,9 @@ class PipelineModule(nn.Module):
         if any(flags):
             name = next(found[0] for found in flags if found)
             raise RuntimeError(
-                f"stages must move to ranks {list(placement)}, but {name} was changed since it was built: pass "
-                f"PipelineModule(..., placement={list(placement)}) and change it then"
+                f"the schedule places the stages on ranks {list(placement)}, but {name} was changed since it was "
+                f"built, and a stage that moves is built anew: pass placement={list(placement)} to PipelineModule, and "
+                "change weights after that"
             )
         self.placement = place(placement, self.grid.pipe.size, self.chunks)
         used = {self._sources[i] for s in self.stages for i in range(self.boundaries[s], self.boundaries[s + 1])}

@@ -52,8 +52,8 @@ class Channel:
             if str(known) == str(schema):
                 change = f"({schema}) changed in which tensors require a gradient"
             raise RuntimeError(
-                f"the output of this stage {change} while the inputs kept their shape. The next stage has "
-                "allocated its buffers already: return shapes that follow from the inputs' shapes, or pad"
+                f"the output of this stage {change} while the inputs kept their shape. The next stage has allocated "
+                "its buffers for the first shapes already: return shapes that depend on the inputs' shapes only, or pad"
             )
         self.send_tensors(tensors, microbatch)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
 
 def uniform(layers: int, parts: int) -> list[int]:
@@ -33,9 +34,10 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     layers = len(weights)
     _check(layers, parts)
     if any(not math.isfinite(weight) or weight < 0 for weight in weights):
-        raise ValueError(f"weights are finite numbers of at least 0, not {list(weights)}")
+        raise ValueError(f"the weights of the layers are {list(weights)}: give finite numbers of at least 0")
     prefix = [0, *accumulate(weights)]
-    cap = _least_maximum(prefix, parts)
+    loads = sorted({stop - start for start, stop in combinations(prefix, 2)})  # of every part that can be cut
+    cap = loads[bisect_left(loads, True, key=lambda load: _fits(prefix, parts, load))]
 
     # The most even of the cuts under the cap: best[i] is the least sum of squares of the first i layers.
     best = [0.0] + [math.inf] * layers
@@ -86,11 +88,12 @@ def boundaries(
         matches = [1.0 if pattern.search(name) else 0.0 for name in typenames]
         if not any(matches):
             raise ValueError(
-                f"partition={method!r} matches no layer; the layers are {', '.join(sorted(set(typenames)))}"
+                f"partition={method!r} matches no layer: give a pattern that matches one of "
+                f"{', '.join(sorted(set(typenames)))}"
             )
         return balanced(matches, stages)
     raise ValueError(
-        f"partition={method!r} is unknown: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
+        f"there is no partition={method!r}: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
         f"as {uniform(layers, stages) if layers >= stages else [0, layers]}"
     )
 
@@ -102,48 +105,21 @@ def _explicit(cuts: list[int], stages: int, layers: int) -> list[int]:
         raise ValueError(f"partition={cuts} does not cut {layers} layers into {stages} stages: give {sizes}{hint}")
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         if start >= stop:
-            raise ValueError(f"partition={cuts} leaves stage {stage} empty: boundaries must increase")
+            raise ValueError(f"partition={cuts} leaves stage {stage} without layers: give boundaries that increase")
     return cuts
 
 
-def _least_maximum(prefix: Sequence[float], parts: int) -> float:
-    """Return the smallest possible load of the heaviest part if the list is cut into ``parts`` parts.
-
-    The load is found by bisection, and then lowered to the exact sum of a part.
-    """
-    low, high = prefix[-1] / parts, prefix[-1]
-    best = _heaviest(prefix, parts, high)
-    assert best is not None  # everything fits under the total
-    for _ in range(64):
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        found = _heaviest(prefix, parts, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    while (found := _heaviest(prefix, parts, math.nextafter(best, -math.inf))) is not None:
-        best = found
-    return best
-
-
-def _heaviest(prefix: Sequence[float], parts: int, cap: float) -> float | None:
-    """Fill each part up to the cap. Return the heaviest part's load; None if ``parts`` parts do not suffice."""
+def _fits(prefix: Sequence[float], parts: int, cap: float) -> bool:
+    """Return True if ``parts`` parts of at most ``cap`` each hold all layers, if each part is filled up to the cap."""
     start = 0
-    heaviest = 0.0
     for _ in range(parts):
-        stop = start
-        while stop + 1 < len(prefix) and prefix[stop + 1] - prefix[start] <= cap:
-            stop += 1
-        heaviest = max(heaviest, prefix[stop] - prefix[start])
-        start = stop
-    return heaviest if start == len(prefix) - 1 else None
+        start = bisect_right(prefix, cap, start, key=lambda stop: stop - prefix[start]) - 1
+    return start == len(prefix) - 1
 
 
 def _check(layers: int, parts: int) -> None:
     if parts < 1:
-        raise ValueError(f"cannot cut into {parts} stages: at least 1")
+        raise ValueError(f"a model cannot be cut into {parts} stages: give at least 1")
     if layers < parts:
         raise ValueError(
             f"{layers} layers cannot fill {parts} stages (each needs at least one): use a pipe axis of {layers} or "

@@ -6,6 +6,7 @@ A schema is plain data with all that a receiver needs: the nest, and each tensor
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     grad: bool
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
@@ -46,7 +47,7 @@ class Schema:
         return cls(_frozen(nest), specs)
 
     def __str__(self) -> str:
-        return _describe(self.nest, self.tensors)
+        return repr(_decode(self.nest, self.tensors))
 
 
 Flat = tuple[list[Tensor], Schema]
@@ -80,9 +81,8 @@ def _encode(value: Any, tensors: list[Tensor]) -> Node:
         return kind, tuple(_encode(item, tensors) for item in value)
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError(
-                f"a dict between stages has str keys, not {[key for key in value if not isinstance(key, str)]}"
-            )
+            others = [key for key in value if not isinstance(key, str)]
+            raise TypeError(f"a dict that is sent between stages has the keys {others}: use keys of type str")
         return "dict", tuple((key, _encode(item, tensors)) for key, item in value.items())
     if value is None or isinstance(value, (bool, int, float, str)):
         return "constant", json.dumps(value)  # as text 1, 1.0 and True differ, and nan is itself
@@ -91,7 +91,8 @@ def _encode(value: Any, tensors: list[Tensor]) -> Node:
     )
 
 
-def _decode(node: Node, tensors: list[Tensor]) -> Any:
+def _decode(node: Node, tensors: Sequence[Any]) -> Any:
+    """Return the nest of a node, in which each tensor is replaced by the element of ``tensors`` with its index."""
     kind, content = node
     if kind == "tensor":
         return tensors[content]
@@ -106,15 +107,3 @@ def _decode(node: Node, tensors: list[Tensor]) -> Any:
 def _frozen(value: Any) -> Any:
     """Convert JSON's lists to tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _describe(node: Node, tensors: tuple[TensorSpec, ...]) -> str:
-    kind, content = node
-    if kind == "tensor":
-        return str(tensors[content])
-    if kind == "constant":
-        return str(content)
-    if kind == "dict":
-        return "{" + ", ".join(f"{key!r}: {_describe(item, tensors)}" for key, item in content) + "}"
-    items = ", ".join(_describe(item, tensors) for item in content)
-    return f"[{items}]" if kind == "list" else f"({items})"

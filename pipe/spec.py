@@ -23,8 +23,8 @@ class LayerSpec:
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         if not callable(cls) or isinstance(cls, nn.Module):
             raise TypeError(
-                f"LayerSpec takes a class and its arguments, not {type(cls).__name__}: put a built module into the "
-                "list as it is"
+                f"LayerSpec was given a {type(cls).__name__} instead of a class: write LayerSpec(nn.Linear, 64, 256), "
+                "or put a module that is built already into the list as it is"
             )
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
@@ -35,7 +35,7 @@ class LayerSpec:
             kwargs = {**kwargs, "grid": grid}
         layer = self.cls(*self.args, **kwargs)
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"{self} built a {type(layer).__name__}, not an nn.Module")
+            raise TypeError(f"{self} made a {type(layer).__name__}: give a class or function that makes an nn.Module")
         return layer
 
     @property

@@ -38,7 +38,7 @@ def sources(layers: Sequence[Layer]) -> list[int]:
     seen: dict[Any, int] = {}
     for index, entry in enumerate(layers):
         if not callable(entry) and not isinstance(entry, LayerSpec):
-            raise TypeError(f"layer {index} is a {type(entry).__name__}, not a LayerSpec, an nn.Module or a function")
+            raise TypeError(f"layer {index} is a {type(entry).__name__}: give a LayerSpec, an nn.Module or a function")
         identity: Any = index
         if isinstance(entry, TiedLayerSpec):
             identity = (entry.key, entry.cls)
@@ -58,7 +58,7 @@ def sources(layers: Sequence[Layer]) -> list[int]:
                 )
         found.append(seen.setdefault(identity, index))
     if not found:
-        raise ValueError("a PipelineModule needs at least one layer")
+        raise ValueError("the list of layers is empty: give PipelineModule at least one layer")
     return found
 
 
@@ -106,12 +106,15 @@ def share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entry
     """
     for module, what in ((owner, home), (layer, entry)):
         if not isinstance(getattr(module, attribute, None), Tensor):
-            raise ValueError(f"{what} has no parameter {attribute!r} to tie: name it in tied_weight_attr")
+            raise ValueError(
+                f"{what} has no parameter {attribute!r} that it could share: pass tied_weight_attr= with the name of a "
+                "parameter that both layers have"
+            )
     theirs, ours = getattr(owner, attribute), getattr(layer, attribute)
     if layout_of(theirs).shape != layout_of(ours).shape or theirs.shape != ours.shape:
         raise ValueError(
-            f"{home} and {entry} tie {attribute!r} of shapes {tuple(theirs.shape)} and {tuple(ours.shape)}: "
-            "the shapes must be equal"
+            f"{home} and {entry} share {attribute!r}, but its shape is {tuple(theirs.shape)} in one and "
+            f"{tuple(ours.shape)} in the other: give them equal shapes"
         )
     setattr(layer, attribute, theirs)
 

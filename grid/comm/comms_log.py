@@ -66,10 +66,7 @@ class CommsLog(Observer):
         self._synchronize()
         return call, time.perf_counter()
 
-    def now(self) -> None:
-        """Return nothing, because the log does not record when the wait begins."""
-
-    def end(self, begun: Any, waited: None, sent: float) -> None:
+    def end(self, begun: Any, waited: float | None, sent: float) -> None:
         """Append to ``seconds`` the time since the call began."""
         call, begin = begun
         self._synchronize()

@@ -98,10 +98,6 @@ class TimelineRecorder(Observer):
         self.write("begin", number, self._axes[axis], op, size, *axis.label, time.perf_counter())
         return number, called
 
-    def now(self) -> float:
-        """Return the present time in seconds of ``time.perf_counter``."""
-        return time.perf_counter()
-
     def end(self, begun: tuple[int, float], waited: float | None, sent: float) -> None:
         """Write an operation's ``end`` line."""
         number, called = begun

@@ -55,7 +55,6 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
         shortest = min((s.end - s.start for s in spans if s.end > s.start), default=end - begin)
         width = min(400, max(20, round((end - begin) / shortest * (digits + 1)))) if end > begin else 20
     scale = width / (end - begin) if end > begin else 1.0
-    stages = 1 + max(span.op.stage for span in spans)
     label = len(f"rank {len(rows) - 1}")
     out = Text(no_wrap=True, overflow="crop")
     for rank, row in enumerate(rows):
@@ -69,7 +68,7 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
             content = span.op.kind + number if len(number) < cells else number
             out.append(
                 content.ljust(cells)[:cells] if len(content) <= cells else " " * cells,
-                style=_style(span.op, stages, len(rows)),
+                style=STYLES[span.op.kind][min(1, span.op.stage // len(rows))],
             )
             column = max(column, last)
         out.append("\n")
@@ -79,10 +78,6 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
             out.append(f" {kind} ", style=STYLES[kind][0])
             out.append(f" {name}  ")
     return out
-
-
-def _style(op: Op, stages: int, ranks: int) -> str:
-    return STYLES[op.kind][0 if op.stage < ranks or stages == ranks else 1]
 
 
 def color(op: Op, stages: int, ranks: int) -> str:

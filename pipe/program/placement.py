@@ -30,7 +30,7 @@ def place(placement: str | Sequence[int], pipe: int, chunks: int) -> tuple[int, 
         ValueError: the ranks do not give each rank ``chunks`` stages.
     """
     if chunks < 1:
-        raise ValueError(f"chunks={chunks}: a rank holds at least one stage")
+        raise ValueError(f"chunks is {chunks}, but each rank holds at least one stage: give 1 or more")
     if placement == "loop":
         return loop(pipe, chunks)
     if placement == "v":

@@ -70,7 +70,7 @@ class Schedule:
         data = json.loads(text) if isinstance(text, str) else text
         missing = {"name", "pipe", "microbatches", "chunks", "placement", "orders"} - set(data)
         if missing:
-            raise ValueError(f"a schedule in JSON also needs {', '.join(sorted(missing))}")
+            raise ValueError(f"the schedule in JSON lacks the keys {', '.join(sorted(missing))}: add them")
         return cls(
             str(data["name"]),
             int(data["pipe"]),
@@ -106,8 +106,8 @@ class Schedule:
         stages = max(ranks, default=-1) + 1
         if not stages or stages % len(orders) or len(ranks) != stages:
             raise ValueError(
-                f"{len(orders)} ranks run the stages {sorted(ranks)}: each rank needs as many as the others, "
-                f"numbered from 0 without a gap"
+                f"the {len(orders)} ranks run the stages {sorted(ranks)}: give each rank the same number of stages, "
+                "and number them from 0 without a gap"
             )
         microbatches = max(op.microbatch for order in orders for op in order) + 1
         placement = tuple(ranks[s] for s in range(stages))
@@ -126,5 +126,5 @@ def _cell(cell: str) -> list[Op]:
     pair = _PAIR.fullmatch(cell)
     ops = [Op.parse(part) for part in (pair[1].split(";") if pair else [cell])]
     if any(op.kind not in COMPUTE for op in ops):
-        raise ValueError(f"{cell!r} is not an op of a schedule: use F, B, I and W")
+        raise ValueError(f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I and W, such as 2F0")
     return ops

@@ -48,7 +48,7 @@ class Costs:
                 object.__setattr__(self, field, tuple(float(x) for x in value))
             values = value if isinstance(value, Sequence) else (value,)
             if not all(0 <= x < float("inf") for x in values):
-                raise ValueError(f"a cost is a finite number of at least 0, but {field} = {value}")
+                raise ValueError(f"the cost {field} is {value}: give a finite number of at least 0")
 
     def op_costs(self, stages: int, chunks: int) -> dict[str, list[float]]:
         """Return for each compute kind the cost of one op of each stage, with the gather of its weights."""

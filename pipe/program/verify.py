@@ -57,12 +57,11 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
 
 
 def _placement(schedule: Schedule) -> None:
-    held = [0] * schedule.pipe
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < schedule.pipe:
             raise ScheduleError(f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.pipe - 1}")
-        held[rank] += 1
-    for rank, stages in enumerate(held):
+    for rank in range(schedule.pipe):
+        stages = schedule.placement.count(rank)
         if stages != schedule.chunks:
             raise ScheduleError(f"rank {rank} holds {stages} stages, not {schedule.chunks}: {schedule.placement}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ class Frame:
         def pack(tensor: Tensor) -> Tensor:
             nonlocal done
             if (tensor.shape, tensor.dtype) != self._kinds[done]:
-                raise RuntimeError(self._differs(done, tuple(tensor.shape), tensor.dtype))
+                raise RuntimeError(self._differs(done, f"{tuple(tensor.shape)} {tensor.dtype}"))
             alias = tensor.detach()
             if (value := self._values[done]()) is not None:
                 value.tensor = alias
@@ -89,12 +88,12 @@ class Frame:
         with (
             suppress(_AllRecomputed),
             torch.enable_grad(),
-            saved_tensors_hooks(pack, _unchanged),
+            saved_tensors_hooks(pack, lambda tensor: tensor),
             self._split_as_before(),
         ):
             self._run_again()
         if done < len(self._values):
-            raise RuntimeError(self._differs(done, None, None))
+            raise RuntimeError(self._differs(done, "missing"))
 
     @contextmanager
     def _split_as_before(self) -> Iterator[None]:
@@ -119,9 +118,8 @@ class Frame:
         self._kinds.append((tensor.shape, tensor.dtype))
         return value
 
-    def _differs(self, place: int, shape: Any, dtype: Any) -> str:
+    def _differs(self, place: int, now: str) -> str:
         was = f"{tuple(self._kinds[place][0])} {self._kinds[place][1]}"
-        now = "missing" if shape is None else f"{shape} {dtype}"
         return (
             f"{self._name} did something else when computed again: of the {len(self._values)} tensors that autograd "
             f"saves, number {place} was {was} and is {now}. A recomputed layer may depend on its input, on torch's "
@@ -134,10 +132,6 @@ def _unpack(value: SavedValue) -> Tensor:
         value.frame.recompute()
     assert value.tensor is not None
     return value.tensor
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class State:
@@ -153,12 +147,9 @@ class State:
     def __init__(self, grid: Grid, dropout: DropoutState, generators: bool, buffers: Sequence[Tensor]) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._dropout, self._at = dropout, (dropout.step, dropout.samples)
-        device = grid.device
-        self._device = None if device.type == "cpu" else device
-        self._generators: tuple[Tensor, ...] = ()
-        if generators:
-            self._generators = _generators(self._device)
-        self._autocast = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))}
+        self._grid = grid
+        self._generators = self._read_generators() if generators else None
+        self._autocast = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", grid.device.type))}
 
     def keep_changed_buffers(self) -> None:
         """After the first run: keep the copies of the buffers that it changed, drop those of the others."""
@@ -170,12 +161,12 @@ class State:
         """Restore the state of the first run within the context, and the present state after it."""
         dropout = self._dropout
         before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
-        now = _generators(self._device) if self._generators else ()
+        now = self._read_generators() if self._generators else None
         values = [buffer.data for buffer, _ in self._buffers]
         try:
             for buffer, seen in self._buffers:  # in other memory: a buffer that autograd saved stays unchanged
                 buffer.data = seen.clone()
-            _set_generators(self._generators, self._device)
+            self._set_generators(self._generators)
             with ExitStack() as stack:
                 for kind, (enabled, dtype) in self._autocast.items():
                     if _autocast(kind) != (enabled, dtype):
@@ -183,26 +174,20 @@ class State:
                 yield
         finally:
             dropout.step, dropout.samples = before
-            _set_generators(now, self._device)
+            self._set_generators(now)
             for (buffer, _), value in zip(self._buffers, values, strict=True):
                 buffer.data = value
+
+    def _read_generators(self) -> tuple[Tensor, Tensor | None]:
+        """Return the states of torch's generators: the CPU's, and the GPU's if there is one."""
+        return torch.get_rng_state(), self._grid.random_state()
+
+    def _set_generators(self, states: tuple[Tensor, Tensor | None] | None) -> None:
+        if states is not None:
+            torch.set_rng_state(states[0])
+            if states[1] is not None:
+                self._grid.set_random_state(states[1])
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def _generators(device: torch.device | None) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators: the CPU's and the device's."""
-    states = [torch.get_rng_state()]
-    if device is not None:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return tuple(states)
-
-
-def _set_generators(states: Sequence[Tensor], device: torch.device | None) -> None:
-    if states:
-        torch.set_rng_state(states[0])
-    if len(states) > 1:
-        assert device is not None
-        torch.get_device_module(device).set_rng_state(states[1], device)

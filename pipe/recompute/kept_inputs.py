@@ -55,7 +55,13 @@ class _KeptTensor(NamedTuple):
 
 
 class KeptNest:
-    """A nest of tensors that is kept for the backward pass."""
+    """A nest of tensors that is kept for the backward pass.
+
+    Args:
+        inputs: the storage.
+        key: name of the group.
+        nest: the group's input.
+    """
 
     def __init__(self, inputs: Inputs, key: Hashable, nest: Any) -> None:
         self._inputs = inputs
@@ -109,10 +115,6 @@ class Inputs:
         self._replicated: dict[Hashable, bool] = {}
         self._logs = grid.data.is_first and grid.tensor.is_first
 
-    def keep(self, key: Hashable, nest: Any) -> KeptNest:
-        """Keep a nest of tensors; ``key`` names the group."""
-        return KeptNest(self, key, nest)
-
     def part(self, key: Hashable, tensor: Tensor) -> _KeptTensor:
         """Keep one tensor. Collective over the tensor axis the first time, if partitioned."""
         kept = tensor.detach()
@@ -151,9 +153,7 @@ class Inputs:
         else:
             # A copy: the slot may be reused while a deferred weight gradient still holds the tensor that is returned.
             flat = here.clone() if part.slot is not None and here.data_ptr() == kept.data_ptr() else here
-        inverse = [0] * len(part.order)
-        for place, dim in enumerate(part.order):
-            inverse[dim] = place
+        inverse = sorted(range(len(part.order)), key=part.order.__getitem__)
         return flat[: part.shape.numel()].view(part.shape).permute(inverse)
 
     def _is_replicated(self, key: Hashable, tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ from ...grid.autograd import mark
 from ...grid.random import DropoutState
 from ...grid.ranges import split
 from .frame import Frame, State
-from .kept_inputs import Inputs
+from .kept_inputs import Inputs, KeptNest
 from .kept_matmuls import Matmuls
 
 Granularity = Literal["full", "matmul", "selective"]
@@ -102,7 +102,7 @@ class Recompute:
         profile: bool = False,
     ) -> None:
         if interval < 0:
-            raise ValueError(f"an interval of {interval} layers: 0 recomputes none, 1 each, n groups of n")
+            raise ValueError(f"recomputation has an interval of {interval} layers: give 0 for none, n for groups of n")
         self.grid = grid
         self.interval = interval
         self.number = number
@@ -163,7 +163,7 @@ class Recompute:
             return function(*args, **kwargs)
         if self._synchronize:
             self.grid.synchronize()
-        inputs = self.inputs.keep(group.name, (args, kwargs))
+        inputs = KeptNest(self.inputs, group.name, (args, kwargs))
         state = State(self.grid, self._dropout, self._preserve_rng_state, group.buffers)
         matmuls = Matmuls() if self.granularity == "matmul" else None
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..program.forward_only import forward_only
 from ..program.ops import Op, Orders
+from ..program.placement import loop
 from .squeeze import StageOp, squeeze
 
 
@@ -72,7 +74,7 @@ def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
     if not rest or not groups:
         sizes = [pipe] * groups or [microbatches]
         return [number(stage_ops) for stage_ops in pattern(sizes, sizes)]
-    placement = tuple(range(pipe)) * chunks
+    placement = loop(pipe, chunks)
     ways = [("last", "merged"), ("first", "first"), ("merged", "merged"), ("last", "first")]
     tries = [(way, limits) for way in ways for limits in (ahead, [ahead[0]] * pipe)]
 
@@ -160,8 +162,7 @@ def forward(pipe: int, microbatches: int, chunks: int) -> Orders:
     rank 0: 0F0 0F1 0F2
     rank 1: 1F0 1F1 1F2
     """
-    groups = chunk_order([*[pipe] * (microbatches // pipe), microbatches % pipe], chunks)
-    return [number([("F", c * pipe + r) for c in groups]) for r in range(pipe)]
+    return forward_only(loop(pipe, chunks), microbatches).orders
 
 
 def merge(forwards: list[StageOp], backwards: list[StageOp], ahead: int) -> list[StageOp]:

@@ -142,7 +142,7 @@ def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[
     if len(per_rank) != pipe:
         raise ValueError(f"memory has {len(per_rank)} limits for {pipe} ranks: give one number, or one each")
     if min(per_rank) < 1:
-        raise ValueError(f"a rank that runs a microbatch holds 1 activation: memory={min(per_rank):g} is too little")
+        raise ValueError(f"memory={min(per_rank):g} is too little for one microbatch's activations: give 1 or more")
     return [int(x * chunks + 1e-9) for x in per_rank]
 
 

@@ -786,7 +786,7 @@ def test_schedules_and_modes() -> None:
         moved = followed.module.enter.weight - before + rate * 0.2 * before  # with the weight decay
         torch.testing.assert_close(moved, -rate * followed.gather("gradients")["enter.weight"])
         assert followed.get_lr() == rates and followed.lr_scheduler is over
-    with pytest.raises(TypeError, match="neither a scheduler over the optimizer that is passed with it nor a function"):
+    with pytest.raises(TypeError, match="neither a function nor a schedule of the optimizer that is passed with it"):
         one(lr_scheduler=over)
     assert engine.eval() is engine and not engine.module.training and engine.train().module.training
     assert engine.shift is engine.module.shift and [*engine.parameters()] == [*engine.module.parameters()]

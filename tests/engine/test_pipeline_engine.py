@@ -311,7 +311,7 @@ def broken(kind: str) -> tuple[str, float]:
         ("short", "rank 0 (pipe 0, data 0, tensor 0): the data ended after 3 of the 4 microbatches of this step"),
         ("raise", "rank 3 (pipe 1, data 1, tensor 0): the data iterator failed at microbatch 0: ZeroDivisionError"),
         ("loader", "rank 0 (pipe 0, data 0, tensor 0): data_iter is a list, not an iterator: pass iter(loader)"),
-        ("single", "rank 2 (pipe 1, data 0, tensor 0): a microbatch is a pair (inputs, labels), not a Tensor"),
+        ("single", "rank 2 (pipe 1, data 0, tensor 0): microbatch 0 is a Tensor, not a pair (inputs, labels)"),
         ("none", "data_iter is None"),
     ],
 )
@@ -330,7 +330,7 @@ def bad_loss(value: Any) -> str:
 
 
 def test_losses_refused() -> None:
-    assert "the loss is shape (2,); loss_fn returns a mean" in bad_loss(torch.ones(2, requires_grad=True))
+    assert "is a tensor of shape (2,): return a mean" in bad_loss(torch.ones(2, requires_grad=True))
     assert "the loss is a float" in bad_loss(1.0)
     assert "the batch's weight is 0.0" in bad_loss((torch.ones((), requires_grad=True), 0))
 
@@ -357,7 +357,7 @@ def test_stages_move_to_where_the_schedule_wants_them(ranks: Any) -> None:
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted[0].items())
         assert loss == pytest.approx(wanted[1], rel=1e-12)
     for message in ranks(2, moved, True):
-        assert "stages must move to ranks [0, 1], but layers.4.weight was changed since it was built" in message
+        assert "places the stages on ranks [0, 1], but layers.4.weight was changed since it was built" in message
 
 
 def straight() -> Any:

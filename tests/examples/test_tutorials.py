@@ -226,7 +226,7 @@ def test_arguments_that_cannot_be() -> None:
         ({"grid": Grid(), "num_stages": 2}, ValueError, "num_stages is 2, and the grid has 1 ranks on its pipe axis"),
         ({"grid": Grid(), "topology": Topology(pipe=2)}, ValueError, "leave one of them out"),
         ({"topology": {"pipe": 2}}, TypeError, r"a dict: pass topology=triax.Topology\(pipe=2, data=2\)"),
-        ({"topology": TheirTopology(pipe=1, expert=1)}, ValueError, "topology has axes expert"),
+        ({"topology": TheirTopology(pipe=1, expert=1)}, ValueError, "topology has the axes expert"),
         ({"partition": "uniform", "partition_method": "parameters"}, ValueError, "give one of them"),
         ({"seed": 1, "base_seed": 2}, ValueError, "seed is 1 and base_seed 2: give one of them"),
         ({"seed_fn": print}, TypeError, r"seed_fn is DeepSpeed's; .* leave it out"),

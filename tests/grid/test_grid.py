@@ -253,7 +253,7 @@ def refused_on_rank(sizes: dict[str, Any]) -> str:
             "a grid of pipe 2 x data 2 x tensor 2 needs 8 processes, and there are 4: start it with torchrun --nproc",
         ),
         ({"tensor": 0}, "the tensor axis has the size 0"),
-        ({"order": ("pipe", "data")}, "does not name each axis once: give pipe, data and tensor"),
+        ({"order": ("pipe", "data")}, "order=('pipe', 'data') does not name each axis once"),
     ],
 )
 def test_sizes_that_do_not_fit_the_processes(ranks: Any, sizes: dict[str, Any], message: str) -> None:

@@ -72,9 +72,9 @@ def test_equality_and_printing() -> None:
         (lambda: Topology(pipe=0), "the pipe axis has the size 0"),
         (lambda: Topology(tensor=True), "the tensor axis has the size True"),
         (lambda: Topology(data=2.0), "the data axis has the size 2.0"),  # type: ignore[arg-type]
-        (lambda: Topology(pipe=2).coordinate(2), "rank 2 does not exist, .* 2 ranks: give 0 to 1"),
+        (lambda: Topology(pipe=2).coordinate(2), "rank 2 is not one of 2 ranks: give 0 to 1"),
         (lambda: Topology(pipe=2).coordinate(-1), "rank -1"),
-        (lambda: Topology(pipe=2).rank(pipe=2), "pipe=2 does not exist, .* the size 2: give 0 to 1"),
+        (lambda: Topology(pipe=2).rank(pipe=2), "pipe=2 does not lie on the pipe axis of size 2: give 0 to 1"),
         (lambda: Topology(pipe=2, data=2).rank(pipe=1), "has 2 ranks with .*: name data too"),
         (lambda: Topology(pipe=2).ranks(expert=0), "no axis 'expert': give one of pipe, data, tensor"),
         (lambda: Topology(pipe=2).groups("expert"), "no axis 'expert'"),

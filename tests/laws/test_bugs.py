@@ -328,7 +328,10 @@ def test_labels_may_be_none() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda outputs, labels: (outputs.sum(), outputs), r"the loss's weight has shape \(3, 4, 6\)"),
+        (
+            lambda outputs, labels: (outputs.sum(), outputs),
+            r"that loss_fn returned has the shape \(3, 4, 6\)",
+        ),
         (lambda outputs, labels: outputs.detach().mean(), "the loss depends on no parameter"),
     ],
 )

@@ -424,7 +424,7 @@ def test_19_stages_without_parameters_run_and_empty_ones_are_refused(ranks: Any)
     for zero in (0, 1):
         for gradients in ranks(3, odd, zero):
             same(gradients, wanted)
-    with pytest.raises(ValueError, match=r"partition=\[0, 2, 2, 3\] leaves stage 1 empty"):
+    with pytest.raises(ValueError, match=r"partition=\[0, 2, 2, 3\] leaves stage 1 without layers"):
         model(odd_stages(), chunks=3, partition=[0, 2, 2, 3])
 
 

@@ -312,7 +312,7 @@ def failing(kind: str) -> str:
     [
         ("raise", "rank 1 (pipe 1, data 0, tensor 0) failed at 1F2: ArithmeticError: boom"),
         ("changing", "changed from (float32[2, 4, 6]) to (float32[1, 4, 6]) while the inputs kept their shape"),
-        ("keys", "a dict between stages has str keys, not [1]"),
+        ("keys", "a dict that is sent between stages has the keys [1]"),
         ("set", "a set cannot be sent between stages"),
     ],
 )

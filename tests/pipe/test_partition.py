@@ -66,10 +66,10 @@ def test_methods() -> None:
         ("uniform", 7, "6 layers cannot fill 7 stages"),
         ("parameters", 7, "6 layers cannot fill 7 stages"),
         ("evenly", 2, "use 'uniform', 'parameters', 'type:REGEX', or boundaries such as [0, 3, 6]"),
-        ("type:Conv", 2, "matches no layer; the layers are Block"),
+        ("type:Conv", 2, "matches no layer: give a pattern that matches one of Block"),
         ([0, 3], 2, "give 3 boundaries from 0 to 6, for instance [0, 3, 6]"),
         ([0, 3, 5], 2, "give 3 boundaries from 0 to 6"),
-        ([0, 6, 6], 2, "leaves stage 1 empty"),
+        ([0, 6, 6], 2, "leaves stage 1 without layers"),
     ],
 )
 def test_refusals_say_what_to_type(method: str | list[int], stages: int, words: str) -> None:

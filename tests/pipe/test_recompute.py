@@ -20,7 +20,7 @@ from triax.grid.random import Dropout
 from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
 from triax.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.recompute.frame import State
-from triax.pipe.recompute.kept_inputs import Inputs
+from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute, shares
 from triax.pipe.schedules.registry import RECIPES
 from triax.plan.formulas import gpt_activations, paper_activations
@@ -680,7 +680,7 @@ def sliced(size: int, section: dict[str, Any]) -> tuple[int, bool, list[Any]]:
     nest["float"][1:3] = [t.detach().requires_grad_() for t in nest["float"][1:3]]
     right = True
     for _ in range(2):
-        kept = inputs.keep("all", nest)
+        kept = KeptNest(inputs, "all", nest)
         back = kept.restore()
         right &= back["word"] == "word" and back["ids"] is nest["ids"]
         for a, b in zip(nest["float"], back["float"], strict=True):

@@ -673,8 +673,11 @@ def test_resumed_in_a_plain_loop_where_replicas_were_apart(ranks: Any) -> None:
 
 
 CASES: list[tuple[dict[str, Any], str]] = [
-    ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 has nothing to shard: set stage 0, or use AdamW"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer and sub_group_size out"),
+    ({"zero_optimization": {"stage": 1}}, "into flat ranges: set stage 0, or use AdamW"),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "sub_group_size step flat ranges: leave them out",
+    ),
     ({"freeze_step": 0}, "freeze_step is at least 1, not 0"),
     ({"freeze_step": 2.5}, "optimizer.params.freeze_step: give a whole number"),
     ({"amsgrad": True}, "optimizer.params.amsgrad: the variance is frozen after the warmup"),
@@ -738,7 +741,7 @@ def refused_on_ranks() -> list[str]:
 def test_refused_on_every_rank(ranks: Any) -> None:
     for said in ranks(2, refused_on_ranks):
         wanted = [
-            "the grid's tensor axis of 2 shards tensors: use OneBitAdam",
+            "the grid's tensor axis of 2 shards tensors: make a grid of tensor 1, or use OneBitAdam",
             "a function made a OneBitAdam",
             "pass stage=0, not 1",
             "exp_avg_mask (of DeepSpeed)",
