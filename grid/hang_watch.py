@@ -194,7 +194,7 @@ class HangWatch:
             # A grid that no longer exists has no work that could be stuck: the script caught the error and goes on.
             if self._over.wait(0.1) or activity.since != since or self._grid() is None:
                 return
-        print(f"rank {self._me} is still there: ended", file=sys.stderr, flush=True)
+        print(f"rank {self._me} hangs after another rank failed: its process is ended", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -62,10 +62,8 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler")
     ]
 
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
-        made = [maker(optimizer) for maker in makers]
-        if cls.__name__ == "ChainedScheduler":
-            return cls(made, **given)  # type: ignore[arg-type]
-        return cls(optimizer, made, **given)  # type: ignore[arg-type]
+        made: Any = [maker(optimizer) for maker in makers]
+        return cls(made, **given) if cls.__name__ == "ChainedScheduler" else cls(optimizer, made, **given)
 
     return make
 

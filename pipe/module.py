@@ -346,11 +346,10 @@ class PipelineModule(nn.Module):
         for index, entry in enumerate(self._list):
             if id(entry) in counts:
                 continue
+            layer: Layer = entry
             if isinstance(entry, LayerSpec):
-                layer: nn.Module | None = self._build_on_meta(index, "pass partition='uniform' or boundaries")
-            else:
-                layer = entry if isinstance(entry, nn.Module) else None
-            parameters = layer.parameters() if layer is not None else ()
+                layer = self._build_on_meta(index, "pass partition='uniform' or boundaries")
+            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
             counts[id(entry)] = float(sum(torch.Size(layout_of(p).shape).numel() for p in parameters))
         return [counts[id(entry)] for entry in self._list]
 

@@ -118,10 +118,9 @@ class Inputs:
     def part(self, key: Hashable, tensor: Tensor) -> _KeptTensor:
         """Keep one tensor. Collective over the tensor axis the first time, if partitioned."""
         kept = tensor.detach()
-        if not (tensor.requires_grad and tensor.is_floating_point() and tensor.layout == torch.strided):
-            return _KeptTensor(kept, None, (), False, None)
-        sliced = self._partition and self._is_replicated(key, kept)
-        if not sliced and self._arena is None and not self._host:
+        moves = tensor.requires_grad and tensor.is_floating_point() and tensor.layout == torch.strided
+        sliced = moves and self._partition and self._is_replicated(key, kept)
+        if not moves or not (sliced or self._host or self._arena is not None):
             return _KeptTensor(kept, None, (), False, None)
         order = tuple(sorted(range(kept.dim()), key=kept.stride, reverse=True))
         dense = kept.permute(order)  # contiguous, unless the tensor has gaps
