@@ -231,7 +231,7 @@ def test_arguments_that_cannot_be() -> None:
         ({"seed": 1, "base_seed": 2}, ValueError, "seed is 1 and base_seed 2: give one of them"),
         ({"seed_fn": print}, TypeError, r"seed_fn is DeepSpeed's; .* leave it out"),
         ({"activation_checkpoint_func": print}, TypeError, "recomputation is activation_checkpoint_interval="),
-        ({"num_stage": 2}, TypeError, "no argument 'num_stage'; did you mean num_stages?"),
+        ({"num_stage": 2}, TypeError, "no argument 'num_stage': did you mean num_stages?"),
     ]
     for arguments, kind, said in wrong:
         with pytest.raises(kind, match=said):

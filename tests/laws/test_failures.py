@@ -343,8 +343,8 @@ def test_tensor_ranks_with_unlike_batches_are_named(ranks: Any, kind: str, what:
     """gloo would have filled a part of a buffer without a word, or ended the process."""
     there, here = ("float32[1, 4]", "float32[2, 4]") if what == "samples" else ("float64[2, 4]", "float32[2, 4]")
     for said in ranks(2, other_shape, kind, what, timeout=40):
-        assert f"{there} on rank 1 (pipe 0, data 0, tensor 1) and " in said, said
-        assert "the shape of the inputs" in said and here in said and "take the same samples" in said
+        assert "the shape of the inputs" in said and "on rank 1 (pipe 0, data 0, tensor 1) and " in said, said
+        assert there in said and here in said and "take the same samples" in said
 
 
 def wrong_width(kind: str) -> str:

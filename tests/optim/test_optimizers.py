@@ -272,7 +272,7 @@ def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> Non
         (case("Adam", weight_decy=1), "Adam has no weight_decy; it takes lr, betas, eps, weight_decay"),
         (case("Adam", adam_w_mode="no"), "optimizer.params.adam_w_mode: give true or false"),
         (case("Adam", adam_w_mode=True, adamw_mode=False), "are two names of one switch, and differ"),
-        (case("Adam", amsgrad=True, bias_correction=False), "amsgrad needs bias_correction"),
+        (case("Adam", amsgrad=True, bias_correction=False), "amsgrad needs the bias correction"),
         (case("Adam", betas=[0.9]), "optimizer.params.betas: give a list of 2 numbers, not [0.9]"),
         (case("Adam", betas=[0.9, 1.0]), "optimizer.params.betas = [0.9, 1.0]"),
         (case("Lion", betas=[0.9, -1.0]), "optimizer.params.betas = [0.9, -1.0]: betas are (0.9, -1.0)"),
