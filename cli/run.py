@@ -238,9 +238,9 @@ def _processes(nproc: str | None) -> int:
         return cores()
     if nproc not in (None, "gpu", "auto"):
         raise ConfigError(f"--nproc {nproc!r}: write a number of at least 1, or gpu, cpu or auto")
-    import torch
+    from ..grid.grid import gpus
 
-    found = torch.cuda.device_count()
+    found = gpus()
     if nproc == "gpu" and not found:
         raise ConfigError("--nproc gpu, and this host has none: give a number, or cpu")
     return found or (cores() if nproc == "auto" else 1)

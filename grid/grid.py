@@ -318,6 +318,11 @@ class Grid:
         return f"Grid({sizes}; {self.describe()}, {self.device})"
 
 
+def gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def _rank_and_size(environment: Environment | None) -> tuple[int, int]:
     """Return this process's rank, and the number of processes."""
     if dist.is_initialized():
