@@ -2,8 +2,7 @@
 
 write.py       finds the run and writes the page
 run_folder.py  reads metrics.jsonl, run.json, timeline.json and logs
-page.py        sections of the page: summary, curves, timelines, memory, traffic, configuration
-elements.py    HTML elements: chart, table, legend
-svg.py         line charts and timelines as SVG
-style.py       style sheet and script
+page.py        values of the page: summary, curves, timelines, memory, traffic, configuration
+svg.py         coordinates of line charts and timelines
+page.html      Jinja2 template of the page, with its style sheet and script
 """

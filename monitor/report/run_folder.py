@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from ...pipe.program.ops import COMPUTE, Op
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.timeline import Span, Timeline
@@ -18,13 +20,40 @@ from ..step_record import self_times
 _TAIL = 12  # lines of a rank's log
 
 
+class _MemoryJson(BaseModel):
+    held: dict[str, Any]
+    formula: dict[str, Any]
+
+
+class _TrafficJson(BaseModel):
+    sent: dict[str, dict[str, dict[str, Any]]]
+    formula: dict[str, Any]
+
+
+class _RankJson(BaseModel):
+    memory: _MemoryJson | None = None
+    traffic: _TrafficJson | None = None
+
+
+class _RunJson(BaseModel):
+    """Parts of run.json whose form the page relies on. Their numbers are shown as they are, damaged or not."""
+
+    grid: dict[str, Any] = {}
+    batch: dict[str, Any] | None = None
+    schedule: dict[str, Any] | None = None
+    ranks: list[_RankJson] = []
+
+
+_ROW, _RECORD, _TRACE = TypeAdapter(dict[str, float | None]), TypeAdapter(_RunJson), TypeAdapter(dict[str, Any])
+
+
 @dataclass
 class Run:
     """Contents of a run's folder.
 
     Attributes:
         name: name of the folder.
-        rows: lines of metrics.jsonl, in the order in which they were written.
+        rows: lines of metrics.jsonl, in the order in which they were written: name -> number, None if not finite.
         record: run.json; {} if there is none.
         trace: timeline.json; None if there is none.
         logs: name of a log file -> its last lines.
@@ -43,13 +72,13 @@ class Run:
         found: dict[int, float] = {}
         for row in self.rows:
             if name in row:
-                found[int(row["step"])] = math.nan if row[name] is None else float(row[name])
+                found[row["step"]] = math.nan if row[name] is None else row[name]
         return sorted(found.items())
 
     @property
     def last_step(self) -> int:
         """Number of the last step that was written; 0 if there is none."""
-        return max((int(row["step"]) for row in self.rows), default=0)
+        return max((row["step"] for row in self.rows), default=0)
 
 
 def read_run(folder: Path) -> Run:
@@ -60,17 +89,16 @@ def read_run(folder: Path) -> Run:
         broken = 0
         for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                row = json.loads(line)
-                int(row["step"])
-                run.rows.append(row)
+                row: dict[str, Any] = _ROW.validate_json(line)
+                run.rows.append(row | {"step": int(row["step"])})
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:
             run.notes.append(f"{broken} line{'s' * (broken > 1)} of {METRICS} could not be read and are left out")
     else:
         run.notes.append(f"there is no {METRICS}: no step was written")
-    run.record = _json(folder / RUN, run.notes) or {}
-    run.trace = _json(folder / TIMELINE, run.notes)
+    run.record = _json(folder / RUN, _RECORD, run.notes) or {}
+    run.trace = _json(folder / TIMELINE, _TRACE, run.notes)
     for log in sorted(folder.glob("*.log")):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         if lines:
@@ -78,19 +106,23 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _json(file: Path, notes: list[str]) -> dict[str, Any] | None:
+def _json(file: Path, form: TypeAdapter[Any], notes: list[str]) -> dict[str, Any] | None:
+    """Return the object of a file; None, and a note, if there is none of this form."""
     if not file.is_file():
         notes.append(f"there is no {file.name}")
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        form.validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        notes.append(f"{file.name} could not be read because {where} has another form: {first['msg']}")
     except ValueError as error:
         notes.append(f"{file.name} could not be read: {error}")
-        return None
-    if not isinstance(found, dict):
-        notes.append(f"{file.name} could not be read: it is not a JSON object")
-        return None
-    return found
+    else:
+        return found
+    return None
 
 
 @dataclass(frozen=True)

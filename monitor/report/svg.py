@@ -1,11 +1,10 @@
-"""Charts and timelines of the report as SVG. Colors are classes of the page's style sheet, for light and dark pages."""
+"""Coordinates of the report's charts and timelines, which page.html draws as SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
@@ -37,97 +36,62 @@ class BarRow(NamedTuple):
     bars: Sequence[Bar]
 
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 36  # margins of a chart
+_WIDTH = 1060  # of a timeline
 
 
-def line_chart(curves: Sequence[Curve], width: int, height: int, x_label: str, level: float | None = None) -> str:
-    """Return curves over one pair of axes; "" if there are no points.
+def line_chart(curves: Sequence[Curve], width: int, height: int, level: float | None = None) -> dict[str, Any]:
+    """Return curves over one pair of axes, in pixels.
 
     Args:
-        curves: points that are not finite are left out, and so are curves without points.
+        curves: curves with at least one point each; all numbers are finite.
         width, height: size in pixels.
-        x_label: label of the x axis.
         level: height of a dashed horizontal line.
     """
-    shown = [curve._replace(points=_finite(curve.points)) for curve in curves]
-    shown = [curve for curve in shown if curve.points]
-    if not shown:
-        return ""
-    xs = [x for curve in shown for x, _ in curve.points]
-    ys = [y for curve in shown for _, y in curve.points] + ([level] if level is not None else [])
+    xs = [x for curve in curves for x, _ in curve.points]
+    ys = [y for curve in curves for _, y in curve.points] + ([level] if level is not None else [])
     x_ticks, y_ticks = ticks(min(xs), max(xs), width // 90), ticks(min(ys), max(ys), height // 45)
     x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
     y0, y1 = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        across = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
-        return (
-            _LEFT + across * (width - _LEFT - _RIGHT),
-            height - _BOTTOM - (y - y0) / (y1 - y0) * (height - _TOP - _BOTTOM),
-        )
+    def across(x: float) -> float:
+        return round(_LEFT + ((x - x0) / (x1 - x0) if x1 > x0 else 0.5) * (width - _LEFT - _RIGHT), 1)
 
-    out = [_open(width, height, f'data-x0="{x0:.9g}" data-x1="{x1:.9g}" data-left="{_LEFT}" data-right="{_RIGHT}"')]
-    for y in y_ticks:
-        _, v = at(x0, y)
-        out.append(f'<path class="grid" d="M{_LEFT} {v:.1f}H{width - _RIGHT}"/>')
-        out.append(f'<text class="tick" x="{_LEFT - 6}" y="{v + 4:.1f}" text-anchor="end">{number(y)}</text>')
-    for x in x_ticks:
-        if x0 <= x <= x1:
-            u, _ = at(x, y0)
-            out.append(f'<path class="axis" d="M{u:.1f} {height - _BOTTOM}v4"/>')
-            out.append(f'<text class="tick" x="{u:.1f}" y="{height - 18}" text-anchor="middle">{number(x)}</text>')
-    out.append(f'<path class="axis" d="M{_LEFT} {height - _BOTTOM}H{width - _RIGHT}"/>')
-    middle = (_LEFT + width - _RIGHT) / 2
-    out.append(f'<text class="tick" x="{middle:.0f}" y="{height - 3}" text-anchor="middle">{escape(x_label)}</text>')
-    if level is not None:
-        _, v = at(x0, level)
-        out.append(f'<path class="level" d="M{_LEFT} {v:.1f}H{width - _RIGHT}"/>')
-    for curve in shown:
-        points = [at(x, y) for x, y in thinned(curve.points, 2 * width)]
-        path = "L".join(f"{u:.1f} {v:.1f}" for u, v in points)
-        out.append(f'<path class="line c{curve.color}{" main" if curve.marked else ""}" d="M{path}"/>')
-        if curve.marked or len(points) == 1:
-            out += [f'<circle class="dot c{curve.color}" cx="{u:.1f}" cy="{v:.1f}" r="3"/>' for u, v in points[-40:]]
-    out.append("</svg>")
-    return "".join(out)
+    def down(y: float) -> float:
+        return round(height - _BOTTOM - (y - y0) / (y1 - y0) * (height - _TOP - _BOTTOM), 1)
+
+    return {
+        "width": width,
+        "height": height,
+        "left": _LEFT,
+        "right": _RIGHT,
+        "foot": height - _BOTTOM,
+        "x0": f"{x0:.9g}",
+        "x1": f"{x1:.9g}",
+        "x_ticks": [(across(x), number(x)) for x in x_ticks if x0 <= x <= x1],
+        "y_ticks": [(down(y), number(y)) for y in y_ticks],
+        "level": None if level is None else down(level),
+        "curves": [(c, [(across(x), down(y)) for x, y in thinned(c.points, 2 * width)]) for c in curves],
+    }
 
 
-def timeline(rows: Sequence[BarRow], longest: float, width: int, label: int) -> str:
+def timeline(rows: Sequence[BarRow], longest: float, label: int) -> dict[str, Any]:
     """Return rows of bars over one time axis in milliseconds.
 
     Args:
         rows: the rows, with times in seconds from 0.
         longest: end of the time axis in seconds.
-        width: width in pixels.
         label: pixels for the names of the rows.
     """
-    high, gap, foot = 24, 5, 34
-    height = len(rows) * (high + gap) + foot
-    scale = (width - label - 10) / longest
-    out = [_open(width, height, "")]
-    for t in ticks(0.0, 1e3 * longest, width // 90):
-        u = label + t / 1e3 * scale
-        if u <= width:
-            out.append(f'<path class="grid" d="M{u:.1f} 0V{height - foot}"/>')
-            out.append(f'<text class="tick" x="{u:.1f}" y="{height - 18}" text-anchor="middle">{number(t)}</text>')
-    out.append(f'<text class="tick" x="{(label + width) / 2:.0f}" y="{height - 3}" text-anchor="middle">ms</text>')
-    for i, row in enumerate(rows):
-        top = i * (high + gap)
-        out.append(f'<text class="name" x="0" y="{top + high / 2 + 4:.0f}">{escape(row.name)}</text>')
-        out.append(f'<rect class="idle" x="{label}" y="{top}" width="{longest * scale:.1f}" height="{high}"/>')
-        for bar in row.bars:
-            u, w = label + bar.start * scale, (bar.end - bar.start) * scale
-            if w < 0.15:
-                continue
-            y, h = (top + high - 5, 5) if bar.thin else (top, high)
-            title = f"<title>{escape(bar.title)}: {1e3 * (bar.end - bar.start):.2f} ms</title>"
-            out.append(
-                f'<rect class="b {bar.kind}" x="{u:.1f}" y="{y}" width="{max(w, 0.4):.1f}" height="{h}">{title}</rect>'
-            )
-            if bar.text and w >= 7 * len(bar.text) + 3:
-                out.append(f'<text class="on" x="{u + w / 2:.1f}" y="{top + 14}">{escape(bar.text)}</text>')
-    out.append("</svg>")
-    return "".join(out)
+    scale = (_WIDTH - label - 10) / longest
+    places = ((label + t / 1e3 * scale, number(t)) for t in ticks(0.0, 1e3 * longest, _WIDTH // 90))
+    return {
+        "width": _WIDTH,
+        "label": label,
+        "scale": scale,
+        "ticks": [(round(u, 1), text) for u, text in places if u <= _WIDTH],
+        "rows": rows,
+    }
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -170,11 +134,3 @@ def thinned(points: Points, most: int) -> Points:
         run = points[start : start + size]
         kept += sorted({min(run, key=lambda p: p[1]), max(run, key=lambda p: p[1])})
     return kept
-
-
-def _finite(points: Points) -> Points:
-    return [(x, y) for x, y in points if math.isfinite(y)]
-
-
-def _open(width: int, height: int, more: str) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" {more}>'

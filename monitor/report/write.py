@@ -21,15 +21,17 @@ def write_report(run: Path, output: Path | None = None) -> Path:
         ConfigError: the folder holds no run, or the page cannot be written.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such folder; give a run's folder: output_path/job_name of json_monitor")
+        raise ConfigError(f"There is no folder {run}. Give the folder of a run: output_path/job_name of json_monitor.")
     if not any((run / name).is_file() for name in (METRICS, RUN, TIMELINE)):
         inner = sorted(path.parent.name for path in run.glob(f"*/{METRICS}"))
-        near = f"; {run / inner[0]} has some" if inner else ": enable json_monitor in the configuration"
-        raise ConfigError(f"{run} has no {METRICS}, {RUN} or {TIMELINE}{near}")
+        advice = (
+            f"Did you mean {run / inner[0]}?" if inner else "Enable json_monitor in the configuration to write them."
+        )
+        raise ConfigError(f"The folder {run} has no {METRICS}, {RUN} or {TIMELINE}. {advice}")
     file = output or run / "report.html"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page(read_run(run)), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the page {file} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"The page {file} cannot be written: {error.strerror}. Give another --output.") from error
     return file

@@ -26,7 +26,7 @@ from paths import ROOT
 
 DRAWS = ("pipe/program/draw.py",)  # may use rich and matplotlib, in the functions that draw
 
-CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
+CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2"}
 # Imported where they are used, not before.
 EXTRAS = {"matplotlib", "tensorboard", "transformers", "accelerate", "deepspeed", "wandb"}
 # Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.

@@ -74,7 +74,8 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     info = f"triax-{triax.__version__}.dist-info"
     ours = {name for name in names if not name.startswith(f"{info}/")}
     stubs = {str(file.relative_to(ROOT)) for file in STUBS}
-    assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs}} | {"triax/py.typed"}
+    data = {"py.typed", "monitor/report/page.html"}
+    assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs, *data}}
     assert f"{info}/licenses/LICENSE" in names
 
 
@@ -83,7 +84,7 @@ def test_wheel_says_what_it_needs(unpacked: Path) -> None:
     metadata = message_from_string((info / "METADATA").read_text())
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     core = {need.name for need in needs if need.marker is None}
-    assert core == {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich"}
+    assert core == {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "triax = triax.cli.main:main" in (info / "entry_points.txt").read_text()
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from triax.cli.main import app
 from triax.grid.errors import ConfigError
 from triax.monitor.protocol import Slice, StepRecord
+from triax.monitor.report.page import chart
 from triax.monitor.report.run_folder import read_run, read_trace
-from triax.monitor.report.svg import Curve, line_chart, number, thinned, ticks
+from triax.monitor.report.svg import Curve, number, thinned, ticks
 from triax.monitor.report.write import write_report
 from triax.monitor.trace.clock_offsets import Offset
 from triax.monitor.trace.trace import chrome_trace
@@ -175,6 +176,29 @@ def test_a_file_of_another_kind_is_named_and_left_out(tmp_path: Path, content: s
     assert "timeline.json" in page.text.partition("Left out")[2] and "Simulated" not in page.text
 
 
+def test_damaged_values_are_text_and_damaged_parts_are_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record |= {"parameters": "<b>many</b>", "flops_per_step": [1], "peak_tflops": "fast", "schedule": {}}
+    record["ranks"][0] |= {"name": None, "parameters": "?"}
+    record["ranks"][0]["memory"]["held"] |= {"parameters": "1 MB", "gradients": None}
+    record["ranks"][0]["traffic"]["sent"]["data"]["all_reduce"] = {"bytes": "most"}
+    (folder / "run.json").write_text(json.dumps(record))
+    page = Page(write_report(folder).read_text())
+    for words in ("<b>many</b> parameters", "[1]", "fast TFLOP/s", "1 MB", "most", "0.600"):
+        assert words in page.text, words
+    # A form that the page cannot show.
+    (folder / "run.json").write_text(json.dumps(record | {"ranks": 5}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "Train/Samples/train_loss": "low"}\n[31]\n')
+    broken = trace()
+    broken["otherData"]["ranks"] = [{} for _ in broken["otherData"]["ranks"]]
+    (folder / "timeline.json").write_text(json.dumps(broken))
+    left_out = Page(write_report(folder).read_text()).text.partition("Left out")[2]
+    for words in ("2 lines of metrics.jsonl", "run.json could not be read because ranks", "timeline.json could not"):
+        assert words in left_out, words
+
+
 def test_the_command(tmp_path: Path) -> None:
     folder = write(tmp_path / "run")
     done = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "deep" / "page.html")])
@@ -184,7 +208,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "words"),
-    [("none", "there is no such folder"), (".", "run has some"), ("empty", "enable json_monitor in the configuration")],
+    [
+        ("none", "There is no folder"),
+        (".", "Did you mean .*run"),
+        ("empty", "Enable json_monitor in the config"),
+    ],
 )
 def test_no_run_is_said_with_the_next_thing_to_type(tmp_path: Path, where: str, words: str) -> None:
     write(tmp_path / "run")
@@ -239,9 +267,10 @@ def test_curves_keep_their_spikes_and_lose_what_is_no_number() -> None:
     few = thinned(points, 200)
     assert len(few) <= 200 and (5003.0, 9.0) in few and (7001.0, -9.0) in few
     assert [x for x, _ in few] == sorted(x for x, _ in few) and thinned(points[:5], 200) == points[:5]
-    assert line_chart([Curve("a", [(1, math.nan)], 0)], 500, 200, "step") == ""
-    drawn = line_chart([Curve("a", [(1, 2.0), (2, math.nan), (3, 4.0)], 0)], 500, 200, "step")
-    assert drawn.count('<path class="line') == 1 and "nan" not in drawn
+    assert chart("Loss", "", [Curve("a", [(1, math.nan)], 0)]) is None
+    made = chart("Loss", "", [Curve("a", [(1, 2.0), (2, math.nan), (3, 4.0)], 0)])
+    assert made is not None and made["data"] == [{"name": "a", "points": [(1, 2.0), (3, 4.0)]}]
+    assert all(len(points) == 2 for size in ("large", "small") for _, points in made[size]["curves"])
 
 
 def test_axes_have_round_numbers() -> None:
