@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..grid.errors import ConfigError, describe, no_such
+from ..grid.errors import ConfigError, close, describe, no_such
 from .base import Section, inner_section
 from .consistency import check_consistency
 from .json_comments import read
@@ -81,9 +81,7 @@ def _explain(error: Any) -> str:
     place = [str(part) for part in error["loc"] if part not in ("constrained-int", "nullable")]
     where = ".".join(place) or "the configuration"
     if error["type"] == "extra_forbidden":
-        section = _section(place[:-1])
-        known = [field.alias or key for key, field in section.model_fields.items()]
-        return no_such(".".join(place[:-1]) or "the configuration", place[-1], known)
+        return _no_such_key(place[:-1], place[-1])
     if error["type"] == "missing":
         return f"{where} is missing: write it"
     given = error["input"]
@@ -95,6 +93,31 @@ def _explain(error: Any) -> str:
     if isinstance(given, Mapping):
         return text if not place else f"{where}: {text}"
     return f"{where} = {describe(given)}: {text}"
+
+
+def _no_such_key(place: list[str], key: str) -> str:
+    """Return the error message for an unknown key: the nearest key, or the sections that have one of this name."""
+    known = _names(_section(place))
+    sections = [name for name, section in _sections() if key in _names(section)]
+    where = ".".join(place) or "the configuration"
+    if 0 < len(sections) <= 3:
+        return f"{where}: there is no {key!r} here, but in {' and '.join(sections)}: write it there"
+    if len(known) > 20 and not close(key, known):
+        return f"{where}: there is no {describe(key)}, and no key like it: `triax config --table` lists all keys"
+    return no_such(where, key, known)
+
+
+def _names(section: type[Section]) -> list[str]:
+    return [field.alias or key for key, field in section.model_fields.items()]
+
+
+def _sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield each section by its path; the outermost one is "the configuration"."""
+    yield prefix.removesuffix(".") or "the configuration", section
+    for key, field in section.model_fields.items():
+        inner = inner_section(field.annotation)
+        if inner is not None:
+            yield from _sections(inner, f"{prefix}{key}.")
 
 
 def _section(place: list[str]) -> type[Section]:

@@ -124,7 +124,7 @@ def initialize(
     schedule, notes = _place_model(model, grid, checked, batch.accumulation)
     _warn(grid, notes)
     groups = parameter_groups(model, optimizer, model_parameters)
-    make = choose_optimizer(optimizer, checked, grid)
+    make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
     require_same(grid, checked, model, groups, optimizer)
     parts = (make, groups, training_data, make_scheduler, collate_fn)

@@ -40,13 +40,19 @@ def describe(value: Any) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the nearest known name, or all known names."""
     names = list(known)
+    near = close(name, names)
+    return f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
+
+
+def close(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is nearest to an unknown one; None if none is near."""
+    names = list(known)
     near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(
         name.lower(), [each.lower() for each in names], n=1
     )
-    near = [each for each in names if near and each.lower() == near[0].lower()]
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    return next((each for each in names if near and each.lower() == near[0].lower()), None)
 
 
 def no_such(where: str, name: str, known: Iterable[str]) -> str:
     """Return the error message for an unknown key or name."""
-    return f"{where}: there is no {name!r}; {nearest(name, known)}"
+    return f"{where}: there is no {describe(name)}; {nearest(name, known)}"

@@ -36,7 +36,7 @@ def check_arguments(
         required = parameter.default is inspect.Parameter.empty
         if required and key not in params:
             raise ConfigError(f"{where}: {name} needs {key}: write it")
-        if key in params:
+        if key in params and not _same(params[key], parameter.default):
             wanted = _mismatch(params[key], parameter.default, parameter.annotation)
             if wanted:
                 raise ConfigError(f"{where}.{key}: give {wanted}, not {describe(params[key])}")
@@ -83,6 +83,11 @@ def _to_blame(given: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]
             if another is None and (type(other), str(other)) != (type(error), str(error)):
                 another = key
     return another
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Return True if a value is an argument's default, which JSON writes as a list if it is a tuple."""
+    return isinstance(default, tuple) and isinstance(value, (list, tuple)) and tuple(value) == default
 
 
 def _mismatch(value: Any, default: Any, annotation: Any) -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...config.schema import Config
 from ...grid.errors import ConfigError
 from ...grid.grid import Grid
+from ...grid.layout import layout_of
 from ...optim import optimizers, schedulers
 from ...optim.schedulers import MakeScheduler
 from ...zero.onebit.adam import OneBit, OneBitAdam, ZeroOneAdam
@@ -23,7 +25,9 @@ from ...zero.whole_tensors import WholeTensors
 ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
 
 
-def choose_optimizer(optimizer: Any, config: Config, grid: Grid) -> MakeOptimizer | None:
+def choose_optimizer(
+    optimizer: Any, config: Config, grid: Grid, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
+) -> MakeOptimizer | None:
     """Return a function that makes the optimizer over flat ranges. None if there is no optimizer.
 
     Args:
@@ -31,6 +35,7 @@ def choose_optimizer(optimizer: Any, config: Config, grid: Grid) -> MakeOptimize
             is None, the optimizer is the one named in the configuration.
         config: the configuration, which may name an optimizer.
         grid: the grid, whose tensor axis may shard parameters.
+        groups: the parameters to train, in groups with their options.
 
     Raises:
         ConfigError: if the optimizer cannot be used in this setup.
@@ -45,6 +50,8 @@ def choose_optimizer(optimizer: Any, config: Config, grid: Grid) -> MakeOptimize
         return None
     cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
     require_whole_tensors(cls, config, grid.tensor.size)
+    if cls.__name__ == "Muon":
+        _require_matrices(groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
 
 
@@ -120,6 +127,20 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], config: Config, tens
     zero = config.zero_optimization
     offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
     optimizers.require_whole_tensors(cls.__name__, zero.stage, offload, tensor)
+
+
+def _require_matrices(groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
+    """Refuse parameters that are no matrices, for Muon.
+
+    Raises:
+        ConfigError: a parameter to train is no matrix; the message names it.
+    """
+    for parameter in (p for _, parameters in groups for p in parameters if p.dim() != 2):
+        raise ConfigError(
+            f"optimizer.type Muon steps matrices, and {layout_of(parameter).name or 'a parameter'} has shape "
+            f"{list(parameter.shape)}: pass initialize(model_parameters=[p for p in model.parameters() if "
+            "p.dim() == 2]), or take AdamW"
+        )
 
 
 def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:

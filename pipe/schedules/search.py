@@ -87,7 +87,10 @@ def find_schedule(
     best, best_makespan = named, named_makespan
     # the two best starts; a second one far behind the first is not worth its share
     second = 1 if len(starts) > 1 and starts[1][0] < 1.1 * named_makespan else 0
+    bound = min(problem.lower_bound() for _, problem, _ in starts)
     for k, (at, share) in enumerate(((0, 0.6), (second, 0.4))):
+        if best_makespan <= bound * (1 + 1e-12):  # as on one rank, where every order is the fastest
+            break
         _, problem, start = starts[at]
         improved = _improve(problem, start, int(EFFORT * effort * share), random.Random(seed + k))
         makespan = simulate(improved, costs).makespan
@@ -102,7 +105,7 @@ def find_schedule(
         best.orders,
         best_makespan,
         simulate(best, costs).bubble,
-        min(problem.lower_bound() for _, problem, _ in starts),
+        bound,
         named.name,
         named_makespan,
     )

@@ -775,3 +775,19 @@ def test_a_batch_of_another_size(ranks: Any, shape: tuple[int, int, int], schedu
             weights, {n: p.detach() for n, p in model.named_parameters()}, rtol=1e-10, atol=1e-13
         )
         assert info == ((2 * shape[1], 2, 1), 14 * shape[1])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"ratio": 0.1}, "the configuration: there is no 'ratio' here, but in gradient_compression: write it there"),
+        ({"bf16": {"loss_scale": 0}}, "bf16: there is no 'loss_scale' here, but in fp16 and amp: write it there"),
+        ({"zero_optimization": {"qwerty": 1}}, "no key like it: `triax config --table` lists all keys"),
+        ({"z" * 5000: 1}, "no key like it: `triax config --table` lists all keys"),
+    ],
+)
+def test_a_key_of_another_section_is_sent_there(config: dict[str, Any], words: str) -> None:
+    """The message listed all 70 keys of the section."""
+    with pytest.raises(ConfigError) as error:
+        read_config({"train_batch_size": 2, **config})
+    assert words in str(error.value) and len(str(error.value)) < 200

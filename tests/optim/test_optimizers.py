@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.config.config import batch_sizes
 from triax.engine import read_config
+from triax.engine.setup.check import resolve_config
 from triax.grid.errors import ConfigError
 from triax.optim import onebit
 from triax.optim.optimizers import KNOWN, resolve
@@ -286,3 +289,22 @@ def test_refused(optimizer: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 4, "optimizer": optimizer})
     assert words in str(error.value)
+
+
+def test_muon_over_vectors_is_refused_by_name() -> None:
+    """torch's own message named no parameter and no remedy."""
+    model = PipelineModule([LayerSpec(nn.Linear, 4, 4)], loss_fn=mean_loss)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=r"Muon steps matrices, and layers.0.bias has shape \[4\]: pass initialize"):
+        triax.initialize(model=model, config=config)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    assert triax.initialize(model=model, config=config, model_parameters=matrices)[1] is not None
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adam", "Rprop", "OneBitAdam"])
+def test_a_resolved_optimizer_is_accepted_again(name: str) -> None:
+    """Adafactor's default eps, (None, 0.001), was refused as no list of two numbers."""
+    config = read_config({"train_batch_size": 4, "optimizer": {"type": name}})
+    sizes = batch_sizes(config, 1)
+    resolved = json.loads(json.dumps(resolve_config(config, sizes)))
+    assert json.loads(json.dumps(resolve_config(read_config(resolved), sizes))) == resolved

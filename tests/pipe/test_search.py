@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from triax.pipe.program.simulate import Costs, peak_activations, simulate
 from triax.pipe.program.verify import verify
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
-from triax.pipe.schedules.search import find_schedule, tune
+from triax.pipe.schedules.search import Found, find_schedule, tune
 
 MEASURED = Costs(1, 0.993, 0.717, 0.0335)
 
@@ -88,6 +90,14 @@ def test_too_little_memory_is_refused() -> None:
         find_schedule(2, 4, memory=0.5)
     with pytest.raises(ValueError, match="3 limits for 2 ranks"):
         find_schedule(2, 4, memory=(1, 2, 3))
+
+
+def test_a_schedule_at_the_lower_bound_is_not_searched_on() -> None:
+    """A configuration with ``auto`` on one process took ten seconds to start."""
+    began = time.process_time()
+    found = make_schedule("auto", 1, 64)
+    assert time.process_time() - began < 1
+    assert isinstance(found, Found) and found.gap == pytest.approx(0, abs=1e-12)
 
 
 def test_auto_is_a_name() -> None:
