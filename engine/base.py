@@ -5,32 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..config.config import BatchSizes, batch_sizes
+from ..config.config import batch_sizes
 from ..config.schema import Config
 from ..data.dataloader import Loader, make_loader
 from ..grid import Grid, Layout
 from ..grid.assemble import Shard, assemble
 from ..grid.errors import ConfigError
 from ..grid.replica_grid import ReplicaGrid
+from ..monitor.method_hooks import hook_method
 from ..monitor.monitor import Monitor
 from ..monitor.trace import comms_logger as comms
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
+from ..zero.protocols import MakeOptimizer
 from .local_updates import LocalReplicas
-from .loss_scale import LossScaler
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
 from .replicas import SynchronousReplicas
+from .setup.precision import make_loss_scaler
+from .setup.zero import zero_options
 from .snapshot.capture import ReplicaState
 from .snapshot.checkpointer import Checkpointer
 from .snapshot.local_updates import ReplicaCheckpoints
+
+
+class TrainingParts(NamedTuple):
+    """Optimizer, schedule and data of a new engine, as ``initialize`` chose them.
+
+    Attributes:
+        make_optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
+        groups: parameter groups, (options, parameters).
+        training_data, make_scheduler, collate_fn: see ``initialize``.
+    """
+
+    make_optimizer: MakeOptimizer | None
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]]
+    training_data: Dataset[Any] | None = None
+    make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
 
 class Engine:
@@ -48,43 +67,34 @@ class Engine:
         loss_scaler: fp16's loss scale; None without fp16.
     """
 
-    config: Config
-    grid: Grid
-    batch: BatchSizes
     module: Any
     optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    training_dataloader: Any
-    global_steps: int
     data_axis: ZeroDataAxis
-    optimizer_step: OptimizerStep
-    replicas: SynchronousReplicas | LocalReplicas
-    replica_state: ReplicaState | None
-    checkpointer: Checkpointer
     observer: StepObserver
-    loss_scaler: LossScaler | None
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
-    def _make_step(
-        self,
-        step_grid: Grid,
-        make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-        training_data: Dataset[Any] | None,
-        collate_fn: Callable[[list[Any]], Any] | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, grid: Grid, config: Config) -> None:
+        self.module, self.grid, self.config = module, grid, config
+        self.batch = batch_sizes(config, grid.replicas)
+        self.global_steps = 0
+        # A step runs on the whole grid, or under local_updates on the grid of this replica.
+        self._step_grid = grid if config.local_updates is None else ReplicaGrid(grid)
+        self._options = zero_options(config, self._step_grid, module)
+        self.loss_scaler = make_loss_scaler(config)
+
+    def _make_step(self, parts: TrainingParts) -> None:
         """Make the members that need the optimizer: step, schedule, data loader, replica strategy, checkpointer."""
+        make, data = parts.make_scheduler, parts.training_data
         self.checkpointer = Checkpointer(self)
         self.optimizer_step = OptimizerStep(self.config, self.data_axis, self.loss_scaler)
-        self.lr_scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
-        self.training_dataloader = None
-        if training_data is not None:
-            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
-        if isinstance(step_grid, ReplicaGrid):
-            self.replicas = local = LocalReplicas(self, step_grid)
+        self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
+        self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=parts.collate_fn)
+        self.replicas: SynchronousReplicas | LocalReplicas = SynchronousReplicas(self.grid)
+        self.replica_state: ReplicaState | None = None
+        if isinstance(self._step_grid, ReplicaGrid):
+            self.replicas = local = LocalReplicas(self, self._step_grid)
             self.replica_state = ReplicaCheckpoints(self, local)
-        else:
-            self.replicas, self.replica_state = SynchronousReplicas(self.grid), None
 
     @property
     def global_samples(self) -> int:
@@ -140,7 +150,6 @@ class Engine:
         self._reschedule(batch.accumulation)
         self._samples_before, self._batch_size_since = self.global_samples, self.global_steps
         self.config, self.batch = config, batch
-        self._resized()
 
     def synchronize(self) -> None:
         """Give all replicas the same weights now. Without ``local_updates`` this does nothing.
@@ -380,10 +389,6 @@ class Engine:
         """
         raise NotImplementedError
 
-    def _step_grid(self) -> Grid:
-        """Return the grid of a step: the whole one, or this replica's under ``local_updates``. Collective."""
-        return self.grid if self.config.local_updates is None else ReplicaGrid(self.grid)
-
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(
@@ -512,16 +517,14 @@ class Engine:
         saver = self.checkpointer.auto_saver()
         if saver is None:
             return
-        name = "train_batch" if hasattr(self, "train_batch") else "step"
-        take_step = getattr(self, name)
 
-        def step_and_save(*args: Any, **kwargs: Any) -> Any:
+        def step_and_save(take_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = take_step(*args, **kwargs)
             with self.all_or_none("checkpoint"):
                 saver.after_call(self.global_steps, self.checkpointer.may_save)
             return result
 
-        setattr(self, name, step_and_save)
+        hook_method(self, "train_batch" if hasattr(self, "train_batch") else "step", step_and_save)
 
     def set_position(self, steps: int, samples: int) -> None:
         """Set the counters to those of a checkpoint, and forget the gradients of an unfinished step."""
@@ -529,8 +532,4 @@ class Engine:
         self._samples_before = samples
 
     def _reschedule(self, microbatches: int) -> None:
-        """Run this number of microbatches per step from now on."""
-        raise NotImplementedError
-
-    def _resized(self) -> None:
-        """Adapt the engine to a new batch size. Subclasses override this hook; ``set_train_batch_size`` calls it."""
+        """Run this number of microbatches per step from now on. Subclasses override it where that takes more."""

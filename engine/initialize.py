@@ -20,6 +20,7 @@ from ..grid import Grid
 from ..grid.errors import ConfigError
 from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
+from .base import TrainingParts
 from .instrument import instrument
 from .module_engine import ModuleEngine
 from .pipeline_engine import PipelineEngine, training_schedule
@@ -127,8 +128,13 @@ def initialize(
     make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
     require_same(grid, checked, model, groups, optimizer)
-    parts = (make, groups, training_data, make_scheduler, collate_fn)
-    engine = _make_engine(model, grid, checked, schedule, *parts)
+    parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn)
+    engine: PipelineEngine | ModuleEngine
+    if isinstance(model, PipelineModule):
+        assert schedule is not None
+        engine = PipelineEngine(model, checked, schedule, parts)
+    else:
+        engine = ModuleEngine(model, grid, checked, parts)
     require_one_momentum(checked, engine.optimizer)
     instrument(engine)
     engine.start_checkpointing()
@@ -183,15 +189,6 @@ def _to_device(model: nn.Module, grid: Grid) -> None:
             'PipelineModule(..., device="meta"), which is built shard by shard'
         )
     model.to(grid.device)
-
-
-def _make_engine(
-    model: nn.Module, grid: Grid, config: Config, schedule: Schedule | None, *parts: Any
-) -> PipelineEngine | ModuleEngine:
-    if isinstance(model, PipelineModule):
-        assert schedule is not None
-        return PipelineEngine(model, config, schedule, *parts)
-    return ModuleEngine(model, grid, config, *parts)
 
 
 def _warn(grid: Grid, notes: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ grid too, because they sum gradients over the replicas.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,7 +54,8 @@ class LocalReplicas:
         data_axis: ZeroDataAxis = engine.data_axis
         assert config.local_updates is not None
         self.section, self.grid = config.local_updates, grid
-        self._engine, self._data_axis = engine, data_axis
+        self._engine: Any = weakref.proxy(engine)  # the engine holds its replica strategy
+        self._data_axis = data_axis
         self.steps_since_sync = self.steps = self.steps_restored = 0
         self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
         if engine.optimizer is None:

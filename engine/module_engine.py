@@ -10,16 +10,13 @@ for batch in batches:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
-from ..config.config import batch_sizes
 from ..config.schema import Config
 from ..grid import Grid, Layout, layout_of
 from ..grid.errors import AgreedError, ConfigError
@@ -27,15 +24,12 @@ from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
-from ..zero.protocols import MakeOptimizer
-from .base import Engine
+from .base import Engine, TrainingParts
 from .loss_scale import process_scales, rescaled
 from .nonfinite import StepLosses
 from .observer import ModuleObserver
 from .optimizer_step import advance_schedule
 from .setup.module import ModuleOptimizer, bind_dropout, broadcast_weights, describe_loss, set_dropout_samples
-from .setup.precision import make_loss_scaler, weight_dtype
-from .setup.zero import zero_options
 
 
 class ModuleEngine(Engine):
@@ -49,9 +43,7 @@ class ModuleEngine(Engine):
         grid: a grid without a pipe axis. The first replica's parameters and buffers are broadcast to all replicas.
             Tensor ranks keep their own shards; unsharded tensors are broadcast from the first tensor rank.
         config: the checked configuration.
-        make_optimizer: makes the optimizer from parameter groups. None if the module is only evaluated.
-        groups: parameter groups, (options, parameters).
-        training_data, make_scheduler, collate_fn: see ``initialize``.
+        parts: optimizer, learning-rate schedule and data.
 
     Attributes:
         module, grid, config, batch: model, grid, configuration, and the three batch sizes.
@@ -64,48 +56,29 @@ class ModuleEngine(Engine):
         backward_passes: backward passes of this step, and the reductions of their gradients.
     """
 
-    global_steps = 0
     micro_steps = 0
 
-    def __init__(
-        self,
-        module: nn.Module,
-        grid: Grid,
-        config: Config,
-        make_optimizer: MakeOptimizer | None,
-        groups: list[tuple[dict[str, Any], list[nn.Parameter]]],
-        training_data: Dataset[Any] | None = None,
-        make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        self.module, self.config, self.grid = module, config, grid
-        self.batch = batch_sizes(config, grid.replicas)
-        self._half_dtype = weight_dtype(config)
-        step_grid = self._step_grid()
-        options = zero_options(config, step_grid, module)
-        self.loss_scaler = make_loss_scaler(config)
+    def __init__(self, module: nn.Module, grid: Grid, config: Config, parts: TrainingParts) -> None:
+        super().__init__(module, grid, config)
         self._scales = process_scales()
         if self.loss_scaler is not None:
             self._scales.add(self.loss_scaler)
         self._dropout = bind_dropout(module, config.seed)
-        if step_grid is not grid:
+        make, zero = parts.make_optimizer, config.zero_optimization
+        if self._step_grid is not grid:
             broadcast_weights(module, grid, set())  # the data axis of one replica does not make replicas start equal
-        broadcast_weights(
-            module, step_grid, {p for _, parameters in groups for p in parameters} if make_optimizer else set()
-        )
-        zero = config.zero_optimization
+        broadcast_weights(module, self._step_grid, {p for _, group in parts.groups for p in group} if make else set())
+        layout = (self._step_grid, self._options, zero.reduce_bucket_size)
         common: dict[str, Any] = {"module": module, "keep": zero.stage3_keep_gathered}
         self.optimizer: ModuleOptimizer | None = None
-        if make_optimizer is None:
-            self.backward_passes = BackwardPasses([], step_grid, options, zero.reduce_bucket_size, None, **common)
+        if make is None:
+            self.backward_passes = BackwardPasses([], *layout, None, **common)
         else:
-            listed = [{**options, "params": parameters} for options, parameters in groups]
-            self.optimizer = ModuleOptimizer(
-                make_optimizer, listed, step_grid, options, zero.reduce_bucket_size, **common
-            )
+            listed = [{**options, "params": group} for options, group in parts.groups]
+            self.optimizer = ModuleOptimizer(make, listed, *layout, **common)
             self.backward_passes = self.optimizer.backward_passes
         self.data_axis = self.backward_passes.data_axis
-        self._make_step(step_grid, make_scheduler, training_data, collate_fn)
+        self._make_step(parts)
         self.observer = ModuleObserver(self)
         self.microbatch = 0
         self._user_boundary: bool | None = None  # from set_gradient_accumulation_boundary; None: counted
@@ -128,7 +101,7 @@ class ModuleEngine(Engine):
             graph, trains = torch.is_grad_enabled(), self.module.training
             if graph and self._scales.any:  # before the cast: gradients are divided in the inputs' own dtype
                 (args, kwargs), _ = rescaled((args, kwargs), self._missing_scale, True, self._keeps_dtype)
-            if self._half_dtype is not None:
+            if self._options.weight_dtype is not None:
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
                 self._begin_step()
@@ -343,10 +316,10 @@ class ModuleEngine(Engine):
         self.backward_passes.next_is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._half_dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self._options.weight_dtype) if tensor.is_floating_point() else tensor
 
     def _keeps_dtype(self, tensor: Tensor) -> bool:
-        return self._half_dtype in (None, tensor.dtype)
+        return self._options.weight_dtype in (None, tensor.dtype)
 
     def set_position(self, steps: int, samples: int) -> None:
         """Set the counters to those of a checkpoint, and forget the gradients of an unfinished step."""
@@ -356,13 +329,18 @@ class ModuleEngine(Engine):
         self.microbatch = 0
         self._mark_last()
 
-    def _reschedule(self, microbatches: int) -> None:
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples per step, as ``Engine.set_train_batch_size``.
+
+        Raises:
+            ConfigError: in its cases, and in the middle of a step.
+        """
         if self.microbatch:
             raise ConfigError(
-                f"set_train_batch_size after {self.microbatch} microbatches of a step: call it between steps"
+                f"set_train_batch_size was called after {self.microbatch} microbatches of a step: call it after "
+                "engine.step() has ended the step"
             )
-
-    def _resized(self) -> None:
+        super().set_train_batch_size(train_batch_size)
         self._mark_last()
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -55,8 +56,8 @@ class StepObserver:
     """
 
     def __init__(self, engine: Any, phases: list[tuple[Any, str, str]], forward: tuple[Any, str]) -> None:
-        self._engine, self._grid = engine, engine.grid
-        self._phases, self._forward = phases, forward
+        self._engine: Any = weakref.proxy(engine)  # the engine holds the observer
+        self._grid, self._phases, self._forward = engine.grid, phases, forward
         self.monitor = Monitor()
         self.report: dict[str, Any] = {}
         self.trace: Path | None = None
@@ -305,13 +306,14 @@ class ModuleObserver(StepObserver):
     """Observer of a ``ModuleEngine``. A step begins where the one before ends."""
 
     def __init__(self, engine: Any) -> None:
+        methods = weakref.proxy(engine)
         phases = [
-            (engine, "forward", "forward"),
-            (engine, "backward", "backward"),
+            (methods, "forward", "forward"),
+            (methods, "backward", "backward"),
             (engine.backward_passes, "reduce", "reduce"),
             (engine.data_axis, "step", "optimizer"),
         ]
-        super().__init__(engine, phases, (engine, "forward"))
+        super().__init__(engine, phases, (methods, "forward"))
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -333,18 +335,17 @@ def make_monitor(config: Config, grid: Grid, batch: int) -> Monitor:
     Raises:
         ConfigError: on every rank: a package is not installed, or a folder cannot be made.
     """
-    writers = []
+    first, writers = grid.rank == 0, []
+    folders = (
+        (config.csv_monitor, csv_writer),
+        (config.tensorboard, tensorboard_writer),
+        (config.json_monitor, json_writer),
+    )
     with agreed(grid, ConfigError) if config.monitored else nullcontext():
-        if grid.rank == 0:
-            if config.csv_monitor.enabled:
-                writers.append(csv_writer(config.csv_monitor.folder))
-            if config.tensorboard.enabled:
-                writers.append(tensorboard_writer(config.tensorboard.folder))
-            if config.json_monitor.enabled:
-                writers.append(json_writer(config.json_monitor.folder))
-            if config.wandb.enabled:
-                writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
-    return Monitor(writers, config.steps_per_print if grid.rank == 0 else None, batch)
+        writers += [make(section.folder) for section, make in folders if section.enabled and first]
+        if config.wandb.enabled and first:
+            writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
+    return Monitor(writers, config.steps_per_print if first else None, batch)
 
 
 def _trace_file(config: Config) -> Path:

@@ -6,16 +6,13 @@ eval_batch     fetch microbatches -> run a forward-only program
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
-from ..config.config import batch_sizes
 from ..config.parallelism import PipelineConfig
 from ..config.schema import Config
 from ..data.dataloader import RepeatingLoader
@@ -24,7 +21,7 @@ from ..grid.agreement import mean, totals
 from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
-from ..pipe.executor import Executor
+from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
@@ -39,15 +36,12 @@ from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
-from ..zero.protocols import MakeOptimizer
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
-from .base import Engine
+from .base import Engine, TrainingParts
 from .observer import PipelineObserver
 from .optimizer_step import advance_schedule
-from .setup.precision import make_loss_scaler, weight_dtype
 from .setup.recomputation import log_profile
-from .setup.zero import zero_options
 
 
 class PipelineEngine(Engine):
@@ -57,9 +51,7 @@ class PipelineEngine(Engine):
         module: the model.
         config: the checked configuration.
         schedule: the pipeline schedule of a training step.
-        make_optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
-        groups: parameter groups, (options, parameters).
-        training_data, make_scheduler, collate_fn: see ``initialize``.
+        parts: optimizer, learning-rate schedule and data.
 
     Attributes:
         module: the model, of which this rank holds its stages.
@@ -79,26 +71,13 @@ class PipelineEngine(Engine):
 
     observer: PipelineObserver
 
-    def __init__(
-        self,
-        module: PipelineModule,
-        config: Config,
-        schedule: Schedule,
-        make_optimizer: MakeOptimizer | None,
-        groups: list[tuple[dict[str, Any], list[nn.Parameter]]],
-        training_data: Dataset[Any] | None = None,
-        make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        self.module, self.config, self.grid = module, config, module.grid
-        self.batch = batch_sizes(config, self.grid.replicas)
-        self.global_steps = 0
+    def __init__(self, module: PipelineModule, config: Config, schedule: Schedule, parts: TrainingParts) -> None:
+        super().__init__(module, module.grid, config)
         self.record_timeline = self.record_memory = False
         self.timeline: Timeline | None = None
         self._sent: dict[str, dict[str, Sent]] = {}
         self._evaluations: dict[int, Program] = {}
-        step_grid = self._step_grid()
-        self.feed = MicrobatchFeed(module, weight_dtype(config))
+        self.feed = MicrobatchFeed(module, self._options.weight_dtype)
         module.dropout_state.seed = config.seed
 
         module.training_started = True
@@ -106,26 +85,24 @@ class PipelineEngine(Engine):
         # The dict that holds each parameter: a step checks that it still does, without a walk over the modules.
         modules = list(module.modules())
         self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
-        options = zero_options(config, step_grid, module)
-        self.loss_scaler = make_loss_scaler(config)
         self.data_axis = ZeroDataAxis(
-            _managed(module, groups),
-            step_grid,
+            _managed(module, parts.groups),
+            self._step_grid,
             module.tie_axes,
             {stage: module.layers_of(stage) for stage in module.stages},
-            options,
+            self._options,
             config.zero_optimization.reduce_bucket_size,
             keep=config.zero_optimization.stage3_keep_gathered,
-            make=make_optimizer,
-            groups=[group for group, _ in groups],
+            make=parts.make_optimizer,
+            groups=[group for group, _ in parts.groups],
         )
         module.fill(self.data_axis.fill)
         self.accounts = MemoryAccounts(self.data_axis, module)
-        cast((), module, options.weight_dtype)
+        cast((), module, self._options.weight_dtype)
         module.run_hook, module.prefetch_hook = self.data_axis.run_hook, self.data_axis.prefetch_hook
         self.optimizer = self.data_axis.optimizer
         self.executor = Executor(module, self.data_axis)
-        self._make_step(step_grid, make_scheduler, training_data, collate_fn)
+        self._make_step(parts)
         loader = self.training_dataloader
         self._own_data = None if loader is None else RepeatingLoader(loader)
         # A schedule that cannot run raises here, before the first step.
@@ -183,10 +160,8 @@ class PipelineEngine(Engine):
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
-        # Tensor ranks hold the same loss: the first one counts.
-        counts = float(grid.tensor.is_first)
-        mine = [number * counts for number in result.sums()]
-        loss, weight, unused = self.optimizer_step.totals(grid, [*mine, self.data_axis.unused()])
+        mine = [*_own_sums(grid, result), self.data_axis.unused()]
+        loss, weight, unused = self.optimizer_step.totals(grid, mine)
         if not weight > 0:
             raise AgreedError(f"the batch's weight is {weight}: no label of it counts, so it has no loss")
         value = mean(grid, loss, weight)
@@ -227,35 +202,22 @@ class PipelineEngine(Engine):
         Raises:
             RuntimeError: as ``train_batch``.
         """
-        with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
-            return self._evaluate(grid, data_iter, return_logits, compute_loss, num_micro_batches)
-
-    def _evaluate(
-        self,
-        grid: Grid,
-        data_iter: Iterator[Any],
-        return_logits: bool,
-        compute_loss: bool,
-        num_micro_batches: int | None,
-    ) -> Any:
         count = num_micro_batches or self.batch.accumulation
-        microbatches, changed = self.feed.fetch(grid, data_iter, count)
-        if changed:
-            self.executor.forget_schemas()
-        training = self.module.training
-        self.module.eval()
-        self.executor.clock = None
-        try:
-            result = self.executor.run(self._evaluation(count), microbatches, outputs=return_logits, loss=compute_loss)
-        finally:
-            self.module.train(training)
-        loss = None
-        if compute_loss:
-            counts = float(grid.tensor.is_first)
-            loss = mean(grid, *totals(grid, [number * counts for number in result.sums()]))
-        if not return_logits:
-            return loss
-        return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
+        with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
+            microbatches, changed = self.feed.fetch(grid, data_iter, count)
+            if changed:
+                self.executor.forget_schemas()
+            program, training = self._evaluation(count), self.module.training
+            self.module.eval()
+            self.executor.clock = None
+            try:
+                result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
+            finally:
+                self.module.train(training)
+            loss = mean(grid, *totals(grid, _own_sums(grid, result))) if compute_loss else None
+            if not return_logits:
+                return loss
+            return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
 
     def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
         return ((placed.layout.name, placed.layout, placed.parameter) for placed in self.module.local_parameters())
@@ -364,6 +326,12 @@ def training_schedule(module: PipelineModule, config: PipelineConfig, microbatch
         return make_schedule(config.schedule, module.grid.pipe.size, microbatches, module.chunks, costs, config.memory)
     except ValueError as error:
         raise ConfigError(f"pipeline.schedule: {error} (chunks are PipelineModule(..., chunks=))") from error
+
+
+def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:
+    """Return the loss and the weight that this rank adds to the batch's sums."""
+    # Tensor ranks hold the same loss: the first one counts.
+    return [number * float(grid.tensor.is_first) for number in result.sums()]
 
 
 def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[ManagedParameter]:

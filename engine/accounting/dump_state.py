@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from ...pipe.module import PipelineModule
 from .memory import held_bytes
@@ -31,16 +31,17 @@ def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
     parameters (held and trained), dtypes, buckets and bytes.
     """
     grid = engine.grid
-    optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.loss_scaler
+    optimizer, scheduler, loader = engine.optimizer, engine.lr_scheduler, engine.training_dataloader
+    dataset = None if loader is None else loader.dataset
     return {
         "class": type(engine).__name__,
         "module": type(engine.module).__name__,
         "grid": {**grid.topology.axes, "device": str(grid.device), "timeout": grid.timeout},
         "batch": engine.batch.model_dump(),
         "optimizer": None if optimizer is None else _optimizer(optimizer, engine.data_axis.optimizer),
-        "scheduler": None if scheduler is None else _scheduler(scheduler),
-        "loss_scale": None if scaler is None else scaler.scale,
-        "training_samples": _samples(engine),
+        "scheduler": scheduler and {"class": type(scheduler).__name__, **_plain_entries(vars(scheduler), "optimizer")},
+        "loss_scale": engine.loss_scale(),
+        "training_samples": len(dataset) if isinstance(dataset, Sized) else None,
         "ranks": grid.world.all_gather_object(_rank(engine)),
     }
 
@@ -49,10 +50,8 @@ def _rank(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
     module, grid = engine.module, engine.grid
     stages = {}
     if isinstance(module, PipelineModule):
-        stages = {
-            f"stage {stage}": f"layers {module.boundaries[stage]} to {module.boundaries[stage + 1] - 1}"
-            for stage in module.stages
-        }
+        ends = module.boundaries
+        stages = {f"stage {s}": f"layers {ends[s]} to {ends[s + 1] - 1}" for s in module.stages}
     parameters = list(module.parameters())
     buckets = engine.data_axis.buckets
     return {
@@ -71,20 +70,12 @@ def _rank(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
 
 def _optimizer(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Describe an optimizer: the class of the one that ZeRO runs, and the options of the groups."""
-    groups = [
-        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+    groups = [_plain_entries(group, "params") for group in optimizer.param_groups]
     return {"class": type(inner or optimizer).__name__, "groups": groups}
 
 
-def _scheduler(scheduler: LRScheduler) -> dict[str, Any]:
-    values = {key: _plain(value) for key, value in vars(scheduler).items() if not key.startswith("_")}
-    return {"class": type(scheduler).__name__, **{k: v for k, v in values.items() if k != "optimizer"}}
-
-
-def _samples(engine: PipelineEngine | ModuleEngine) -> int | None:
-    loader = engine.training_dataloader
-    return None if loader is None else len(loader.dataset)
+def _plain_entries(entries: Mapping[str, Any], without: str) -> dict[str, Any]:
+    return {key: _plain(each) for key, each in entries.items() if key != without and not key.startswith("_")}
 
 
 def _plain(value: Any) -> Any:

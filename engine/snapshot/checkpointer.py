@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Checkpointer:
     """
 
     def __init__(self, engine: Checkpointed) -> None:
-        self._engine = engine
+        self._engine: Checkpointed = weakref.proxy(engine)  # the engine holds the checkpointer
         self.client_state: Mapping[str, Any] | None = None
         self.resumed: Loaded = (None, None)
         self.writer: AsyncWriter | None = None

@@ -7,6 +7,7 @@ outer/common/..., outer/velocity/...   weights after the last synchronization, a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ class ReplicaCheckpoints:
     """
 
     def __init__(self, engine: Checkpointed, local: LocalReplicas) -> None:
-        self._engine, self._local = engine, local
+        self._engine: Checkpointed = weakref.proxy(engine)  # the engine holds this object
+        self._local = local
         self._prefix = f"{REPLICA}/{local.grid.replica:05}"
 
     def shards(self) -> MeanStateShards:
@@ -59,14 +61,10 @@ class ReplicaCheckpoints:
         with local.reading() as grid:
             add_tensors(own, engine, self._own(), grid)
         for name, tensor in own.tensors.items():
-            if local.steps_since_sync or not name.startswith(
-                f"{WEIGHTS}/"
-            ):  # weights are equal after a synchronization
+            # After a synchronization, the replicas' weights are equal.
+            if local.steps_since_sync or not name.startswith(f"{WEIGHTS}/"):
                 snapshot.tensors[f"{prefix}/{name}"] = tensor
-        kinds = {
-            "velocity": local.outer.velocity,
-            **({"common": local.outer.common} if local.steps_since_sync else {}),
-        }
+        kinds = {"velocity": local.outer.velocity, "common": local.outer.common if local.steps_since_sync else []}
         for kind, flats in kinds.items():
             for part in self._mean().flats(flats, True) if flats else ():
                 snapshot.add_range(f"{OUTER}/{kind}/{part.name}", part, engine.grid.tensor)
