@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.errors import CheckpointError
 from ..grid.ranges import Spans, shape_of
 from .protocol import Snapshot, TensorBox, WholeTensor
 from .writer import Writer
@@ -60,7 +61,19 @@ class AsyncWriter:
         def all_gather(text: str) -> list[str | None]:  # in the store: collectives are the training's
             return grid.store_barrier(f"{name}/{next(numbers)}", text, grid.timeout)
 
-        self.start(Writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest), done)
+        writer = Writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest)
+
+        def run() -> None:
+            _lower_priority()
+            try:
+                self._problem = writer.run()
+            except Exception as error:  # for instance, the store has gone with the run
+                self._problem = f"{grid.describe()}: {type(error).__name__}: {error}"
+            done(self._problem)
+
+        # No daemon: the interpreter waits for it at exit.
+        self.thread = threading.Thread(target=run, name="triax checkpoint")
+        self.thread.start()
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return a snapshot whose values are in host memory."""
@@ -76,21 +89,6 @@ class AsyncWriter:
         self.copies = copies
         self._grid.synchronize()
         return replace(snapshot, tensors=tensors, after_write=None)
-
-    def start(self, writer: Writer, done: Callable[[str | None], None]) -> None:
-        """Start the thread: ``writer.run()``, then ``done`` with its result."""
-
-        def run() -> None:
-            _lower_priority()
-            try:
-                self._problem = writer.run()
-            except Exception as error:  # for instance, the store has gone with the run
-                self._problem = f"{self._grid.describe()}: {type(error).__name__}: {error}"
-            done(self._problem)
-
-        # No daemon: the interpreter waits for it at exit.
-        self.thread = threading.Thread(target=run, name="triax checkpoint")
-        self.thread.start()
 
     def wait(self) -> str | None:
         """Wait until the thread has written its checkpoint.
@@ -112,12 +110,15 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def log_failure(folder: object, tag: str, problem: str | None) -> None:
-    """Log on this rank why a checkpoint was not written, if there is a reason."""
-    if problem is not None:
-        logging.getLogger("triax").error("%s", failure_message(folder, tag, problem))
+def report_failure(folder: object, tag: str, problem: str | None, stop: bool = False) -> None:
+    """Log on this rank why a checkpoint was not written, or raise it if ``stop`` is set. None: it was written.
 
-
-def failure_message(folder: object, tag: str, problem: str) -> str:
-    """Return the message about a checkpoint that was not written."""
-    return f"{folder}: no checkpoint {tag!r} was written, because {problem}. What was there before is there still"
+    Raises:
+        CheckpointError: with the reason, if ``stop`` is set.
+    """
+    if problem is None:
+        return
+    text = f"{folder}: the checkpoint {tag!r} was not written, because {problem}. Older checkpoints are unchanged"
+    if stop:
+        raise CheckpointError(text)
+    logging.getLogger("triax").error("%s", text)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..grid import Grid
-from ..grid.errors import CheckpointError, DamagedError
-from .async_writer import failure_message
+from ..grid.errors import DamagedError
+from .async_writer import report_failure
 from .format import folder as folders
 from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
@@ -31,16 +31,16 @@ def open_newest(grid: Grid, folder: Path, options: LoadOptions) -> Snapshot | No
     if grid.rank == 0:
         folders.restore(folder)
         for tag, reason in folders.unreadable(folder):
-            _LOG.warning("%s is passed over: %s", folder / tag, reason)
+            _LOG.warning("%s is not used: %s", folder / tag, reason)
         found = folders.tags(folder)[::-1]
     for tag in grid.world.all_gather_object(found)[0]:
         try:
             return open_checkpoint(grid, folder / tag, options)
         except DamagedError as error:
             if grid.rank == 0:
-                _LOG.warning("%s is passed over: %s", folder / tag, error)
+                _LOG.warning("%s is not used: %s", folder / tag, error)
     if grid.rank == 0:
-        _LOG.warning("%s has no checkpoint to go on from: the run begins", folder)
+        _LOG.warning("%s has no checkpoint to resume from: the run starts from the beginning", folder)
     return None
 
 
@@ -110,14 +110,10 @@ class AutoSaver:
         problem = self._save(tag, self._remove_old)
         if leave:
             problem = self._wait() or problem
-        if problem is not None:
-            text = failure_message(self._folder, tag, problem)
-            if self._stop and not leave:
-                raise CheckpointError(text)
-            _LOG.error("%s", text)
+        report_failure(self._folder, tag, problem, self._stop and not leave)
         if leave:
             if self._grid.rank == 0:
-                _LOG.warning("told to end by SIGTERM: left after step %d, %s", step, self._folder / tag)
+                _LOG.warning("SIGTERM was received: the run ends after step %d, %s", step, self._folder / tag)
             self._grid.world.barrier()
             raise SystemExit(128 + signal.SIGTERM)
 

@@ -36,21 +36,25 @@ def match_model(
     tensors = snapshot.tensors
     missing = [name for name in shapes if name not in tensors]
     unlike = {name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape}
-    texts = [f"{_short(name)} {tensors[name].shape} there, {shapes[name]} here" for name in shapes if name in unlike]
+    texts = [
+        f"{_short(name)} {tensors[name].shape} in the checkpoint, {shape} in the model"
+        for name, shape in shapes.items()
+        if name in unlike
+    ]
     gathered = grid.world.all_gather_object(([*shapes], missing, texts))
     known = {name for names, *_ in gathered for name in names}
     unexpected = [name for name in tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS) and name not in known]
     found = {
-        "missing there": list(dict.fromkeys(_short(name) for _, names, _ in gathered for name in names)),
-        "unexpected": [_short(name) for name in unexpected],
+        "missing in the checkpoint": list(dict.fromkeys(_short(name) for _, names, _ in gathered for name in names)),
+        "not in the model": [_short(name) for name in unexpected],
         "of another shape": list(dict.fromkeys(text for *_, texts in gathered for text in texts)),
     }
     problems = [f"{title}: {listed(names)}" for title, names in found.items() if names]
     problems += other_problems
     if problems and strict:
         raise CheckpointError(
-            f"{snapshot.source} is not of this model: {'; '.join(problems)}. load_checkpoint(..., strict=False) loads "
-            "what fits"
+            f"{snapshot.source} does not fit this model: {'; '.join(problems)}. Build the model that was saved, or "
+            "load the tensors that fit with load_checkpoint(..., strict=False)"
         )
     if problems and grid.rank == 0:
         logging.getLogger("triax").warning("%s: not loaded: %s", snapshot.source, "; ".join(problems))

@@ -29,15 +29,8 @@ from ..grid.layout import FlatRange
 from ..grid.ranges import Spans, boxes_of_range, everything, overlap, shape_of, within
 from .format.json_values import decode, encode
 
-WEIGHTS, BUFFERS, OPTIMIZER, RANDOM, CLIENT, EXCHANGE = (
-    "weights",
-    "buffers",
-    "optimizer",
-    "random",
-    "client",
-    "exchange",
-)
-REPLICA, OUTER = "replica", "outer"
+WEIGHTS, BUFFERS, OPTIMIZER, RANDOM = "weights", "buffers", "optimizer", "random"
+CLIENT, EXCHANGE, REPLICA, OUTER = "client", "exchange", "replica", "outer"
 
 
 class TensorBox(NamedTuple):
@@ -122,6 +115,11 @@ class Snapshot:
         tensor = self.declare(name, part.layout.shape, part.value.dtype)
         tensor.boxes += (TensorBox(box, value.detach) for box, value in pieces(part, axis.rank, axis.size))
 
+    def of_kinds(self, *kinds: str) -> dict[str, WholeTensor]:
+        """Return the tensors of these kinds, kind after kind, by their names without the kind."""
+        split = [(*name.partition("/"), tensor) for name, tensor in self.tensors.items()]
+        return {name: tensor for kind in kinds for its, _, name, tensor in split if its == kind}
+
     def under(self, prefix: str) -> Snapshot:
         """Return a snapshot of the entries whose names begin with ``prefix``; the prefix is removed."""
         tensors = {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
@@ -159,7 +157,7 @@ class Snapshot:
     def bytes(self) -> int:
         """Bytes of all boxes."""
         return sum(
-            math.prod(high - low for low, high in each.box) * tensor.dtype.itemsize
+            math.prod(shape_of(each.box)) * tensor.dtype.itemsize
             for tensor in self.tensors.values()
             for each in tensor.boxes
         )

@@ -10,7 +10,8 @@ from pathlib import Path
 from ..grid import Grid
 from ..grid.agreement import agreed
 from ..grid.dtypes import TORCH_NAMES
-from .format.index import Index, read_index
+from ..grid.ranges import shape_of
+from .format.index import NAME, Index, read_index
 from .protocol import BUFFERS, CLIENT, EXCHANGE, OPTIMIZER, OUTER, RANDOM, REPLICA, WEIGHTS, Snapshot, TensorBox
 
 
@@ -62,8 +63,7 @@ class Reader:
         for name, entry in index.tensors.items():
             tensor = self.snapshot.declare(name, entry.shape, TORCH_NAMES[entry.dtype])
             for box, file, _, span in entry.boxes:
-                shape = tuple(high - low for low, high in box)
-                load = partial(self._folder.tensor, file, span.start, span.stop, tensor.dtype, shape)
+                load = partial(self._folder.tensor, file, span, tensor.dtype, shape_of(box))
                 tensor.boxes.append(TensorBox(box, load))
 
     def verify(self, kinds: Sequence[str], rank: int, size: int) -> None:
@@ -88,19 +88,17 @@ def open_checkpoint(grid: Grid, path: Path, options: LoadOptions) -> Snapshot:
         DamagedError: on every rank: bytes are not those that were written.
         CheckpointError: on every rank: there is no checkpoint.
     """
-    reader: Reader | None = None
     with agreed(grid):
         try:
             reader = Reader(path, read_index(path))
         except FileNotFoundError:
             near = sorted(each.name for each in path.parent.glob("*/") if not each.name.startswith("."))
             raise ValueError(
-                f"{path} is no checkpoint: it has no index.json; {path.parent} has {', '.join(near) or 'none'}"
+                f"{path} is not a checkpoint, because it has no index.json. Give the path of a checkpoint's folder. "
+                f"The folders in {path.parent} are: {', '.join(near) or 'none'}"
             ) from None
         except OSError as error:
-            raise ValueError(f"{path}: its index.json cannot be read: {error.strerror}") from error
-    assert reader is not None
-    with agreed(grid):
+            raise ValueError(f"{path / NAME} cannot be read: {error.strerror}") from error
         if options.verify:
             reader.verify(options.kinds(), grid.rank, grid.size)
     return reader.snapshot

@@ -26,16 +26,16 @@ def rendezvous(grid: Grid, seconds: float, call: str, *arguments: str) -> list[s
     absent = [rank for rank, text in enumerate(gathered) if text is None]
     if absent:
         raise RuntimeError(
-            f"{call} waited {seconds:g} s, and {', '.join(grid.describe(rank) for rank in absent)} did not call it. "
-            f"Every rank must: each writes its own part. Take it out of `if rank == 0`. (Ranks that may come later: "
-            "raise checkpoint.patience)"
+            f"{call} waited {seconds:g} s for {', '.join(grid.describe(rank) for rank in absent)}, which did not call "
+            f"it. Call it on every rank, not under `if rank == 0`, because each rank has its own part of the state. If "
+            "these ranks only need more time, set checkpoint.patience to more seconds"
         )
     calls = [str(each).split("\n") for each in gathered]
     for rank, other in enumerate(calls):
         if other[:-1] != mine.split("\n")[:-1]:
             raise RuntimeError(
-                f"rank {grid.rank} is in {call}({', '.join(arguments)}), and rank {rank} in {other[0]}"
-                f"({', '.join(other[1:])}): every rank must make the same call"
+                f"rank {grid.rank} called {call}({', '.join(arguments)}), but rank {rank} called {other[0]}"
+                f"({', '.join(other[1:])}). Make the same call on every rank"
             )
     return [other[-1] for other in calls]
 
@@ -52,9 +52,9 @@ def agreed_tag(grid: Grid, tags: Sequence[str], validation: str) -> str:
         CheckpointError: if the tags differ and ``validation`` is ``fail``.
     """
     if len(set(tags)) > 1:
-        text = f"ranks gave unlike tags: {', '.join(map(repr, dict.fromkeys(tags)))}"
+        text = f"the ranks gave different tags: {', '.join(map(repr, dict.fromkeys(tags)))}"
         if validation == "fail":
-            raise CheckpointError(f"{text}: give the same on every rank")
+            raise CheckpointError(f"{text}. Give the same tag on every rank")
         if validation == "warn" and grid.rank == 0:
-            logging.getLogger("triax").warning("%s: rank 0's counts", text)
+            logging.getLogger("triax").warning("%s. The tag of rank 0 is used", text)
     return tags[0]

@@ -13,7 +13,7 @@ from ..grid import Grid
 from ..grid.ranges import everything, shape_of
 from ..grid.safetensors import TensorStream
 from .format import folder as folders
-from .format.index import FORMAT, NAME, VERSION, Index, StoredBox, StoredFile, StoredTensor, box_name, read_index
+from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, read_index
 from .protocol import Snapshot
 
 AllGather = Callable[[str], Sequence[str | None]]  # from this rank's text to those of all ranks; None: a rank is absent
@@ -73,7 +73,8 @@ class Writer:
         while not self._temporary.is_dir():
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
-                    f"{self._temporary}, which rank 0 made, is not here: save to a file system that every rank sees"
+                    f"{self._temporary} was made by rank 0, but this rank does not see it: save to a file system that "
+                    "all hosts share"
                 )
             time.sleep(0.05)
         write_rank(self._temporary, self._rank, self._snapshot)
@@ -81,7 +82,7 @@ class Writer:
     def _commit(self) -> None:
         if self._rank == 0:
             index = merged(self._temporary, self._size, self._snapshot.header)
-            folders.write_text(self._temporary / NAME, index.dump())
+            folders.write_atomically(self._temporary / NAME, index.dump())
             for rank in range(self._size):
                 (self._temporary / _piece(rank)).unlink()
             folders.commit(self._folder, self._tag, self._save_latest)
@@ -119,13 +120,13 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
                 snapshot.after_write(value)
         stream.sync()
     header = stream.head
-    index = Index(_head({"numbers": snapshot.numbers}), tensors, {file: StoredFile(max(size, header.stop), header)})
-    folders.write_text(folder / _piece(rank), index.dump())
+    index = Index({"numbers": snapshot.numbers}, tensors, {file: StoredFile(max(size, header.stop), header)})
+    folders.write_atomically(folder / _piece(rank), index.dump())
 
 
 def merged(folder: Path, size: int, head: dict[str, Any]) -> Index:
     """Merge the ranks' parts of the index into the index of the checkpoint."""
-    whole = Index(_head(head), {}, {})
+    whole = Index(head, {}, {})
     numbers: dict[str, Any] = {}
     for rank in range(size):
         piece = read_index(folder, _piece(rank), whole=False)
@@ -151,7 +152,3 @@ def _piece(rank: int) -> str:
 def _order(name: str) -> tuple[Any, ...]:
     """Sort key of a tensor's name: layers by their numbers, 2 before 10."""
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.replace("/", ".").split("."))
-
-
-def _head(head: dict[str, Any]) -> dict[str, Any]:
-    return {"format": FORMAT, "version": VERSION, **head}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ..config.config import batch_sizes
 from ..config.schema import Config
 from ..data.dataloader import Loader, make_loader
-from ..grid import Grid, Layout
+from ..grid import Grid
 from ..grid.assemble import Shard, assemble
 from ..grid.errors import ConfigError
 from ..grid.replica_grid import ReplicaGrid
@@ -26,6 +26,7 @@ from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.protocols import MakeOptimizer
 from .local_updates import LocalReplicas
+from .named_parameters import named_parameters
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
 from .replicas import SynchronousReplicas
@@ -133,12 +134,13 @@ class Engine:
         Every rank calls this, between two steps.
 
         Raises:
-            ConfigError: not a whole number of microbatches; no schedule for that many; or the batches come from
-                ``training_data``, whose order is made for one batch size.
+            ConfigError: if the size is not a whole number of microbatches, if the schedule does not run that many, or
+                if the batches come from ``training_data``, whose order is made for one batch size.
         """
         if self.training_dataloader is not None:
             raise ConfigError(
-                "training_data is in the order of batches of one size: set_train_batch_size needs a loader of your own"
+                "set_train_batch_size does not work with training_data, whose order is made for one batch size: leave "
+                "training_data out of triax.initialize, and read the batches from a loader of your own"
             )
         sizes = {
             "train_batch_size": train_batch_size,
@@ -232,11 +234,8 @@ class Engine:
         if what != "weights":
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
         with self.data_axis.gathered_weights():
-            return {name: (layout, p.detach().clone()) for name, layout, p in self._parameters()}
-
-    def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
-        """Yield the whole-model name, the layout and the shard of each parameter on this rank."""
-        raise NotImplementedError
+            found = named_parameters(self.module)
+            return {layout.name: (layout, parameter.detach().clone()) for parameter, layout, _ in found}
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Context in which all weights are gathered, also in stage 3 of ZeRO. Collective over the data axis."""
@@ -260,7 +259,10 @@ class Engine:
             ValueError: if the value and the parameter have different shapes.
         """
         if value.shape != parameter.shape:
-            raise ValueError(f"values {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
+            raise ValueError(
+                f"assign was given values of shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}: give the values of this tensor rank's shard of the parameter"
+            )
         if not self.data_axis.fill(parameter, value.to(self.data_axis.device)):
             parameter.data.copy_(value)  # frozen, and whole on every replica
 
@@ -284,10 +286,10 @@ class Engine:
         """Return a loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
 
         Args:
-            dataset: with a length, or an ``IterableDataset``, which has its own order.
-            pin_memory: as in torch's loader; only with a GPU.
-            collate_fn: makes a microbatch of a list of samples.
-            num_local_io_workers: processes that read ahead; None or 0: this process reads.
+            dataset: a dataset with a length, or an ``IterableDataset``, which has its own order.
+            pin_memory: copy microbatches to pinned memory, as torch's loader does. Ignored without a GPU.
+            collate_fn: function that makes a microbatch of a list of samples.
+            num_local_io_workers: number of processes that read ahead. None or 0: this process reads.
         """
         return make_loader(
             dataset,
@@ -314,8 +316,9 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's whole gradient, before clipping; None before the first step.
 
-        A single process computes it if clipping, fp16 or a monitor needs it, else in this call. Call this before the
-        next step's first forward. The first call that comes later returns None; from then on every step computes it.
+        A single process computes it in the step if clipping, fp16 or a monitor needs it, else in this call. Call this
+        before the first forward pass of the next step. The first later call returns None, and then every step computes
+        the norm.
         """
         return self.optimizer_step.global_norm() if self.global_steps else None
 
@@ -344,18 +347,18 @@ class Engine:
         """Return the seconds of each part of the last recorded step on this rank: axis -> part -> seconds.
 
         The parts add up to ``seconds``. Steps are recorded under ``wall_clock_breakdown``, and if a trace is made.
-        ``bubble`` is the idle share of the busiest pipe rank, as ``Timeline.bubble``; None for a plain module. {}
-        before the first recorded step.
+        ``bubble`` is the idle share of the busiest pipe rank, as ``Timeline.bubble``. It is None for a plain module.
+        The result is {} before the first recorded step.
         """
         return dict(self.observer.report)
 
     def record_trace(self, file: str | Path) -> None:
-        """Write a trace of the next step, of all ranks, into ``file``, for ui.perfetto.dev.
+        """Write a trace of all ranks in the next step to ``file``, for ui.perfetto.dev.
 
         Every rank calls this, between two steps.
 
         Raises:
-            ConfigError: on every rank: the file's folder cannot be made.
+            ConfigError: on every rank, if the file's folder cannot be made.
         """
         self.observer.record_trace(file)
 
@@ -401,32 +404,36 @@ class Engine:
     ) -> bool:
         """Write a checkpoint of the run as it is after its last step. Collective.
 
-        Every rank writes its part, and nothing is gathered. The checkpoint gets its name when all of it is on the disk;
-        until then, and if that fails, the one before is the last. With ``checkpoint.async`` this returns when there is
-        a copy in host memory, which is written while training goes on; the next save, or load, waits for it.
+        Every rank writes its part, and nothing is gathered. The checkpoint gets its name when all of it is on the disk.
+        Until then, or if writing fails, the previous checkpoint is the last one. With ``checkpoint.async`` this returns
+        when a copy is in host memory. The copy is written while training continues; the next save or load waits for it.
 
         Args:
             save_dir: a folder that every rank sees.
-            tag: the checkpoint's folder within it; None: ``global_step`` and the number of steps.
-            client_state: values that ``load_checkpoint`` returns: numbers, text, tensors, lists and dicts. Rank 0's
-                counts.
-            save_latest: name it in the file ``latest``.
-            exclude_frozen_parameters: leave out parameters that are not trained; such a checkpoint is loaded with
+            tag: name of the checkpoint's folder in ``save_dir``. None: ``global_step`` and the number of steps.
+            client_state: the user's values, which ``load_checkpoint`` returns: numbers, text, tensors, lists and dicts.
+                Those of rank 0 are saved.
+            save_latest: write the tag into the file ``latest``.
+            exclude_frozen_parameters: leave out parameters that are not trained. Load such a checkpoint with
                 ``load_module_strict=False``.
 
         Returns:
-            True if it was written. If it could not be written, every rank logs why, and the run goes on; or raises it,
-            where ``checkpoint.on_failure`` is ``stop``.
+            True if the checkpoint was written. If not, every rank logs the reason and the run continues.
 
         Raises:
-            CheckpointError: on every rank: a tag or a client state that cannot be saved.
-            RuntimeError: ranks did not call this within ``checkpoint.patience`` seconds.
+            CheckpointError: on every rank, if the tag or the client state cannot be saved, or if the checkpoint was not
+                written and ``checkpoint.on_failure`` is ``stop``.
+            RuntimeError: if a rank did not call this within ``checkpoint.patience`` seconds.
         """
         with self.all_or_none("save_checkpoint"):
             return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> str | None:
-        """Return when no checkpoint is being written: None, or why the last asynchronous one was not written."""
+        """Wait until no checkpoint is being written.
+
+        Returns:
+            None, or the reason for which the last asynchronous checkpoint was not written.
+        """
         return self.checkpointer.wait()
 
     def load_checkpoint(
@@ -440,26 +447,25 @@ class Engine:
         *,
         strict: bool | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, of whatever grid. Collective.
+        """Load a checkpoint that any grid may have written. Collective.
 
         Args:
-            load_dir: as ``save_dir``.
-            tag: which one; None: the one that ``latest`` names.
-            load_module_strict: names and shapes must be the model's. False: what fits is loaded, and a line in the log
-                says what was not.
-            load_optimizer_states: load the optimizer's state, the options of its groups and the loss scale too.
-            load_lr_scheduler_states: load the learning-rate schedule too.
-            load_module_only: load weights and buffers alone: neither of these, nor counters, nor the data's position.
+            load_dir: the folder of checkpoints, ``save_dir`` of ``save_checkpoint``.
+            tag: name of the checkpoint. None: the one that the file ``latest`` names.
+            load_module_strict: require the names and shapes of the model. If False, the tensors that fit are loaded,
+                and rank 0 logs the others.
+            load_optimizer_states: load the optimizer's state, the options of its groups and the loss scale.
+            load_lr_scheduler_states: load the learning-rate schedule.
+            load_module_only: load only weights and buffers, without optimizer, schedule, counters and data position.
             strict: another name of ``load_module_strict``.
 
         Returns:
-            The checkpoint's path, and the client state; two times None where ``tag`` is not given and there is no
-            ``latest``.
+            The checkpoint's path and the client state. (None, None) if ``tag`` is not given and there is no ``latest``.
 
         Raises:
-            CheckpointError: on every rank, and nothing was changed: there is none of that tag, it is damaged, or it is
-                not of this model.
-            RuntimeError: ranks did not call this within ``checkpoint.patience`` seconds.
+            CheckpointError: on every rank, with nothing changed, if there is no such checkpoint, if it is damaged, or
+                if it does not fit this model.
+            RuntimeError: if a rank did not call this within ``checkpoint.patience`` seconds.
         """
         with self.all_or_none("load_checkpoint"):
             options = self.checkpointer.load_options(
@@ -473,18 +479,18 @@ class Engine:
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write whole weights and buffers to one safetensors file: in bf16 or fp16 if the engine's weights are, else in
-        bfloat16. Collective.
+        """Write unsharded weights and buffers to one safetensors file, in fp16 or bf16. Collective.
 
-        Nothing is gathered: every rank writes its boxes into the file, which all must see.
+        The dtype is that of the engine's weights under ``fp16`` and ``bf16``, else bfloat16. Nothing is gathered: every
+        rank writes its boxes into the file.
 
         Args:
-            save_dir: a folder.
-            save_filename: of the file; its ending becomes ``.safetensors``, since nothing is pickled.
+            save_dir: a folder that every rank sees.
+            save_filename: name of the file. Its ending becomes ``.safetensors``, because nothing is pickled.
             exclude_frozen_parameters: leave out parameters that are not trained.
 
         Raises:
-            CheckpointError: on every rank, where one could not write.
+            CheckpointError: on every rank, if a rank could not write.
         """
         with self.all_or_none("save_16bit_model"):
             self.checkpointer.export(save_dir, save_filename, exclude_frozen_parameters)
@@ -492,7 +498,7 @@ class Engine:
 
     @property
     def client_state(self) -> Mapping[str, Any] | None:
-        """Client state that automatic checkpoints keep; see ``save_checkpoint``."""
+        """Client state that automatic checkpoints save; see ``save_checkpoint``."""
         return self.checkpointer.client_state
 
     @client_state.setter
@@ -501,14 +507,14 @@ class Engine:
 
     @property
     def resumed(self) -> tuple[str | None, dict[str, Any] | None]:
-        """Path and client state of the checkpoint that ``checkpoint.resume`` loaded; two times None without one."""
+        """Path and client state of the checkpoint that ``checkpoint.resume`` loaded. (None, None) without one."""
         return self.checkpointer.resumed
 
     def start_checkpointing(self) -> None:
         """Resume, and save automatically from now on, as the section ``checkpoint`` says. Called by ``initialize``.
 
         Raises:
-            CheckpointError: on every rank: the newest checkpoint is undamaged, and of another model.
+            CheckpointError: on every rank, if the newest undamaged checkpoint is of another model.
         """
         settings = self.config.checkpoint
         if settings.resume == "auto" and settings.dir is not None:
@@ -527,7 +533,7 @@ class Engine:
         hook_method(self, "train_batch" if hasattr(self, "train_batch") else "step", step_and_save)
 
     def set_position(self, steps: int, samples: int) -> None:
-        """Set the counters to those of a checkpoint, and forget the gradients of an unfinished step."""
+        """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         self.global_steps = self._batch_size_since = steps
         self._samples_before = samples
 

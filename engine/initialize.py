@@ -170,14 +170,14 @@ def _pipeline_notes(config: Config) -> list[str]:
     how = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward"
     if section.interval or section.granularity or config.pipeline.activation_checkpoint_interval:
         raise ConfigError(
-            f"activation_checkpointing groups the layers of a PipelineModule, and this model is none: list its layers "
-            f"in one, or leave interval and granularity out and {how}"
+            f"activation_checkpointing groups the layers of a PipelineModule, but this model is not one: list its "
+            f"layers in a PipelineModule, or leave interval and granularity out and {how}"
         )
     notes = []
     if section.model_fields_set:
-        notes.append(f"activation_checkpointing does nothing for a model that is no PipelineModule: {how}")
+        notes.append(f"activation_checkpointing has no effect on a model that is not a PipelineModule: {how}")
     if config.pipeline.model_fields_set - {"stages", "activation_checkpoint_interval"}:
-        notes.append("pipeline does nothing: the model is no PipelineModule, and runs as one stage")
+        notes.append("pipeline has no effect, because the model is not a PipelineModule and runs as one stage")
     return notes
 
 
@@ -185,8 +185,8 @@ def _to_device(model: nn.Module, grid: Grid) -> None:
     away = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if away is not None:
         raise ConfigError(
-            f"{away} is on the meta device, without values: build the model on {grid.device}, or list its layers in a "
-            'PipelineModule(..., device="meta"), which is built shard by shard'
+            f"{away} is on the meta device, which has no memory for values: build the model on {grid.device}, or list "
+            'its layers in a PipelineModule(..., device="meta"), which is built shard by shard'
         )
     model.to(grid.device)
 

@@ -59,18 +59,24 @@ class LocalReplicas:
         self.steps_since_sync = self.steps = self.steps_restored = 0
         self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
         if engine.optimizer is None:
-            raise ConfigError("local_updates has nothing to step: give optimizer, or leave it out")
+            raise ConfigError("local_updates needs an optimizer, and there is none: set optimizer, or leave it out")
         if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
-            raise ConfigError("local_updates with ReduceLROnPlateau: each replica has its own loss; go by steps")
+            raise ConfigError(
+                "local_updates does not work with ReduceLROnPlateau, because each replica has its own loss: use a "
+                "schedule that follows steps"
+            )
         if data_axis.options.exchange is not None:
             raise ConfigError(
-                "local_updates sums no gradients over replicas, so there is nothing to compress of them: leave one of "
-                "them out (communication_data_type says how differences travel)"
+                "local_updates does not work with gradient compression, because it sums no gradients over replicas: "
+                "leave one of them out. communication_data_type sets the dtype in which differences of weights are sent"
             )
         step = NesterovStep(*self.section.outer)
         if self.section.average_optimizer and data_axis.stepper is not None and data_axis.stepper.whole_tensors:
             name = type(data_axis.optimizer).__name__
-            raise ConfigError(f"average_optimizer averages element by element, and {name} does not work so: leave it")
+            raise ConfigError(
+                f"local_updates.average_optimizer averages optimizer states element by element, which {name} does not "
+                "allow: leave it out"
+            )
         dtype = dtype_of(config.communication_data_type)
         whole = grid.full_grid
         if self.section.type == "async_diloco":
@@ -115,7 +121,7 @@ class LocalReplicas:
             RuntimeError: if an ``AgreedError`` was raised in a local step, as ``_on`` describes.
         """
         if self.left:
-            raise AgreedError("this replica has left: there is no step after leave()")
+            raise AgreedError("this replica has left the training: call no step after engine.leave()")
         if not self.steps_together:
             with self._on(self.grid):
                 yield self.grid
@@ -194,7 +200,7 @@ class LocalReplicas:
         self.steps_since_sync, self.left = 0, True
         if not complete:
             logging.getLogger("triax").warning(
-                "%s: replicas %s gave no sign for %g s: this one leaves with the common weights that it knows",
+                "%s: replicas %s sent no message for %g s: this replica leaves with the common weights that it has",
                 self.grid.describe(),
                 ", ".join(map(str, self.outer.present)),
                 self.grid.timeout,

@@ -9,7 +9,9 @@ for batch in batches:
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import Config
-from ..grid import Grid, Layout, layout_of
+from ..grid import Grid
+from ..grid.agreement import number
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
@@ -26,7 +29,7 @@ from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
 from .base import Engine, TrainingParts
 from .loss_scale import process_scales, rescaled
-from .nonfinite import StepLosses
+from .named_parameters import named_parameters
 from .observer import ModuleObserver
 from .optimizer_step import advance_schedule
 from .setup.module import ModuleOptimizer, bind_dropout, broadcast_weights, describe_loss, set_dropout_samples
@@ -48,11 +51,11 @@ class ModuleEngine(Engine):
     Attributes:
         module, grid, config, batch: model, grid, configuration, and the three batch sizes.
         optimizer: over this rank's ranges; its groups hold the model's parameters. None without one.
-        lr_scheduler: stepped after each step that was not skipped; None without one.
-        training_dataloader: this replica's microbatches of ``training_data``; None without it.
-        global_steps: optimizer steps, including those that fp16 skipped.
-        micro_steps: calls of ``step``.
-        microbatch: microbatches of this step that are done.
+        lr_scheduler: learning-rate schedule, advanced after each step that was not skipped. None without one.
+        training_dataloader: this replica's microbatches of ``training_data``. None without training data.
+        global_steps: number of optimizer steps, including those that fp16 skipped.
+        micro_steps: number of calls of ``step``.
+        microbatch: number of microbatches of this step that are done.
         backward_passes: backward passes of this step, and the reductions of their gradients.
     """
 
@@ -88,7 +91,7 @@ class ModuleEngine(Engine):
         self._outputs_opaque = False  # an output of this microbatch is no nest of tensors
         self._eval_outputs_opaque = False  # in eval mode, where no backward pass needs to follow
         self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
-        self._losses = StepLosses()
+        self._losses: list[Tensor | float] = []  # of this step's microbatches
         self._mark_last()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +143,8 @@ class ModuleEngine(Engine):
                 raise AgreedError(_NO_OPTIMIZER)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise AgreedError(
-                    "backward takes a loss, a tensor of one element that depends on parameters, not "
-                    f"{describe_loss(loss)} (of other outputs, call output.backward(gradient), and then engine.step())"
+                    "backward takes a loss, which is a tensor of one element that depends on parameters, not "
+                    f"{describe_loss(loss)}. For another output, call output.backward(gradient), and then engine.step()"
                 )
             self._begin_step()
             before, accumulation = self.backward_passes.count, self.batch.accumulation
@@ -153,7 +156,9 @@ class ModuleEngine(Engine):
             if self.backward_passes.count == before:
                 self.backward_passes.run_empty()
             self._engine_backwards += self.backward_passes.count - before
-            return self._losses.add(loss.detach() / accumulation if scale_wrt_gas else loss.detach())
+            loss = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
+            self._losses.append(number(loss))
+            return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply the loss by fp16's scale, to call ``backward()`` on it: ``engine.scale(loss).backward()``."""
@@ -175,7 +180,7 @@ class ModuleEngine(Engine):
                 raise AgreedError(_NO_OPTIMIZER)
             if self._in_no_sync:
                 raise AgreedError(
-                    "step() within no_sync(), where no gradients are reduced: call it after the with block"
+                    "step() was called inside no_sync(), where gradients are not reduced: call it after the with block"
                 )
             if self.backward_passes.stepped or self.backward_passes.count == self.backward_passes.seen:
                 raise AgreedError(
@@ -185,8 +190,9 @@ class ModuleEngine(Engine):
             backwards_on_loss = self.backward_passes.count - self.backward_passes.seen - self._engine_backwards
             if (self._outputs_opaque or unseen) and not self._scaled_by_user and backwards_on_loss > 0:
                 raise AgreedError(
-                    "the module returned an object that cannot be looked into, so under fp16 loss.backward() does not "
-                    "scale its gradients: call engine.backward(loss), or engine.scale(loss).backward()"
+                    "loss.backward() did not multiply the gradients by fp16's loss scale, because the module returned "
+                    "an object that is not a tensor, tuple, list or dict: call engine.backward(loss), or "
+                    "engine.scale(loss).backward()"
                 )
             try:
                 if self.is_gradient_accumulation_boundary():
@@ -204,10 +210,11 @@ class ModuleEngine(Engine):
     def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         self.backward_passes.require_unchanged()
         self.backward_passes.reduce()
-        losses, self._losses = self._losses, StepLosses()
-        mine = losses.sum() * float(grid.tensor.is_first)  # tensor ranks hold the same loss
+        losses, self._losses = self._losses, []
+        # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
+        mine = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
         unused, total = self.optimizer_step.totals(grid, [self.data_axis.unused(), mine])
-        known = losses.count > 0
+        known = len(losses) > 0
         loss = torch.tensor(total / grid.data.size if known else math.nan, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
         self.optimizer_step.take(
@@ -215,7 +222,7 @@ class ModuleEngine(Engine):
             total if known else None,
             grid.data.size * self.batch.accumulation,
             unused,
-            losses.by_microbatch,
+            lambda: {index: (each,) for index, each in enumerate(losses)},
             optimizer.update,
             lambda: advance_schedule(self.lr_scheduler, optimizer, loss if known else None, lr_kwargs),
         )
@@ -243,12 +250,12 @@ class ModuleEngine(Engine):
                 another ``no_sync``.
         """
         if self._in_no_sync:
-            raise AgreedError("no_sync() within no_sync(): leave the first one before")
+            raise AgreedError("no_sync() was called inside no_sync(): leave the outer with block first")
         options = self.data_axis.options
         if options.stage >= 2 and options.reduce_every_backward:
             raise AgreedError(
-                f"no_sync() in stage {options.stage}, which keeps no whole gradients between backward passes: set "
-                "zero_optimization.reduce_each_microbatch to false, or the stage to 1"
+                f"no_sync() does not work in stage {options.stage} of ZeRO, which reduces gradients in each backward "
+                "pass: set zero_optimization.reduce_each_microbatch to false, or zero_optimization.stage to 1"
             )
         self._in_no_sync = True
         self._mark_last()
@@ -261,7 +268,7 @@ class ModuleEngine(Engine):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this step's gradients. Every step begins without gradients. Collective if there are gradients."""
         self.backward_passes.reset()
-        self._losses = StepLosses()
+        self._losses = []
 
     def train(self, mode: bool = True) -> ModuleEngine:
         """Set the module's training mode, as ``nn.Module.train``."""
@@ -275,16 +282,11 @@ class ModuleEngine(Engine):
     def module_state_dict(self) -> dict[str, Tensor]:
         """Return ``state_dict()`` with unsharded weights and with this rank's buffers. Collective."""
         whole = self.gather()
-        names = {p: layout_of(p).name or name for name, p in self.module.named_parameters()}
+        names = {parameter: layout.name for parameter, layout, _ in named_parameters(self.module)}
         return {
             key: whole[names[value]].clone() if isinstance(value, nn.Parameter) else value.detach().clone()
             for key, value in self.module.state_dict(keep_vars=True).items()
         }
-
-    def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
-        for name, parameter in self.module.named_parameters():
-            layout = layout_of(parameter)
-            yield layout.name or name, layout, parameter
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -322,7 +324,7 @@ class ModuleEngine(Engine):
         return self._options.weight_dtype in (None, tensor.dtype)
 
     def set_position(self, steps: int, samples: int) -> None:
-        """Set the counters to those of a checkpoint, and forget the gradients of an unfinished step."""
+        """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         super().set_position(steps, samples)
         self.micro_steps = steps * self.batch.accumulation
         self.zero_grad()

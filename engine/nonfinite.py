@@ -10,7 +10,6 @@ from typing import Literal
 from torch import Tensor
 
 from ..grid import Grid
-from ..grid.agreement import number
 from ..grid.errors import AgreedError
 
 Policy = Literal["raise", "skip", "ignore"]
@@ -69,41 +68,13 @@ class NonFinitePolicy:
         where = f": {'; '.join(found[:4])}" if found else ""
         if self._policy == "raise":
             raise AgreedError(
-                f"{what}{where}. No weight was changed. Look at these samples, and the learning rate; or set nan_loss "
-                'to "skip", which leaves such steps out, or "ignore"'
+                f"{what}{where}. No weight was changed. Check these samples and the learning rate, or set nan_loss to "
+                '"skip" to leave such steps out, or to "ignore"'
             )
         self.skipped += 1
         if grid.rank == 0:
             logging.getLogger("triax").warning("%s%s: step skipped (%d so far)", what, where, self.skipped)
         return True
-
-
-class StepLosses:
-    """Losses of a step's microbatches on this rank, for an engine that receives one loss at a time."""
-
-    def __init__(self) -> None:
-        self._losses: list[Tensor | float] = []
-
-    @property
-    def count(self) -> int:
-        """Number of losses so far."""
-        return len(self._losses)
-
-    def add(self, loss: Tensor) -> Tensor:
-        """Append the loss of one microbatch to this step's losses; return that loss."""
-        self._losses.append(number(loss))
-        return loss
-
-    def sum(self) -> Tensor | float:
-        """Sum of this step's losses so far, in float64. A tensor on GPU, so that nothing synchronizes."""
-        total: Tensor | float = 0.0
-        for loss in self._losses:
-            total = total + loss
-        return total
-
-    def by_microbatch(self) -> MicrobatchLosses:
-        """Losses by the index of their microbatch."""
-        return {index: (loss,) for index, loss in enumerate(self._losses)}
 
 
 def _describe(grid: Grid, losses: MicrobatchLosses, squares: Sequence[Tensor]) -> str | None:

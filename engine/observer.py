@@ -361,5 +361,5 @@ def _make_folder(file: Path, grid: Grid) -> Path:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"the timeline {file} cannot be written: {error}") from error
+                raise ConfigError(f"the timeline {file} cannot be written, because of {error}") from error
     return file

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..config.parallelism import PipelineConfig
 from ..config.schema import Config
 from ..data.dataloader import RepeatingLoader
-from ..grid import Grid, Layout, layout_of
+from ..grid import Grid, layout_of
 from ..grid.agreement import mean, totals
 from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
@@ -56,11 +56,11 @@ class PipelineEngine(Engine):
     Attributes:
         module: the model, of which this rank holds its stages.
         grid, config, batch: grid, configuration, and the three batch sizes.
-        optimizer: torch's, over this rank's range of the parameters; None without an optimizer.
-        lr_scheduler: stepped after each ``train_batch``; None without one.
-        training_dataloader: microbatches of ``training_data``; None without it.
-        global_steps: optimizer steps taken.
-        record_timeline: set it to True to measure the next batches; ``timeline`` then holds the last one's.
+        optimizer: torch optimizer over this rank's ranges of the parameters. None without one.
+        lr_scheduler: learning-rate schedule, advanced after each ``train_batch``. None without one.
+        training_dataloader: microbatches of ``training_data``. None without training data.
+        global_steps: number of optimizer steps.
+        record_timeline: set it to True to measure the next batches. ``timeline`` then holds the last measured batch.
         record_memory: set it to True to count the memory of the next batches while they run, for ``memory_report``.
         timeline: times of the ops of the last measured batch, on all pipe ranks.
         feed: reads this rank's microbatches.
@@ -113,15 +113,15 @@ class PipelineEngine(Engine):
         """Take one optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.
 
         Args:
-            data_iter: each ``next`` returns one microbatch ``(inputs, labels)``. It is called on ranks of the first and
-                the last stage only. None: the engine's own loader over ``training_data``.
+            data_iter: iterator over microbatches ``(inputs, labels)``, read on ranks of the first and the last stage
+                only. None: the engine's own loader over ``training_data``.
 
         Returns:
             The loss, 0-dim float64, equal on every rank: the sum over the whole batch, divided by the batch's weight.
 
         Raises:
-            RuntimeError: on every rank. After an ``AgreedError`` (for instance if the data failed) the engine can go
-                on; if one rank failed, it leaves the process group, so that no other rank waits for it.
+            RuntimeError: on every rank. After an ``AgreedError``, for instance because the data failed, training can
+                continue. After another error the failed rank leaves the process group, so that no rank waits for it.
         """
         with self.all_or_none("train_batch"):
             with self.accounts.step() if self.record_memory else nullcontext():
@@ -163,7 +163,10 @@ class PipelineEngine(Engine):
         mine = [*_own_sums(grid, result), self.data_axis.unused()]
         loss, weight, unused = self.optimizer_step.totals(grid, mine)
         if not weight > 0:
-            raise AgreedError(f"the batch's weight is {weight}: no label of it counts, so it has no loss")
+            raise AgreedError(
+                f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
+                "at least one label that is not ignored"
+            )
         value = mean(grid, loss, weight)
         self.optimizer_step.take(
             grid,
@@ -192,15 +195,15 @@ class PipelineEngine(Engine):
             data_iter: as in ``train_batch``; microbatches may be of any size.
             return_logits: return the outputs too, on every rank.
             compute_loss: False ignores the labels.
-            num_micro_batches: number of microbatches to read; by default ``gradient_accumulation_steps``.
+            num_micro_batches: number of microbatches to read. None: ``gradient_accumulation_steps``.
 
         Returns:
-            The loss, 0-dim float64, equal on every rank (None without ``compute_loss``). With ``return_logits`` a pair
-            of it and the outputs: a list with one entry per microbatch of this replica, which is the output of the last
-            layer, or of the module's ``output_fn`` on that.
+            The loss, 0-dim float64, equal on every rank. None without ``compute_loss``. With ``return_logits`` the pair
+            (loss, outputs): for each microbatch of this replica the output of the last layer, or the result of the
+            module's ``output_fn`` on it.
 
         Raises:
-            RuntimeError: as ``train_batch``.
+            RuntimeError: in the cases of ``train_batch``.
         """
         count = num_micro_batches or self.batch.accumulation
         with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
@@ -218,9 +221,6 @@ class PipelineEngine(Engine):
             if not return_logits:
                 return loss
             return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
-
-    def _parameters(self) -> Iterator[tuple[str, Layout, nn.Parameter]]:
-        return ((placed.layout.name, placed.layout, placed.parameter) for placed in self.module.local_parameters())
 
     def traffic_report(self) -> dict[str, Any]:
         """Return the bytes that this rank sent in the last ``train_batch``.
@@ -256,10 +256,15 @@ class PipelineEngine(Engine):
     def _reschedule(self, microbatches: int) -> None:
         schedule = training_schedule(self.module, self.config.pipeline, microbatches)
         if tuple(schedule.placement) != tuple(self.module.placement):
-            raise ConfigError(f"the schedule of {microbatches} microbatches has its stages on other ranks")
+            raise ConfigError(
+                f"{self.config.pipeline.schedule} with {microbatches} microbatches has its stages on the ranks "
+                f"{list(schedule.placement)}, but the model was built on {list(self.module.placement)}: keep the batch "
+                "size, or make the engine with the new one"
+            )
         if self.config.activation_checkpointing.contiguous_memory_optimization:
             raise ConfigError(
-                "contiguous_memory_optimization has one buffer, for the microbatches of the first schedule"
+                "set_train_batch_size does not work with contiguous_memory_optimization, whose buffer is made for the "
+                "first number of microbatches: set it to false"
             )
         self.program = self._lower(schedule)
 
@@ -293,17 +298,18 @@ class PipelineEngine(Engine):
         name = self.data_axis.displaced()
         if name is not None:
             return (
-                f"{self.grid.describe()}: {name} is no longer where this engine steps it: the model went to another "
-                "engine, was moved or cast, or its parameters were assigned. Do that before triax.initialize"
+                f"{self.grid.describe()}: {name} is no longer where this engine steps it, because the model was given "
+                "to another engine, was moved or cast, or its parameters were assigned to. Do that before "
+                "triax.initialize"
             )
         for owner, key, parameter in self._owners:
             if owner.get(key) is not parameter:
-                return f"{self.grid.describe()}: {key} was put in place after triax.initialize: do it before"
+                return f"{self.grid.describe()}: {key} was replaced after triax.initialize: replace it before"
             if parameter.requires_grad and parameter not in self._trainable_at_start:
                 return (
-                    f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so "
-                    "nothing would step it: let all that will ever train require gradients at triax.initialize, and "
-                    "freeze it then"
+                    f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so the "
+                    "optimizer does not have it. At triax.initialize, let all parameters that will be trained require "
+                    "gradients, and freeze them afterwards"
                 )
         return None
 
@@ -319,13 +325,13 @@ def training_schedule(module: PipelineModule, config: PipelineConfig, microbatch
     """Return the schedule that the configuration asks for, for the model's stages.
 
     Raises:
-        ConfigError: the schedule does not run the model's chunks, or is of another size.
+        ConfigError: if the schedule does not run the model's chunks, or is for another number of ranks.
     """
     costs = Costs(*config.costs)
     try:
         return make_schedule(config.schedule, module.grid.pipe.size, microbatches, module.chunks, costs, config.memory)
     except ValueError as error:
-        raise ConfigError(f"pipeline.schedule: {error} (chunks are PipelineModule(..., chunks=))") from error
+        raise ConfigError(f"pipeline.schedule: {error} (PipelineModule(..., chunks=) sets the chunks)") from error
 
 
 def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:

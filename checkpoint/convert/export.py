@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import product
@@ -33,11 +34,7 @@ def export(snapshot: Snapshot, path: Path, dtype: torch.dtype | None = None) -> 
     Returns:
         The names that were written, with their shapes.
     """
-    chosen = {
-        name.partition("/")[2]: tensor
-        for name, tensor in snapshot.tensors.items()
-        if name.partition("/")[0] in (WEIGHTS, BUFFERS)
-    }
+    chosen = snapshot.of_kinds(BUFFERS, WEIGHTS)  # in the order of the index
     announced = {title: (tensor.shape, _dtype(tensor, dtype)) for title, tensor in chosen.items()}
     temporary = path.with_name(f".{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,10 +62,8 @@ def write_model(grid: Grid, snapshot: Snapshot, path: Path, dtype: torch.dtype |
         CheckpointError: on every rank, if a rank could not write. An existing file of that name does not change.
     """
     temporary = path.with_name(f".{path.name}.part")
-    everything: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     mine = {name: (tensor.shape, _dtype(tensor, dtype)) for name, tensor in snapshot.tensors.items()}
-    for each in grid.world.all_gather_object(mine):
-        everything.update(each)
+    everything = dict(ChainMap(*grid.world.all_gather_object(mine)))
     top, places = header({name.partition("/")[2]: everything[name] for name in sorted(everything)})
     with agreed(grid):
         if grid.rank == 0:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...grid.errors import ConfigError
 from ..protocol import BUFFERS, WEIGHTS, Snapshot
@@ -58,7 +58,8 @@ def exporter(name: str) -> Export:
     known = entry_points(group=_EXPORTS)
     if name not in known.names:
         raise ConfigError(
-            f"--format {name}: no such format; there are {', '.join(['safetensors', *sorted(known.names)])}"
+            f"--format {name} is not a format that an installed package offers: give one of "
+            f"{', '.join(['safetensors', *sorted(known.names)])}"
         )
     found: Export = known[name].load()
     return found
@@ -75,19 +76,11 @@ def export_model(
     Raises:
         ConfigError: the checkpoint is of a model that the format does not support.
     """
-    tensors = {
-        name.partition("/")[2]: tensor
-        for kind in (WEIGHTS, BUFFERS)
-        for name, tensor in snapshot.tensors.items()
-        if name.partition("/")[0] == kind
-    }
+    tensors = snapshot.of_kinds(WEIGHTS, BUFFERS)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-    def read(name: str) -> Tensor:
-        return tensors[name].read_all()
-
+    model = snapshot.header.get("model")
     try:
-        return export(snapshot.header.get("model"), shapes, read, folder, dtype, config)
+        return export(model, shapes, lambda name: tensors[name].read_all(), folder, dtype, config)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 

@@ -67,8 +67,11 @@ def import_dcp(
             short = renamed(name.removeprefix(weights), renames or {})
             buffer = any(fnmatchcase(short, pattern) for pattern in buffers)
             snapshot.add(f"{BUFFERS if buffer else WEIGHTS}/{short}", value)
-    if not any(name.startswith(f"{WEIGHTS}/") for name in snapshot.tensors):
-        raise ValueError(f"{source} has no tensor {weights}...: it has {', '.join([*entries][:6])}, ...")
+    if not snapshot.of_kinds(WEIGHTS):
+        raise ValueError(
+            f"no name of a tensor in {source} begins with {weights!r}. Give the prefix of the weights; the first names "
+            f"are: {', '.join([*entries][:6])}"
+        )
     steps = [tensors[name] for name in tensors if name.startswith(optimizer) and name.endswith(".step")]
     step = int(max(map(float, steps), default=0))
     write_whole(folder, tag, snapshot, {"global_steps": step}, f"DCP, {source}")

@@ -24,7 +24,7 @@ from ..protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from .whole_tensors import renamed, write_whole
 
 STATES = "model_states.pt"
-_REASON = "it holds objects, which would run code"
+_REASON = "not read, because it holds objects, whose reading could run code"
 
 
 def import_universal(
@@ -58,8 +58,14 @@ def import_universal(
     shared, module = states.get("shared_params") or {}, states.get("module") or {}
     kept = [name for name in dict.fromkeys(states.get("buffer_names") or []) if isinstance(module.get(name), Tensor)]
     snapshot = Snapshot()
+
+    def named(name: str) -> str:
+        """Return triax's name of a tensor. A layer of DeepSpeed's ``PipelineModule`` begins with its number."""
+        new = renamed(name, renames or {})
+        return f"layers.{new}" if new.partition(".")[0].isdigit() else new
+
     for name in kept:
-        snapshot.add(f"{BUFFERS}/{_layers(renamed(name, renames or {}))}", module[name])
+        snapshot.add(f"{BUFFERS}/{named(name)}", module[name])
     numbers = snapshot.numbers
     taken = states.get("global_steps", 0) - states.get("skipped_steps", 0)
     for place in sorted(path for path in (source / "zero").iterdir() if path.is_dir()):
@@ -68,13 +74,15 @@ def import_universal(
             continue
         if place.name in kept:  # there it is fp32, whatever the buffer's dtype
             continue
-        name = _layers(renamed(place.name, renames or {}))
+        name = named(place.name)
         if any(fnmatchcase(name, pattern) for pattern in buffers):
             snapshot.add(f"{BUFFERS}/{name}", _tensor(place, "fp32", shapes))
             continue
         keys = sorted(file.stem for file in place.glob("*.pt"))
         if "fp32" not in keys:
-            raise ValueError(f"{place} has no fp32.pt, which is the parameter: it has {', '.join(keys) or 'no file'}")
+            raise ValueError(
+                f"{place} has no file fp32.pt with the parameter's values. Its files are: {', '.join(keys) or 'none'}"
+            )
         snapshot.add(f"{WEIGHTS}/{name}", _tensor(place, "fp32", shapes))
         moments = [key for key in keys if key not in ("fp32", "step")]
         for key in moments:
@@ -89,12 +97,16 @@ def import_universal(
     for name, shape in (states.get("frozen_param_shapes") or {}).items():
         if not (source / "zero" / name).is_dir():  # stage 3 has it in padded parts
             whole = torch.cat(states["fragments"][name]).reshape(-1)[: math.prod(shape)].view(tuple(shape))
-            snapshot.add(f"{WEIGHTS}/{_layers(renamed(name, renames or {}))}", whole)
-    if not any(name.startswith(f"{WEIGHTS}/") for name in snapshot.tensors):
-        raise ValueError(f"{source / 'zero'} has no folder of a parameter")
+            snapshot.add(f"{WEIGHTS}/{named(name)}", whole)
+    if not snapshot.of_kinds(WEIGHTS):
+        raise ValueError(
+            f"{source / 'zero'} has no folder of a parameter, such as zero/0.weight with fp32.pt in it: give the "
+            "folder that DeepSpeed's ds_to_universal.py wrote"
+        )
     if (source / "zero" / "optimizer_state.pt").is_file():
         left.append("zero/optimizer_state.pt (options of the optimizer: the configuration has them)")
-    step = states.get("global_steps") or max((_number(each) for each in numbers.values()), default=0)
+    counted = (float(each["step"]["$number"][1]) for each in numbers.values())
+    step = states.get("global_steps") or max(counted, default=0)
     run = {"global_steps": int(step)}
     if "global_samples" in states:
         run["global_samples"] = int(states["global_samples"])
@@ -140,21 +152,16 @@ def _tensor(place: Path, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Ten
         whole: Tensor = value["param"]
         return whole
     if not isinstance(value, Tensor):
-        raise ValueError(f"{place / key}.pt is no parameter of the universal format: it holds a {type(value).__name__}")
+        raise ValueError(
+            f"{place / key}.pt is not a file of a universal checkpoint, because it holds a {type(value).__name__} and "
+            "not a tensor"
+        )
     if place.name not in shapes:
         raise ValueError(
-            f"the shape of {place.name} is not known: {place / key}.pt is flat, as ZeRO stage 3 writes it, and no "
-            f"*{STATES} in {place.parent.parent} has the shape. Copy these files of the DeepSpeed checkpoint there"
+            f"the shape of {place.name} is unknown, because {place / key}.pt is flat, as ZeRO stage 3 writes it, and "
+            f"no *{STATES} in {place.parent.parent} has the shape. Copy these files of the DeepSpeed checkpoint there"
         )
     return value.view(shapes[place.name])
-
-
-def _layers(name: str) -> str:
-    return f"layers.{name}" if name.partition(".")[0].isdigit() else name
-
-
-def _number(state: Mapping[str, Any]) -> float:
-    return float(state["step"]["$number"][1])
 
 
 def _read(file: Path) -> Any:

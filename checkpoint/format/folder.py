@@ -24,17 +24,17 @@ LATEST = "latest"
 _AUTOMATIC = re.compile(r"global_step\d+")  # tags that no user chose
 
 
-def check_tag(tag: str) -> str:
-    """Return the tag after a check that it can be the name of a checkpoint's folder.
+def check_tag(tag: str) -> None:
+    """Check that a tag can be the name of a checkpoint's folder.
 
     Raises:
-        ValueError: if the tag cannot be the name of a folder.
+        ValueError: if it cannot.
     """
     if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
-            f"tag {tag!r} is no name for a folder: give one like 'global_step10', without / or a leading dot"
+            f"the tag {tag!r} cannot be the name of a checkpoint's folder: give one like 'global_step10', which "
+            f"contains no /, begins with no dot, and is not '{LATEST}'"
         )
-    return tag
 
 
 def partial_path(folder: Path, tag: str) -> Path:
@@ -118,9 +118,9 @@ def discard(folder: Path, tag: str) -> None:
         (folder / f".{LATEST}.part").unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str | bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a small file atomically: a reader finds the old content or the new."""
-    _write_beside(path, text.encode() if isinstance(text, str) else text).replace(path)
+    _write_beside(path, data).replace(path)
     sync(path.parent)
 
 
@@ -161,31 +161,26 @@ def tags(folder: Path) -> list[str]:
     (A run that went back to an earlier checkpoint writes newer ones of fewer steps.)
     """
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (path / NAME).is_file() and not path.name.startswith("."):
-            with contextlib.suppress(CorruptError, OSError):
-                index = read_index(path)
-                written = index.head.get("written", (path / NAME).stat().st_mtime)
-                found.append((written, step_of(index), path.name))
+    for tag, index in _indices(folder):
+        if isinstance(index, Index):
+            written = index.head.get("written", (folder / tag / NAME).stat().st_mtime)
+            found.append((written, index.head.get("step", 0), tag))
     return [tag for _, _, tag in sorted(found)]
-
-
-def step_of(index: Index) -> int:
-    """Return the number of optimizer steps before a checkpoint."""
-    step = index.head.get("step", 0)
-    return step if isinstance(step, int) else 0
 
 
 def unreadable(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the checkpoints that are unfinished, or whose index cannot be read: name and reason."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_dir() and path.name.endswith(".part"):
-            yield path.name, "it was never finished"
-        elif (path / NAME).is_file() and not path.name.startswith("."):
-            try:
-                read_index(path)
-            except (CorruptError, OSError) as error:
-                yield path.name, str(error)
+    yield from ((path.name, "it was never finished") for path in sorted(folder.glob(".*.part")) if path.is_dir())
+    yield from ((tag, str(index)) for tag, index in _indices(folder) if not isinstance(index, Index))
+
+
+def _indices(folder: Path) -> Iterator[tuple[str, Index | Exception]]:
+    """Yield each checkpoint of a folder: its tag, and its index or the error of reading that."""
+    for file in sorted(folder.glob(f"[!.]*/{NAME}")):
+        try:
+            yield file.parent.name, read_index(file.parent)
+        except (CorruptError, OSError) as error:
+            yield file.parent.name, error
 
 
 def latest(folder: Path) -> str | None:

@@ -72,7 +72,8 @@ class Index:
 
     def dump(self) -> bytes:
         """Return the bytes of the file: a line for each tensor, and at the end a checksum of all before it."""
-        lines = [f"{json.dumps(key)}: {json.dumps(value, indent=1)}" for key, value in self.head.items()]
+        head = {"format": FORMAT, "version": VERSION, **self.head}
+        lines = [f"{json.dumps(key)}: {json.dumps(value, indent=1)}" for key, value in head.items()]
         files = {
             name: {"bytes": size, "header": [*head[:2]], "crc32": head.crc32}
             for name, (size, head) in self.files.items()
@@ -102,11 +103,14 @@ class Index:
                 held = self.files.get(stored_in)
                 if held is None or not inside or not 0 <= span.start <= span.stop <= held.size:
                     raise CorruptError(f"{file}: {name} has a box {box} that is not in {stored_in}")
-                if span.stop - span.start != size * width:
-                    raise CorruptError(f"{file}: {name} has a box {box} of another size than its bytes")
+                stored = span.stop - span.start
+                if stored != size * width:
+                    raise CorruptError(
+                        f"{file}: {name} has a box {box} of {size * width} bytes, stored in {stored} bytes"
+                    )
             numel = math.prod(entry.shape)
             if whole and elements != numel:
-                raise CorruptError(f"{file}: the boxes of {name} have {elements} of its {numel} elements")
+                raise CorruptError(f"{file}: the boxes of {name} hold {elements} of its {numel} elements")
 
     def byte_ranges(self, kinds: Collection[str] = ()) -> list[tuple[str, ByteRange, str]]:
         """Return the ranges of bytes that have a checksum, in the order of the files: file, range and its name.
@@ -150,8 +154,8 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
         content = json.loads(data)
         if content["format"] != FORMAT or content["version"] > VERSION:
             raise CorruptError(
-                f"{file} is a {content['format']}, version {content['version']}, and this triax reads a {FORMAT} up to "
-                f"version {VERSION}: use a later triax"
+                f"{file} is a {content['format']} of version {content['version']}, but this triax reads a {FORMAT} up "
+                f"to version {VERSION}. Install a later triax"
             )
         tensors, files = content.pop("tensors"), content.pop("files")
         del content["checksum"]
@@ -163,7 +167,7 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
     except CorruptError:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{file} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+        raise CorruptError(f"{file} is not the index of a checkpoint ({type(error).__name__}: {error})") from error
     index.check(str(file), whole)
     return index
 
@@ -185,10 +189,8 @@ def _entry(entry: Mapping[str, Any]) -> StoredTensor:
     if entry["dtype"] not in TORCH_NAMES:
         raise ValueError(f"there is no dtype {entry['dtype']!r}")
     boxes = [
-        StoredBox(
-            tuple((a, b) for a, b in each["slices"]), each["file"], each["key"], _span(each["bytes"], each["crc32"])
-        )
-        for each in entry["boxes"]
+        StoredBox(tuple((a, b) for a, b in e["slices"]), e["file"], e["key"], _span(e["bytes"], e["crc32"]))
+        for e in entry["boxes"]
     ]
     return StoredTensor(tuple(entry["shape"]), entry["dtype"], boxes)
 

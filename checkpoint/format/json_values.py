@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# How to make the value of a key that begins with "$": from text, or from a list of values.
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {"$float": float, "$dtype": _DTYPES.__getitem__, "$device": torch.device}
+_FROM_LIST: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set, "$deque": deque}
 
 
 def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = "client_state") -> Any:
@@ -51,7 +54,10 @@ def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = 
         items = [encode(each, put, f"{where}[{i}]") for i, each in enumerate(value)]
         kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), None)
         return items if kind is None else {kind: items}
-    raise TypeError(_refusal(value, where))
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which is not saved, because reading an object back could run code. "
+        "Give numbers, text, tensors, and lists, tuples, sets and dicts of these"
+    )
 
 
 def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
@@ -72,12 +78,8 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
     kind, inside = first
     if kind[:1] != "$":
         return {key: decode(each, get) for key, each in value.items()}
-    if kind == "$float":
-        return float(inside)
-    if kind == "$dtype":
-        return _DTYPES[inside]
-    if kind == "$device":
-        return torch.device(inside)
+    if kind in _FROM_TEXT:
+        return _FROM_TEXT[kind](inside)
     if kind in ("$tensor", "$array"):
         if get is None:
             raise ValueError(f"{inside} is a tensor, but these values are stored as JSON without tensors")
@@ -87,16 +89,15 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
     if kind in ("$dict", "$counter"):
         pairs = {decode(key): decode(each, get) for key, each in inside}
         return Counter(pairs) if kind == "$counter" else pairs
-    made: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set, "$deque": deque}
-    if kind not in made:
-        raise ValueError(f"there is no {kind}: the file is of a later version, or damaged")
-    return made[kind]([decode(each, get) for each in inside])
+    if kind not in _FROM_LIST:
+        raise ValueError(f"a value has the unknown kind {kind}: a later triax wrote the file, or it is damaged")
+    return _FROM_LIST[kind]([decode(each, get) for each in inside])
 
 
 def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biuf":
-            raise TypeError(f"{where} is an array of {value.dtype}, which is not saved: make it numbers")
+            raise TypeError(f"{where} is an array of {value.dtype}, which is not saved: convert it to numbers")
         return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), put, where)}
     if value.dim() == 0 and not value.is_complex():
         return {"$number": [str(value.dtype), encode(value.item(), None, where)]}
@@ -105,12 +106,5 @@ def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:
 
 def _put(tensor: Tensor, put: Callable[[Tensor], str] | None, where: str) -> str:
     if put is None:
-        raise TypeError(f"{where} is a tensor of {tuple(tensor.shape)}, and only numbers are kept here")
+        raise TypeError(f"{where} is a tensor of shape {tuple(tensor.shape)}, but only single numbers are saved here")
     return put(tensor.detach())
-
-
-def _refusal(value: Any, where: str) -> str:
-    return (
-        f"{where} is a {type(value).__name__}, which is not saved: no object is, since reading one would run code. "
-        "Give numbers, text, tensors, and lists, tuples and dicts of these"
-    )

@@ -29,16 +29,16 @@ class MappedFiles:
         self._files = files
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
 
-    def tensor(self, file: str, start: int, stop: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Return a tensor of a file. It must not be written to.
+    def tensor(self, file: str, span: ByteRange, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Return the tensor in a range of a file's bytes. Do not write to it.
 
         Raises:
             CorruptError: the file is missing, or has another size than it was written with.
         """
-        if start == stop:
+        if span.start == span.stop:
             return torch.empty(tuple(shape), dtype=dtype)
         _, flat = self._map(file)
-        part = flat[start:stop]
+        part = flat[span.start : span.stop]
         if part.data_ptr() % dtype.itemsize:
             part = part.clone()
         return part.view(dtype).view(tuple(shape))
@@ -57,7 +57,7 @@ class MappedFiles:
         if f"{crc:08x}" != span.crc32:
             raise CorruptError(
                 f"{self.path / file} is damaged: {what}, bytes {span.start} to {span.stop}, has the checksum "
-                f"{crc:08x}, and {span.crc32} was written"
+                f"{crc:08x} now, and had {span.crc32} when it was written"
             )
 
     def _map(self, file: str) -> tuple[mmap.mmap, Tensor]:
@@ -68,7 +68,7 @@ class MappedFiles:
                     size = os.fstat(opened.fileno()).st_size
                     if size != self._files[file]:
                         raise CorruptError(
-                            f"{path} is damaged: it has {size} bytes, and {self._files[file]} were written"
+                            f"{path} is damaged: it has {size} bytes now, and {self._files[file]} were written"
                         )
                     mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             except OSError as error:

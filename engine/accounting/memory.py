@@ -112,15 +112,15 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
         held["gradients"] += on_device(gradient)
         if bucket.master is not None and bucket.master.data_ptr() != bucket.shard.data_ptr():
             held["masters"] += on_device(bucket.master)
-    held["parameters"] += sum(_size(p) for p in module.parameters() if p not in managed)
-    held["buffers"] = sum(_size(buffer) for buffer in module.buffers())
+    held["parameters"] += sum(p.nbytes for p in module.parameters() if p not in managed)
+    held["buffers"] = sum(buffer.nbytes for buffer in module.buffers())
     if data_axis.gatherer is not None and data_axis.gatherer.kept_bytes:
         held["secondary"] = data_axis.gatherer.kept_bytes
     if data_axis.exchange is not None:
-        held["compression"] = sum(_size(t) for flats in data_axis.exchange.state().values() for t in flats)
+        held["compression"] = sum(t.nbytes for flats in data_axis.exchange.state().values() for t in flats)
     if data_axis.optimizer is not None:
         states = [t for state in data_axis.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        held["optimizer"] = sum(_size(t) for t in states if t.dim() and data_axis.place(t) == "none")
+        held["optimizer"] = sum(t.nbytes for t in states if t.dim() and data_axis.place(t) == "none")
     return held
 
 
@@ -128,7 +128,3 @@ def states_kept(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of state tensors per parameter that a torch optimizer keeps with its options (Adam: 2)."""
     name, options = type(optimizer).__name__.lower(), optimizer.defaults
     return STATES.get(name, 0) + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

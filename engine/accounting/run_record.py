@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import torch
-
-from ...grid import Grid, layout_of
+from ...grid import Grid
 from ...monitor.protocol import RunRecord
 from ...pipe.module import PipelineModule
+from ..named_parameters import named_parameters
 from ..setup.check import resolve_config
 
 
@@ -26,7 +26,8 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None)
     mine = {
         "name": grid.describe(),
         **grid.coordinate._asdict(),
-        "parameters": _parameters(engine.module),
+        # Elements of the unsharded parameters. A tied parameter counts on one pipe rank only.
+        "parameters": sum(math.prod(layout.shape) for _, layout, counted in named_parameters(engine.module) if counted),
         "memory": engine.memory_report() if pipelined and steps else None,
         "traffic": engine.traffic_report() if pipelined and steps else None,
     }
@@ -48,15 +49,3 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None)
         config=resolve_config(engine.config, engine.batch),
         ranks=ranks,
     )
-
-
-def _parameters(module: torch.nn.Module) -> int:
-    """Return the unsharded number of elements of this rank's parameters.
-
-    A tied parameter counts on one pipe rank only.
-    """
-    if isinstance(module, PipelineModule):
-        shapes = [placed.layout.shape for placed in module.local_parameters() if placed.counted]
-    else:
-        shapes = [layout_of(p).shape for p in module.parameters()]
-    return sum(torch.Size(shape).numel() for shape in shapes)

@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...grid import layout_of
 from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.module_counter import ModuleCounter
 from ...monitor.profiler.step_report import RankProfile, head, whole_model
 from ...monitor.profiler.tree_report import report, show
 from ..module_engine import ModuleEngine
+from ..named_parameters import named_parameters
 from ..pipeline_engine import PipelineEngine
 
 
@@ -30,11 +30,13 @@ class StepProfile:
 
     Args:
         engine: the engine.
-        counted: the parameters that this rank adds to the model's parameter count.
     """
 
-    def __init__(self, engine: PipelineEngine | ModuleEngine, counted: set[nn.Parameter]) -> None:
-        self._engine, self._section, self._counted = engine, engine.config.flops_profiler, counted
+    def __init__(self, engine: PipelineEngine | ModuleEngine) -> None:
+        self._engine, self._section = engine, engine.config.flops_profiler
+        # The elements that this rank adds to the model's parameter count.
+        named = named_parameters(engine.module)
+        self._numel: dict[Tensor, int] = {p: math.prod(layout.shape) for p, layout, counted in named if counted}
         self.modules = ModuleCounter(engine.module)
         self._hooks = ExitStack()
         self.active = False  # the step is being measured
@@ -83,7 +85,7 @@ class StepProfile:
         self.stop()
         timed = max(1, engine.batch.accumulation - 1)
         mine = RankProfile(
-            self.modules.entries(self._whole_numel, timed=timed),
+            self.modules.entries(lambda parameter: self._numel.get(parameter, 0), timed=timed),
             sum(p.numel() for p in engine.module.parameters()),
             sum(self.forward) / timed,
             sum(self.backward) / timed if self.backward else None,
@@ -96,10 +98,6 @@ class StepProfile:
             rows = head(engine.grid, everyone, root, engine.get_batch_info(), section.recompute_fwd_factor)
             step, depth = engine.global_steps - 1, section.module_depth
             show(report(step, rows, root, depth, section.top_modules, section.detailed), section.output_file)
-
-    def _whole_numel(self, parameter: Tensor) -> int:
-        """Return the elements of the unsharded parameter if this rank counts it, else 0."""
-        return math.prod(layout_of(parameter).shape) if parameter in self._counted else 0
 
     def _now(self) -> float:
         self._engine.grid.synchronize()
@@ -116,7 +114,7 @@ def install(engine: PipelineEngine | ModuleEngine) -> None:
 
 def _profile_pipeline(engine: PipelineEngine) -> None:
     """Profile a call of ``train_batch``."""
-    profile = StepProfile(engine, {p.parameter for p in engine.module.local_parameters() if p.counted})
+    profile = StepProfile(engine)
 
     def run_stage(call: Callable[..., Any], *args: Any) -> Any:
         with profile.modules.within(""):
@@ -157,7 +155,7 @@ def _profile_pipeline(engine: PipelineEngine) -> None:
 
 def _profile_module(engine: ModuleEngine) -> None:
     """Profile a step of ``forward``, ``backward`` and ``step``."""
-    profile = StepProfile(engine, set(engine.module.parameters()))
+    profile = StepProfile(engine)
 
     def trains() -> bool:
         return bool(engine.module.training and torch.is_grad_enabled())  # an evaluation in between does not count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ...pipe.program.program import Program
 from ...plan.formulas import zero_traffic
 from ...zero.compression.compressor import Compressor
@@ -25,7 +27,7 @@ def traffic_formulas(
         program: the program of one step.
         rank: position on the pipe axis.
     """
-    passes = backward_passes(program, rank)
+    passes = Counter(op.stage for op in program.ops[rank] if op.kind in "BW")  # stage -> its backward passes
     if data_axis.options.zeropp is not None:
         formula = zeropp_formula(data_axis, passes)
     elif isinstance(data_axis.exchange, Compressor):
@@ -37,17 +39,8 @@ def traffic_formulas(
     return {"formula": formula, "uncompressed": {"data": zero_formula(data_axis, replicas, stage, passes, False)}}
 
 
-def backward_passes(program: Program, rank: int) -> dict[int, int]:
-    """Return the number of backward passes of each stage of a rank in one step."""
-    passes: dict[int, int] = {}
-    for op in program.ops[rank]:
-        if op.kind in "BW":
-            passes[op.stage] = passes.get(op.stage, 0) + 1
-    return passes
-
-
 def zero_formula(
-    data_axis: ZeroDataAxis, replicas: int, stage: int, passes: dict[int, int], communication_dtype: bool = True
+    data_axis: ZeroDataAxis, replicas: int, stage: int, passes: Counter[int], communication_dtype: bool = True
 ) -> float:
     """Return ZeRO's bytes: ``plan.formulas.zero_traffic``, summed over the buckets of a rank.
 
@@ -65,7 +58,7 @@ def zero_formula(
             stage,
             weights=bucket.flat.numel * bucket.weights.element_size(),
             gradients=bucket.flat.numel * dtype.itemsize,
-            backward_passes=sum(passes.get(s, 0) for s in bucket.stages),
+            backward_passes=sum(passes[stage] for stage in bucket.stages),
             trained=bucket.trained,
             partitioned=bucket.partitioned,
             reduces_every_backward=bucket.reduces_every_backward,
@@ -73,7 +66,7 @@ def zero_formula(
     return volume * (replicas - 1) / replicas
 
 
-def zeropp_formula(data_axis: ZeroDataAxis, passes: dict[int, int]) -> dict[str, float]:
+def zeropp_formula(data_axis: ZeroDataAxis, passes: Counter[int]) -> dict[str, float]:
     """Return ZeRO++'s bytes by axis: Wang et al. 2023 (arXiv:2306.10209), with the scales of quantization blocks.
 
     Of M bytes of fp16 weights, ZeRO's stage 3 sends 3 M per microbatch, and (N-1)/N of it from each of N replicas: two
@@ -91,7 +84,7 @@ def zeropp_formula(data_axis: ZeroDataAxis, passes: dict[int, int]) -> dict[str,
             total[axis] = total.get(axis, 0.0) + times * count
 
     for bucket in data_axis.buckets:
-        runs = sum(passes.get(s, 0) for s in bucket.stages)
+        runs = sum(passes[stage] for stage in bucket.stages)
         numel, reduction = bucket.flat.numel, bucket.reduction
         route = None if data_axis.gatherer is None else data_axis.gatherer.routes.get(bucket)
         if isinstance(route, WeightRoute):

@@ -19,21 +19,21 @@ Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 def config_source(args: Any, config: Any, config_params: Any) -> Any:
     """Return the configuration that was passed under one of its three names."""
     if config is not None and config_params is not None:
-        raise ConfigError("config_params is an older name of config: give the second alone")
+        raise ConfigError("config_params is an older name of config, and both were given: pass config alone")
     given = config if config is not None else config_params
     source = given if given is not None else getattr(args, "deepspeed_config", None)
     if source is None:
-        raise ConfigError("no configuration: pass config=, a dict or the path of a JSON file")
+        raise ConfigError("initialize was given no configuration: pass config=, a dict or the path of a JSON file")
     return source
 
 
 def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -> Grid:
     """Return the grid to train on: the model's own, the one given, or all processes as replicas."""
     if mpu is not None:
-        raise ConfigError("mpu is Megatron's: leave it out, and pass grid=triax.Grid(tensor=...), which makes the axes")
+        raise ConfigError("triax does not read Megatron's mpu: leave it out, and pass grid=triax.Grid(tensor=...)")
     if isinstance(model, PipelineModule):
         if grid is not None and grid is not model.grid:
-            raise ConfigError("the PipelineModule has a grid already: leave grid= out")
+            raise ConfigError("the PipelineModule was built on another grid than grid=: leave grid= out")
         return model.grid
     if grid is None:
         sizes = [config.tensor_parallel.autotp_size, config.tensor_parallel.tp_size]
@@ -46,8 +46,8 @@ def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -
         return Grid()
     if grid.pipe.size > 1:
         raise ConfigError(
-            f"the grid has {grid.pipe.size} pipe stages, and a {type(model).__name__} is one: list its layers in a "
-            "PipelineModule(layers, grid=grid, loss_fn=...), or make the grid without pipe"
+            f"the grid has {grid.pipe.size} pipe stages, but a {type(model).__name__} is not cut into stages: list its "
+            "layers in a PipelineModule(layers, grid=grid, loss_fn=...), or make the grid with pipe=1"
         )
     return grid
 
@@ -90,11 +90,11 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
             if isinstance(model, PipelineModule):
                 placement = list(model.placement)
                 where = (
-                    f" (The schedule has its stages on ranks {placement}; pass PipelineModule(..., "
-                    f"placement={placement}) and they are there from the start.)"
+                    f". If they are, the schedule moved stages: its stages are on the ranks {placement}, so pass "
+                    f"PipelineModule(..., placement={placement}) and take the parameters then"
                 )
             raise ConfigError(
-                f"{strangers} parameters to train are not the model's: take them from model.parameters().{where}"
+                f"{strangers} parameters to train are not the model's: take them from model.parameters(){where}"
             )
         twice = sum(parameter in seen for parameter in parameters)
         if twice:

@@ -60,8 +60,8 @@ def _try_out(config: Config) -> None:
     if scheduler is not None:
         if config.local_updates is not None and scheduler.type == "ReduceLROnPlateau":
             raise ConfigError(
-                "local_updates with ReduceLROnPlateau, which follows the loss: each replica has its own loss, and "
-                "their learning rates would differ: take a schedule that follows steps"
+                "local_updates does not work with ReduceLROnPlateau, because each replica has its own loss, so that "
+                "their learning rates would differ: use a schedule that follows steps"
             )
         over = None if optimizer is None else (optimizer.type, optimizer.params)
         dry_run.try_scheduler(scheduler.type, scheduler.params, over, ONE_BIT)
@@ -73,4 +73,4 @@ def _check_onebit(config: Config, name: str) -> None:
         raise ConfigError(fp16_of_means(config, name))
     if config.compressor is not None:
         key = config.compressor.partition(".")[0]
-        raise ConfigError(f"{name} compresses what it sends already: leave {key} out")
+        raise ConfigError(f"{name} already compresses what it sends, so {key} cannot be used with it: leave {key} out")

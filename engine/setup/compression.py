@@ -81,9 +81,9 @@ def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
             continue
         title = layout.name or name
         if any(getattr(part, "sparse", False) for part in using):
-            wrong.append(f"{title} is of an embedding with sparse=True: build it with sparse=False")
+            wrong.append(f"{title} belongs to an embedding with sparse=True: build it with sparse=False")
         elif layout.tie is not None or not all(isinstance(part, _EMBEDDINGS) for part in using):
-            problems.append(f"{title} is tied to another layer, so that its gradient has something in every row")
+            problems.append(f"{title} is tied to another layer, so that no row of its gradient is zero")
         else:
             found[title] = parameter
     told = grid.world.all_gather_object((len(found), problems, wrong))
@@ -92,5 +92,8 @@ def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
             raise ConfigError(f"sparse_gradients: {texts[0]}")
     if not any(count for count, *_ in told):
         why = next((text for _, texts, _ in told for text in texts), "it has no nn.Embedding")
-        raise ConfigError(f"sparse_gradients: the model has no embedding of rows of its own ({why}): leave it out")
+        raise ConfigError(
+            f"sparse_gradients has no effect, because the model has no embedding with a sparse gradient ({why}): leave "
+            "it out"
+        )
     return list(found.values())

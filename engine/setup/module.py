@@ -35,7 +35,10 @@ class ModuleOptimizer(ZeroModuleOptimizer):
             RuntimeError: called by other code: gradients would be neither reduced nor divided.
         """
         if self._next is None:
-            raise RuntimeError("the engine reduces, clips and steps: call engine.step(), not optimizer.step()")
+            raise RuntimeError(
+                "optimizer.step() was called, but the engine has to reduce and clip the gradients first: call "
+                "engine.step() in its place"
+            )
         factor, without = self._next
         self._next = None
         self.apply(factor, set(without))

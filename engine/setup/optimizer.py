@@ -74,7 +74,7 @@ def choose_scheduler(lr_scheduler: Any, optimizer: Any, config: Config, stepped:
     if config.scheduler is None:
         return None
     if not stepped:
-        raise ConfigError("scheduler has no optimizer to set the learning rate of: give optimizer, or leave it out")
+        raise ConfigError("scheduler has no optimizer to set the learning rate of: set optimizer, or leave it out")
     return schedulers.make_scheduler(config.scheduler.type, config.scheduler.params)
 
 
@@ -89,8 +89,8 @@ def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
         require_elementwise(cls)
     if optimizer.state:
         raise ConfigError(
-            f"this {cls.__name__} has state already, which cannot follow its parameters into flat shards: pass one "
-            "that has not stepped"
+            f"this {cls.__name__} has state already, which does not fit the flat shards that ZeRO makes of its "
+            "parameters: pass an optimizer that has not made a step"
         )
     known = inspect.signature(cls).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
@@ -110,8 +110,8 @@ def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
         if isinstance(optimizer, OneBit):
             name = type(optimizer).__name__
             raise ConfigError(
-                f"a function made a {name}, which is stepped in a way of its own: pass optimizer={name}"
-                f"(model.parameters(), ...) itself, or name it in the configuration"
+                f"a function made a {name}, which ZeRO cannot step from a function: pass "
+                f"optimizer={name}(model.parameters(), ...) itself, or name it in the configuration"
             )
         return optimizer
 
@@ -151,8 +151,8 @@ def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:
     """
     if needs_whole_tensors(cls):
         raise ConfigError(
-            f"{cls.__name__} needs whole tensors, but optimizer state lives on flat ranges here; use one of "
-            f"{', '.join((*ELEMENTWISE, 'Lion'))}"
+            f"{cls.__name__} needs whole tensors, but ZeRO keeps flat ranges of parameters and optimizer state. Use "
+            f"one of {', '.join((*ELEMENTWISE, 'Lion'))}"
         )
 
 

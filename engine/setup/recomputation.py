@@ -53,8 +53,8 @@ def configure_recomputation(
     asking = recompute.install(module)
     if granularity == "selective" and not any(module.grid.world.all_gather_object(asking)):
         raise ConfigError(
-            "activation_checkpointing: granularity selective, but no module of the model has a class attribute "
-            "recompute (as triax.models' Attention has): set granularity to full or matmul"
+            "activation_checkpointing has granularity selective, but no module of the model has a class attribute "
+            "recompute, as Attention of triax.models has: set granularity to full or matmul"
         )
     return [f"activation_checkpointing: {note}" for note in notes]
 
@@ -82,21 +82,17 @@ def log_profile(module: PipelineModule) -> None:
 def _interval(module: PipelineModule, section: ActivationCheckpointingConfig) -> int:
     """Return the layers of a group, from the configuration or the model; 1 if only a granularity is given."""
     given, own = section.interval, module.activation_checkpoint_interval
-    if own and section.granularity == "selective":
-        raise ConfigError(
-            f"activation_checkpointing: granularity selective, but the model has activation_checkpoint_interval={own}, "
-            "which recomputes whole layers: leave out one of them"
-        )
-    if own and section.number_checkpoints:
-        raise ConfigError(
-            f"activation_checkpointing: number_checkpoints {section.number_checkpoints}, but the model has "
-            f"activation_checkpoint_interval={own}: both say how layers are grouped, leave out one of them"
-        )
-    if own and given is not None and given != own:
-        raise ConfigError(
-            f"activation_checkpointing: interval {given}, but the model has activation_checkpoint_interval={own}: "
-            "leave out one of them"
-        )
+    contradictions = {
+        "granularity selective": section.granularity == "selective",
+        f"number_checkpoints {section.number_checkpoints}": bool(section.number_checkpoints),
+        f"interval {given}": given not in (None, own),
+    }
+    for key, contradicts in contradictions.items():
+        if own and contradicts:
+            raise ConfigError(
+                f"activation_checkpointing has {key}, but the model has activation_checkpoint_interval={own}, which "
+                "recomputes groups of that many whole layers: leave out one of them"
+            )
     if given is None and not own:
         return int(section.granularity in ("full", "matmul") and not section.number_checkpoints)
     return own if given is None else given
@@ -107,7 +103,8 @@ def _check_names(module: PipelineModule, names: Sequence[str] | None) -> None:
     unknown = sorted(set(names or ()) - there)
     if unknown:
         raise ConfigError(
-            f"activation_checkpointing: no layer of the model is a {unknown[0]}; there are {', '.join(sorted(there))}"
+            f"activation_checkpointing: no layer of the model is a {unknown[0]}; there are {', '.join(sorted(there))}. "
+            "Give names of these classes in checkpointable_layers"
         )
 
 
@@ -119,14 +116,14 @@ def _notes(module: PipelineModule, section: ActivationCheckpointingConfig, group
         if getattr(section, key)
     ]
     if given and not groups and not selective:
-        return [f"{', '.join(given)}: nothing is recomputed; set interval to 1, say"]
+        return [f"{', '.join(given)}: nothing is recomputed; set interval to 1, for example"]
     notes = []
     if section.partition_activations and selective:
-        notes.append("partition_activations: q, k and v are each tensor rank's own already, and are kept so")
+        notes.append("partition_activations: q, k and v are sharded over the tensor ranks already")
     elif section.partition_activations and module.grid.tensor.size == 1:
         notes.append("partition_activations: the tensor axis has one rank, which keeps all of each input")
     if section.cpu_checkpointing and module.grid.device.type == "cpu":
-        notes.append("cpu_checkpointing: the model is in the host's memory, and so are its inputs")
+        notes.append("cpu_checkpointing: the model is in the host's memory already, and so are its inputs")
     if section.number_checkpoints and not selective:
         stages = module.stages
         layers = sum(module.boundaries[s + 1] - module.boundaries[s] for s in stages)

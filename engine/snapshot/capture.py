@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from ...zero.data_axis import ZeroDataAxis
 from ...zero.shard_ranges import NamedParameter
 from ...zero.state_shards import StateShards
 from ..loss_scale import LossScaler
+from ..named_parameters import named_parameters
 from . import residuals
 
 # Options of a parameter group that say how an optimizer computes, and not what: the grid, the machine and the
@@ -155,20 +155,14 @@ def state_shards(engine: Checkpointed) -> StateShards:
     """Return this rank's shards of an engine's weights and optimizer state."""
     if engine.replica_state is not None:
         return engine.replica_state.shards()
-    return StateShards(engine.data_axis, named_parameters(engine), engine.grid)
+    return StateShards(engine.data_axis, all_parameters(engine), engine.grid)
 
 
-def named_parameters(engine: Checkpointed) -> list[NamedParameter]:
-    """Return this rank's parameters with their whole-model names."""
-    module = engine.module
-    if isinstance(module, PipelineModule):
-        return [NamedParameter(each.parameter, each.layout, each.counted) for each in module.local_parameters()]
-    found = {}
-    for name, parameter in module.named_parameters():
-        layout = layout_of(parameter)
-        found[parameter] = NamedParameter(parameter, replace(layout, name=layout.name or name), True)
+def all_parameters(engine: Checkpointed) -> list[NamedParameter]:
+    """Return this rank's parameters: the module's, and those that the optimizer alone has."""
+    found = {each.parameter: each for each in named_parameters(engine.module)}
     for bucket in engine.data_axis.buckets:
-        for member in bucket.members:  # a parameter may be the optimizer's and not the module's
+        for member in bucket.members:
             found.setdefault(member.parameter, NamedParameter(member.parameter, member.layout, True))
     return [*found.values()]
 

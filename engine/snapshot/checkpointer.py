@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.async_writer import AsyncWriter, failure_message, log_failure
+from ...checkpoint.async_writer import AsyncWriter, report_failure
 from ...checkpoint.auto import AutoSaver, open_newest
 from ...checkpoint.convert.export import write_model
 from ...checkpoint.format import folder as folders
@@ -19,7 +19,6 @@ from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
 from ...checkpoint.writer import Writer
 from ...grid.agreement import agreed
-from ...grid.errors import CheckpointError
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply
 
@@ -57,9 +56,7 @@ class Checkpointer:
         chosen = tag if tag is not None else f"global_step{self._engine.global_steps}"
         chosen = self._rendezvous("save_checkpoint", str(save_dir), str(chosen))
         problem = self._write(Path(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
-        if problem is not None and settings.on_failure == "stop":
-            raise CheckpointError(failure_message(save_dir, chosen, problem))
-        log_failure(save_dir, chosen, problem)
+        report_failure(save_dir, chosen, problem, settings.on_failure == "stop")
         return problem is None
 
     def wait(self) -> str | None:
@@ -77,7 +74,7 @@ class Checkpointer:
         if chosen is None:
             if grid.rank == 0:
                 logging.getLogger("triax").warning(
-                    "%s has no file 'latest', and no tag was given: nothing is loaded. Checkpoints there: %s",
+                    "nothing is loaded, because no tag was given and %s has no file 'latest'. Checkpoints there: %s",
                     folder,
                     ", ".join(folders.tags(folder)) or "none",
                 )
@@ -107,7 +104,7 @@ class Checkpointer:
             self.resumed = self._apply(snapshot, options)
             if engine.grid.rank == 0:
                 logging.getLogger("triax").warning(
-                    "goes on from %s, after step %d", snapshot.source, engine.global_steps
+                    "the run resumes from %s, after step %d", snapshot.source, engine.global_steps
                 )
 
     def auto_saver(self) -> AutoSaver | None:
@@ -182,7 +179,7 @@ class Checkpointer:
             return problem
 
         def written(problem: str | None) -> None:
-            log_failure(folder, tag, problem)
+            report_failure(folder, tag, problem)
             if problem is None:
                 done()
 

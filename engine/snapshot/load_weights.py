@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...grid import Grid, Layout, layout_of
 from ...grid.agreement import agreed
 from ...pipe.module import PipelineModule
+from ..named_parameters import named_parameters
 from .capture import buffers
 
 
@@ -45,7 +45,10 @@ def load_weights(
     if isinstance(module, PipelineModule):
         grid = module.grid
         if module.run_hook is not None:
-            raise ValueError("an engine holds these weights in shards: call its load_checkpoint(load_module_only=True)")
+            raise ValueError(
+                "an engine trains this model, and its weights may be sharded: call "
+                "engine.load_checkpoint(..., load_module_only=True)"
+            )
         module.fill()
     grid = grid or Grid()
     with agreed(grid):
@@ -57,15 +60,16 @@ def load_weights(
     away = next((name for name, (_, tensor) in targets.items() if tensor.is_meta), None)
     if away is not None:
         raise ValueError(
-            f"{away.partition('/')[2]} is on the meta device, without values: model.to_empty(device=...) before; or "
-            'list the layers in a PipelineModule(..., device="meta"), which is built shard by shard'
+            f"{away.partition('/')[2]} is on the meta device, which has no memory for values: call "
+            "model.to_empty(device=...) before, or list the layers in a "
+            'PipelineModule(..., device="meta"), which is built shard by shard'
         )
     with agreed(grid):
         unfit = [n for n, (layout, _) in targets.items() if n not in tensors or tensors[n].shape != layout.shape]
         if unfit and strict:
             raise ValueError(
-                f"{folder} does not have {listed([f'{name} {targets[name][0].shape}' for name in unfit])}: build the "
-                "model that was saved, or pass strict=False for what fits"
+                f"{folder} does not have {listed([f'{name} {targets[name][0].shape}' for name in unfit])}. Build the "
+                "model that was saved, or pass strict=False to load only the tensors that fit"
             )
     for name, (layout, tensor) in targets.items():
         if name not in unfit:
@@ -74,13 +78,7 @@ def load_weights(
 
 def _targets(module: nn.Module, grid: Grid) -> Iterator[tuple[str, Layout, Tensor]]:
     """Yield the name in a checkpoint, the layout and the tensor of each weight and buffer on this rank."""
-    if isinstance(module, PipelineModule):
-        yield from (
-            (f"{WEIGHTS}/{each.layout.name}", each.layout, each.parameter) for each in module.local_parameters()
-        )
-    else:
-        for name, parameter in module.named_parameters():
-            layout = layout_of(parameter)
-            yield f"{WEIGHTS}/{layout.name or name}", replace(layout, name=layout.name or name), parameter
+    for each in named_parameters(module):
+        yield f"{WEIGHTS}/{each.layout.name}", each.layout, each.parameter
     for name, buffer, _ in buffers(module, grid.pipe.rank):
         yield f"{BUFFERS}/{name}", layout_of(buffer), buffer

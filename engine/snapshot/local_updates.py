@@ -19,7 +19,7 @@ from ...checkpoint.reader import LoadOptions
 from ...zero.local_sgd.mean_state import MeanStateShards
 from ...zero.state_shards import StateShards
 from ..local_updates import LocalReplicas
-from .capture import Checkpointed, add_tensors, named_parameters, optimizer_numbers, run_state
+from .capture import Checkpointed, add_tensors, all_parameters, optimizer_numbers, run_state
 from .restore import read_optimizer, read_weights, same_optimizer_state, set_optimizer, set_schedule
 
 
@@ -47,10 +47,10 @@ class ReplicaCheckpoints:
 
     def _mean(self) -> MeanStateShards:
         engine, local = self._engine, self._local
-        return MeanStateShards(engine.data_axis, named_parameters(engine), local.grid.full_grid, local.steps_since_sync)
+        return MeanStateShards(engine.data_axis, all_parameters(engine), local.grid.full_grid, local.steps_since_sync)
 
     def _own(self) -> StateShards:
-        return StateShards(self._engine.data_axis, named_parameters(self._engine), self._local.grid)
+        return StateShards(self._engine.data_axis, all_parameters(self._engine), self._local.grid)
 
     def add_to(self, snapshot: Snapshot) -> None:
         """Add to a snapshot this replica's tensors, the numbers of its optimizer state, its schedule and loss scale.
@@ -98,9 +98,9 @@ class ReplicaCheckpoints:
         step, start = snapshot.header["run"]["global_steps"], self._local.section.start_step
         if self._local.diverged and step < start and not (options.weights_only or self._loads_all(snapshot, options)):
             raise ValueError(
-                f"the weights of {snapshot.source} cannot be loaded alone: it was saved at step {step}, before local "
-                f"updates begin (start_step {start}), and the optimizers of these replicas have made local updates "
-                "since. Load the optimizer and the schedule too"
+                f"the weights of {snapshot.source} cannot be loaded alone. It was saved at step {step}, before local "
+                f"updates begin (start_step {start}), but the optimizers of these replicas have already made local "
+                "updates. Load the states of the optimizer and of the schedule too"
             )
 
     def _loads_all(self, snapshot: Snapshot, options: LoadOptions) -> bool:
@@ -135,13 +135,13 @@ class ReplicaCheckpoints:
         if local.steps_together and parted:
             same = False
             notes.append(
-                f"replicas had stepped on their own, and local_updates.start_step {local.section.start_step} has them "
-                "step together again: all go on from their mean"
+                "the replicas of the checkpoint had made local updates, but here they step together until "
+                f"local_updates.start_step {local.section.start_step}: all continue from the mean of their states"
             )
         elif not same and saved["since"]:
             notes.append(
-                f"{saved['replicas']} replicas had taken {saved['since']} steps since they met, and here are "
-                f"{local.grid.replicas}: all go on from their mean, as after a meeting"
+                f"the checkpoint has {saved['replicas']} replicas, {saved['since']} steps after a synchronization, and "
+                f"this run has {local.grid.replicas}: all continue from the mean of their states"
             )
         if options.optimizer:
             self._read_outer(snapshot, "velocity", local.outer.velocity, usable)

@@ -85,10 +85,11 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
     notes = []
     if unused:
         what = "compression" if saved is None else saved["type"]
-        notes.append(f"what {what} kept ({', '.join(sorted(unused))}) has no place here: it is left out")
+        notes.append(f"the state of {what} ({', '.join(sorted(unused))}) is not loaded: this run does not use it")
     if missing:
         notes.append(
-            f"{', '.join(sorted(missing))} of {type(exchange).__name__} is not there, or not all: it begins anew"
+            f"{', '.join(sorted(missing))} of {type(exchange).__name__} is not in the checkpoint, or only in part: the "
+            "missing part starts from zero"
         )
     return notes
 

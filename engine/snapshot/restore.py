@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
     with agreed(grid):
         gathered = shards.gathered_parameter()
         if gathered is not None:
-            raise ValueError(f"{gathered} is lent out whole: load_checkpoint outside of whole_weights() and gathered()")
+            raise ValueError(
+                f"{gathered} is gathered now: call load_checkpoint outside of whole_weights() and gathered()"
+            )
         if engine.replica_state is not None:
             engine.replica_state.require_loadable(snapshot, options)
     shapes = {f"{WEIGHTS}/{named.layout.name}": named.layout.shape for named in shards.parameters}
@@ -52,8 +54,8 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
     problems = []
     if loads_optimizer and not same_optimizer_state(snapshot, engine):
         problems.append(
-            f"the optimizer was a {run['optimizer']}, and this one is a {type(engine.data_axis.optimizer).__name__} "
-            "(load_optimizer_states=False loads the rest)"
+            f"the optimizer that was saved is {run['optimizer']}, but this engine has "
+            f"{type(engine.data_axis.optimizer).__name__} (load_optimizer_states=False loads the rest)"
         )
     usable = match_model(grid, snapshot, shapes, options.strict, problems)
     read_weights(engine, shards, snapshot, usable)
@@ -64,7 +66,7 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
                 read_optimizer(shards, snapshot, usable, grid.tensor)
                 notes += set_optimizer(engine, run)
             else:
-                notes.append(f"the optimizer was a {run['optimizer']}: its state is not loaded")
+                notes.append(f"the state of the optimizer is not loaded, because it was saved by {run['optimizer']}")
             notes += residuals.restore(grid, engine.data_axis, shards, snapshot)
         if options.schedule:
             notes += set_schedule(engine, run)
@@ -117,7 +119,8 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
     shards.resume()
     if unlike:
         logging.getLogger("triax").warning(
-            "%s: parameters beside %s had taken unlike numbers of steps, or none: they count the most from here on",
+            "%s: the parameters that share a bucket with %s had unlike numbers of steps, or none: all of them now have "
+            "the largest number",
             snapshot.source,
             listed(unlike),
         )
@@ -131,16 +134,7 @@ def same_optimizer_state(snapshot: Snapshot, engine: Checkpointed) -> bool:
 
 def set_optimizer(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     """Load the options of the parameter groups and the loss scale. Returns notes about values that did not fit."""
-    notes = []
-    saved = decode(run.get("param_groups") or [])
-    for groups in _all_groups(engine) if "param_groups" in run else ():
-        if len(groups) != len(saved):
-            notes = [f"{len(saved)} parameter groups were saved, and there are {len(groups)}: their options stay"]
-            continue
-        for group, options in zip(groups, saved, strict=True):
-            for key, value in options.items():
-                if key in group and key not in NOT_SAVED:
-                    _set(group, key, value)
+    notes = _set_options(engine, run, lambda key: key not in NOT_SAVED)
     if engine.loss_scaler is not None and "loss_scaler" in run:
         engine.loss_scaler.load_state_dict(run["loss_scaler"])
     return notes
@@ -150,17 +144,11 @@ def set_schedule(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     """Load the state of the learning-rate schedule. Returns notes about values that did not fit."""
     schedule, saved = engine.lr_scheduler, run.get("lr_scheduler")
     if schedule is None or saved is None:
-        return [] if schedule is None else ["no lr_scheduler was saved: this one begins anew"]
+        return [] if schedule is None else ["no lr_scheduler was saved: this one starts from its first step"]
     if saved["type"] != type(schedule).__name__:
-        return [f"the lr_scheduler was a {saved['type']}, and this one is a {type(schedule).__name__}: it begins anew"]
+        return [f"a {saved['type']} was saved, but the lr_scheduler is a {type(schedule).__name__}: it starts anew"]
     schedule.load_state_dict(decode(saved["state"]))
-    groups = decode(run.get("param_groups") or [])
-    for mine in _all_groups(engine):
-        if len(mine) == len(groups):
-            for group, options in zip(mine, groups, strict=True):
-                for key in ("lr", "initial_lr", "betas", "momentum"):  # what schedules write
-                    if key in options and key in group:
-                        _set(group, key, options[key])
+    _set_options(engine, run, ("lr", "initial_lr", "betas", "momentum").__contains__)  # the options that schedules set
     if engine.optimizer is not None:
         follow(schedule, engine.optimizer)
     return []
@@ -171,7 +159,7 @@ def set_position(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     notes = []
     for key, now in (("seed", engine.config.seed), ("train_batch_size", engine.batch.train)):
         if run.get(key, now) != now:
-            notes.append(f"{key} was {run[key]}, and is {now}: what comes is not what would have come")
+            notes.append(f"{key} was {run[key]} and now is {now}: the next batches are not those of the saved run")
     steps = run["global_steps"]
     samples = run.get("global_samples", steps * engine.batch.train)
     engine.set_position(steps, samples)
@@ -182,20 +170,28 @@ def set_position(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
         elif loader is not None:
             loader.seek(samples // engine.batch.train)
     except ValueError as error:  # other data: the weights are loaded all the same
-        notes.append(f"training_data begins anew: {error}")
+        notes.append(f"training_data starts from the beginning, because {error}")
     return notes
 
 
-def _all_groups(engine: Checkpointed) -> Iterator[list[dict[str, Any]]]:
-    """Yield the parameter groups of the user's optimizer, of the optimizer that steps, and of the schedule."""
-    schedule = engine.lr_scheduler
+def _set_options(engine: Checkpointed, run: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[str]:
+    """Load the wanted options of the parameter groups of all optimizers. Returns notes about values that did not fit.
+
+    They are the user's optimizer, the optimizer that steps, and the optimizer of the schedule.
+    """
+    notes: list[str] = []
+    saved, schedule = decode(run.get("param_groups") or []), engine.lr_scheduler
     optimizers = (engine.optimizer, engine.data_axis.optimizer, None if schedule is None else schedule.optimizer)
-    for optimizer in dict.fromkeys(each for each in optimizers if each is not None):
-        yield optimizer.param_groups
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(group[key], Tensor):
-        group[key].fill_(value)
-    else:
-        group[key] = value.item() if isinstance(value, Tensor) else value
+    for optimizer in dict.fromkeys(each for each in optimizers if each is not None and "param_groups" in run):
+        groups = optimizer.param_groups
+        if len(groups) != len(saved):
+            notes = [f"{len(saved)} parameter groups were saved, but there are {len(groups)}: their options are kept"]
+            continue
+        for group, options in zip(groups, saved, strict=True):
+            for key in (key for key in options if key in group and wanted(key)):
+                value = options[key]
+                if isinstance(group[key], Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value.item() if isinstance(value, Tensor) else value
+    return notes

@@ -316,7 +316,7 @@ def test_exports_refused(tmp_path: Path) -> None:
     assert engine.save_checkpoint(tmp_path / "runs")
     words = ("export", tmp_path / "runs", tmp_path / "hf")
     assert "give " in command(*words)[1] and "--format hf for a folder" in command(*words)[1]
-    assert "there are safetensors, hf" in command(*words, "--format", "gguf")[1]
+    assert "give one of safetensors, hf" in command(*words, "--format", "gguf")[1]
     assert "does not tell what model it is of: pass --config" in command(*words, "--format", "hf")[1]
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     said = command(*words, "--format", "hf", "--config", tmp_path / "config.json")[1]
