@@ -35,13 +35,12 @@ def match_model(
     """
     tensors = snapshot.tensors
     missing = [name for name in shapes if name not in tensors]
-    unlike = {name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape}
-    texts = [
-        f"{_short(name)} {tensors[name].shape} in the checkpoint, {shape} in the model"
+    unlike = {
+        name: f"{_short(name)} {tensors[name].shape} in the checkpoint, {shape} in the model"
         for name, shape in shapes.items()
-        if name in unlike
-    ]
-    gathered = grid.world.all_gather_object(([*shapes], missing, texts))
+        if name in tensors and tensors[name].shape != shape
+    }
+    gathered = grid.world.all_gather_object(([*shapes], missing, [*unlike.values()]))
     known = {name for names, *_ in gathered for name in names}
     unexpected = [name for name in tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS) and name not in known]
     found = {

@@ -36,6 +36,11 @@ from .snapshot.capture import ReplicaState
 from .snapshot.checkpointer import Checkpointer
 from .snapshot.local_updates import ReplicaCheckpoints
 
+NO_OPTIMIZER = (
+    "there is no optimizer, so the engine cannot train: set optimizer in the configuration, or pass "
+    "triax.initialize(optimizer=...)"
+)
+
 
 class TrainingParts(NamedTuple):
     """Optimizer, schedule and data of a new engine, as ``initialize`` chose them.

@@ -27,7 +27,7 @@ from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
-from .base import Engine, TrainingParts
+from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .loss_scale import process_scales, rescaled
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
@@ -140,7 +140,7 @@ class ModuleEngine(Engine):
         """
         with self.all_or_none("backward"):
             if self.optimizer is None:
-                raise AgreedError(_NO_OPTIMIZER)
+                raise AgreedError(NO_OPTIMIZER)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise AgreedError(
                     "backward takes a loss, which is a tensor of one element that depends on parameters, not "
@@ -177,7 +177,7 @@ class ModuleEngine(Engine):
         """
         with self.all_or_none("step"):
             if self.optimizer is None:
-                raise AgreedError(_NO_OPTIMIZER)
+                raise AgreedError(NO_OPTIMIZER)
             if self._in_no_sync:
                 raise AgreedError(
                     "step() was called inside no_sync(), where gradients are not reduced: call it after the with block"
@@ -347,6 +347,3 @@ class ModuleEngine(Engine):
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self.data_axis.abandon, f"{call} of microbatch {self.microbatch}")
-
-
-_NO_OPTIMIZER = "there is no optimizer: give config['optimizer'], or initialize(optimizer=...)"

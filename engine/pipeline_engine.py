@@ -38,7 +38,7 @@ from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
-from .base import Engine, TrainingParts
+from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
 from .optimizer_step import advance_schedule
 from .setup.recomputation import log_profile
@@ -126,20 +126,15 @@ class PipelineEngine(Engine):
         with self.all_or_none("train_batch"):
             with self.accounts.step() if self.record_memory else nullcontext():
                 self.observer.begin_step()
-                loss = self._train_batch(data_iter)
+                if self.optimizer is None:
+                    raise AgreedError(NO_OPTIMIZER)
+                self.grid.traffic.clear()
+                with self.replicas.stepping() as grid:
+                    loss = self._step(grid, self.optimizer, data_iter)
+                if self.replicas.just_synchronized:
+                    self._sent = self.grid.traffic.report()
             log_profile(self.module)
             return loss
-
-    def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
-        optimizer = self.optimizer
-        if optimizer is None:
-            raise AgreedError("there is no optimizer: give config['optimizer'], or initialize(optimizer=...)")
-        self.grid.traffic.clear()
-        with self.replicas.stepping() as grid:
-            loss = self._step(grid, optimizer, data_iter)
-        if self.replicas.just_synchronized:
-            self._sent = self.grid.traffic.report()
-        return loss
 
     def _step(self, grid: Grid, optimizer: torch.optim.Optimizer, data_iter: Iterator[Any] | None) -> Tensor:
         """Take a training step with the ranks of a grid."""

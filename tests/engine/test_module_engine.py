@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 import runpy
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -514,6 +516,7 @@ GETTING_STARTED = """
 import argparse
 import json
 import sys
+import weakref
 
 import torch
 import triax.compat.deepspeed as deepspeed
@@ -842,3 +845,22 @@ def test_the_programs_of_the_docs_run(ranks: Any, size: int, tmp_path: Path) -> 
     source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     assert ranks(size, run_docs, source, str(tmp_path)) == [2] * size
     assert torch.load(tmp_path / "model.pt")["linear.weight"].shape == (16, 16)
+
+
+def test_a_dropped_engine_is_freed_at_once() -> None:
+    """Without a garbage collection: an engine's members refer to it weakly."""
+    freed = []
+    for _ in range(2):  # torch's imports in the first optimizer step of a process keep frames alive
+        model = triax.PipelineModule([nn.Linear(2, 2)], grid=Grid(), loss_fn=nn.MSELoss())
+        settings = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        pipelined, *_rest = initialize(model=model, config=settings)
+        plain_one, *_rest = initialize(model=nn.Linear(2, 2), config=settings)
+        pipelined.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))]))
+        plain_one.backward(plain_one(torch.ones(2, 2)).sum())
+        plain_one.step()
+        watched = [weakref.ref(pipelined), weakref.ref(plain_one)]
+        gc.disable()
+        del pipelined, plain_one
+        freed = [each() is None for each in watched]
+        gc.enable()
+    assert freed == [True, True]
