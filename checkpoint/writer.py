@@ -61,7 +61,7 @@ class Writer:
         gathered = self._all_gather(problem)
         absent = [str(rank) for rank, text in enumerate(gathered) if text is None]
         if absent:
-            return f"{self._name} waited in vain for ranks {', '.join(absent)}"
+            return f"{self._name} waited for ranks {', '.join(absent)}, which did not answer"
         return next((text for text in gathered if text), None)
 
     def _begin(self) -> None:

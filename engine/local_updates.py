@@ -159,7 +159,8 @@ class LocalReplicas:
         except AgreedError as error:
             if grid is self.grid.full_grid or self.grid.replicas == 1:
                 raise
-            raise RuntimeError(f"replica {self.grid.replica} of {self.grid.replicas} cannot go on: {error}") from error
+            name = f"replica {self.grid.replica} of {self.grid.replicas}"
+            raise RuntimeError(f"{name} cannot continue, because {error}") from error
 
     def _end_local_step(self) -> None:
         self.steps_since_sync, self.steps, self.diverged = self.steps_since_sync + 1, self.steps + 1, True

@@ -154,8 +154,8 @@ def advance_schedule(
         follow(schedule, optimizer)
     elif isinstance(schedule, ReduceLROnPlateau) and loss is None:
         raise AgreedError(
-            "ReduceLROnPlateau goes by the loss, which only engine.backward(loss) tells: call that, or "
-            'engine.step(lr_kwargs={"metrics": loss})'
+            "ReduceLROnPlateau needs the loss, which the engine knows only from engine.backward(loss): call that, or "
+            'pass the loss to engine.step(lr_kwargs={"metrics": loss})'
         )
     else:
         advance(schedule, loss, optimizer)

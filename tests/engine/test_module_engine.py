@@ -765,7 +765,7 @@ def test_schedules_and_modes() -> None:
         engine.step()
     assert engine.get_lr() == [0.025]
     loss_of(engine).backward()
-    with pytest.raises(RuntimeError, match="ReduceLROnPlateau goes by the loss"):
+    with pytest.raises(RuntimeError, match="ReduceLROnPlateau needs the loss"):
         engine.step()
     given = torch.optim.SGD(groups(model := net()), lr=0.1, momentum=0.9)
     engine, optimizer, loader, scheduler = initialize(
@@ -858,7 +858,7 @@ def test_a_dropped_engine_is_freed_at_once() -> None:
         pipelined.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))]))
         plain_one.backward(plain_one(torch.ones(2, 2)).sum())
         plain_one.step()
-        watched = [weakref.ref(pipelined), weakref.ref(plain_one)]
+        watched: list[weakref.ref[Any]] = [weakref.ref(pipelined), weakref.ref(plain_one)]
         gc.disable()
         del pipelined, plain_one
         freed = [each() is None for each in watched]

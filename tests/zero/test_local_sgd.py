@@ -894,7 +894,7 @@ def test_what_one_replica_raises_ends_the_run(ranks: Any, kind: dict[str, Any], 
         ranks(2, stops_alone, {**kind, "every": 2}, how)
     for report in failure.value.reports:
         assert report.kind == "raised" and report.when < 15  # the grids' time limits are 20 s and 30 s
-        assert "replica 1 of 2 cannot go on" in report.text
+        assert "replica 1 of 2 cannot continue" in report.text
         assert ("the loss is nan" if how == "nan" else "the data ended after 0") in report.text
 
 
