@@ -36,8 +36,8 @@ class ModuleOptimizer(ZeroModuleOptimizer):
         """
         if self._next is None:
             raise RuntimeError(
-                "optimizer.step() was called, but the engine has to reduce and clip the gradients first: call "
-                "engine.step() in its place"
+                "the engine has to reduce and clip the gradients before the optimizer steps: call engine.step(), not "
+                "optimizer.step()"
             )
         factor, without = self._next
         self._next = None

@@ -123,7 +123,7 @@ def without_sync(stage: int) -> dict[str, Tensor]:
             for part in range(2):
                 x, y = microbatch(part, index, engine.grid.data.rank)
                 engine.backward((engine(x) - y).square().mean())
-            with pytest.raises(RuntimeError, match="within no_sync"):
+            with pytest.raises(RuntimeError, match="inside no_sync"):
                 engine.step()
         if index == 0:  # in the other microbatch, all passes were silent
             x, y = microbatch(2, index, engine.grid.data.rank)
