@@ -102,7 +102,7 @@ def test_values_come_back_as_they_were() -> None:
         encode({"model": [nn.Linear(1, 1)]}, put)
     with pytest.raises(TypeError, match="is a function"):
         encode({"f": encode})
-    with pytest.raises(ValueError, match=r"there is no \$code"):
+    with pytest.raises(ValueError, match=r"the unknown kind \$code"):
         decode({"$code": "import os"})
 
 
