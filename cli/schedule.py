@@ -19,6 +19,7 @@ from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule
 from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
 
+LARGEST = 2**20  # passes of a microbatch through a stage
 TUNED = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
@@ -68,6 +69,12 @@ def schedule(
         else:
             if pipe is None or microbatches is None:
                 raise ValueError("say for what size: --pipe 4 --microbatches 8")
+            passes = pipe * microbatches * (chunks or 1)
+            if passes > LARGEST:
+                raise ValueError(
+                    f"--pipe {pipe} --microbatches {microbatches} gives {passes:,} passes of a microbatch through a "
+                    f"stage, but at most {LARGEST:,} are simulated: give smaller sizes"
+                )
             if compare:
                 _compare(pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return

@@ -25,6 +25,7 @@ def setting(
     auto: bool = False,
     auto_is: Any = _NOTHING,
     status: str | None = None,
+    needs: str | None = None,
     **limits: Any,
 ) -> Any:
     """Declare an active key.
@@ -35,10 +36,13 @@ def setting(
         auto: accept "auto", as Hugging Face's files have it, for the default.
         auto_is: accept "auto" for this value.
         status: ``inert``: no value of the key has an effect; ``older``: an older name of another key.
+        needs: key of the same section without which this key has no effect, as in DeepSpeed's files; a note says so. In
+            a section with a key ``enabled``, all others need it.
         limits: pydantic's limits of the value: ``ge``, ``gt``, ``le``, ``lt``, ...
     """
     extra: Any = {"x-auto": default if auto_is is _NOTHING else auto_is} if auto or auto_is is not _NOTHING else {}
     extra |= {"x-status": status} if status else {}
+    extra |= {"x-needs": needs} if needs else {}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -86,10 +90,18 @@ class Section(BaseModel):
             if isinstance(value, Section):
                 notes += [f"{key}.{note}" for note in value.notes()]
                 continue
-            status = extra_of(field).get("x-status")
+            status, missing = extra_of(field).get("x-status"), self._missing(key)
             if status == "idle" or (status == "inert" and value != field.default):
                 notes.append(f"{key} does nothing: {str(field.description).removeprefix('No effect: ')}")
+            elif status is None and missing is not None and value != field.default:
+                notes.append(f"{key} does nothing without {missing}: write {missing}, or leave {key} out")
         return notes
+
+    def _missing(self, key: str) -> str | None:
+        """Return the key that a key of this section needs and that is not given or off; None if nothing is missing."""
+        switch = "enabled" if "enabled" in type(self).model_fields and key != "enabled" else None
+        needed = extra_of(type(self).model_fields[key]).get("x-needs", switch)
+        return needed if needed is not None and is_off(getattr(self, needed)) else None
 
 
 class SwitchSection(Section):

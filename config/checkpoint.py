@@ -45,6 +45,12 @@ class CheckpointConfig(Section):
     writer: Any = refused("ranks write plain files: leave it out")
     checkpoint_serialization: Any = refused("nothing is pickled: leave it out")
 
+    def notes(self) -> list[str]:
+        """Return notes on the keys that have no effect, with the reason."""
+        alone = self.dir is not None and self.every is None and self.resume is None
+        note = "dir does nothing without every or resume: write one of them, or call save_checkpoint with this folder"
+        return [*([note] if alone else []), *super().notes()]
+
     @model_validator(mode="after")
     def _agrees(self) -> CheckpointConfig:
         for key in ("every", "keep", "resume"):

@@ -54,7 +54,9 @@ class TimelineConfig(Section):
     """``timeline``: a trace of one step of all ranks, in one file."""
 
     step: int | None = setting(None, "Step to trace, counted from 1 in this process; null: none.", ge=1)
-    file: str | None = setting(None, "File; null: timeline.json, in json_monitor's folder if that is enabled.")
+    file: str | None = setting(
+        None, "File; null: timeline.json, in json_monitor's folder if that is enabled.", needs="step"
+    )
 
 
 class FlopsProfilerConfig(SwitchSection):

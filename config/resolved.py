@@ -32,6 +32,7 @@ def json_schema() -> dict[str, Any]:
         for key, entry in section.get("properties", {}).items():
             entry.pop("title", None)
             status, off = entry.pop("x-status", None), entry.pop("x-off", [])
+            entry.pop("x-needs", None)
             if "x-auto" in entry:
                 entry.pop("x-auto")
                 kept = {name: entry.pop(name) for name in ("description", "default") if name in entry}

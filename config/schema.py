@@ -163,6 +163,13 @@ class Config(Section):
             given["steps_per_print"] = None  # some trainers write infinity for never
         return given
 
+    def notes(self) -> list[str]:
+        """Return notes on the given keys that have no effect, with the reason."""
+        notes = super().notes()
+        if self.torch_autocast.enabled and self.torch_autocast.dtype in ("float16", "fp16"):  # it has fp16's loss scale
+            notes = [note for note in notes if not (note.startswith("fp16.") and "without enabled" in note)]
+        return notes
+
     @property
     def monitored(self) -> bool:
         """True if any monitor writes metrics of each step."""

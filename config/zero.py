@@ -30,6 +30,12 @@ class OffloadConfig(Section):
     nvme_path: str | None = setting(None, "Folder on the disk for the file, which has no name there.")
     pin_memory: bool = setting(False, "Pin host memory, if the model is on a GPU.", auto=True)
 
+    def notes(self) -> list[str]:
+        """Return notes on the keys that have no effect, with the reason."""
+        idle = self.nvme_path is not None and self.device != "nvme"
+        note = "nvme_path does nothing without device nvme: write that device, or leave nvme_path out"
+        return [*([note] if idle else []), *super().notes()]
+
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, values: Any) -> Any:

@@ -85,13 +85,15 @@ class StepObserver:
             self._active = True
             self._prepare()
         if config.timeline.step is not None:
-            _make_folder(_trace_file(config), self._grid)
+            require_writable(_trace_file(config), "the timeline", self._grid)
+        if config.flops_profiler.enabled and config.flops_profiler.output_file is not None:
+            require_writable(Path(config.flops_profiler.output_file), "flops_profiler.output_file", self._grid)
         if config.json_monitor.enabled:
             self._write_run(self._grid)
 
     def record_trace(self, file: str | Path) -> None:
         """Trace the next step into a file; ``Engine.record_trace``."""
-        self.trace = _make_folder(Path(file), self._grid)
+        self.trace = require_writable(Path(file), "the timeline", self._grid)
         self._active = True
         self._prepare()
 
@@ -354,12 +356,22 @@ def _trace_file(config: Config) -> Path:
     return config.json_monitor.folder / TIMELINE if config.json_monitor.enabled else Path(TIMELINE)
 
 
-def _make_folder(file: Path, grid: Grid) -> Path:
-    """Make the folder of a trace, and return the file's path. Collective."""
+def require_writable(file: Path, what: str, grid: Grid) -> Path:
+    """Make the folder of a file that rank 0 writes later, check that it can write, and return the path. Collective.
+
+    Raises:
+        ConfigError: on every rank, if the file cannot be written.
+    """
     with agreed(grid, ConfigError):
         if grid.rank == 0:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"the timeline {file} cannot be written, because of {error}") from error
+                there = file.exists()
+                file.open("a").close()
+                if not there:
+                    file.unlink()
+            except (OSError, ValueError) as error:  # ValueError: a character \0
+                raise ConfigError(
+                    f"{what} {str(file)!r} cannot be written, because of {error}: write another path"
+                ) from error
     return file

@@ -160,6 +160,9 @@ class OneCycle(ClosedFormSchedule):
         self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
         self._light = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self._heavy = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        for name, low, high in (("lr", self._low, self._high), ("mom", self._light, self._heavy)):
+            if any(a > b for a, b in zip(low, high, strict=True)):
+                raise ValueError(f"cycle_min_{name} = {low} is above cycle_max_{name} = {high}: exchange them")
         for name, momenta in (("cycle_max_mom", self._heavy), ("cycle_min_mom", self._light)):
             if max(momenta) >= 1:
                 raise ValueError(f"{name} = {momenta}: give momenta below 1")

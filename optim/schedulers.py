@@ -50,6 +50,8 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler")
     check_arguments(
         f"{key}.params", cls.__name__, cls, given, ("self", "optimizer", *(() if parts is None else ("schedulers",)))
     )
+    if "step_size" in given and given["step_size"] < 1:  # torch's StepLR takes it, and never steps or divides by 0
+        raise ConfigError(f"{key}.params.step_size = {given['step_size']}: give a whole number of at least 1")
     if parts is None:
         return lambda optimizer: cls(optimizer, **given)
     if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "type" in each for each in parts):

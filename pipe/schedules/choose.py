@@ -65,5 +65,9 @@ def read_schedule(path: Path) -> Schedule:
         return Schedule.from_csv(content, name=path.stem)
     except OSError as error:
         raise ValueError(f"the schedule {path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(
+            f"{path} is nested too deeply for a schedule: write what `triax schedule --json` prints"
+        ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from None

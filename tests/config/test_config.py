@@ -160,6 +160,70 @@ def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        (
+            {"fp16": {"loss_scale": 128}},
+            "fp16.loss_scale does nothing without enabled: write enabled, or leave loss_scale out",
+        ),
+        ({"fp16": {"initial_scale_power": 8}}, "fp16.initial_scale_power does nothing without enabled"),
+        ({"torch_autocast": {"dtype": "float16"}}, "torch_autocast.dtype does nothing without enabled"),
+        ({"amp": {"opt_level": "O0"}}, "amp.opt_level does nothing without enabled"),
+        ({"csv_monitor": {"output_path": "x"}}, "csv_monitor.output_path does nothing without enabled"),
+        ({"wandb": {"project": "x"}}, "wandb.project does nothing without enabled"),
+        ({"flops_profiler": {"profile_step": 5}}, "flops_profiler.profile_step does nothing without enabled"),
+        ({"comms_logger": {"verbose": True}}, "comms_logger.verbose does nothing without enabled"),
+        ({"timeline": {"file": "x"}}, "timeline.file does nothing without step"),
+        ({"checkpoint": {"dir": "x"}}, "checkpoint.dir does nothing without every or resume"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "x"}}},
+            "zero_optimization.offload_optimizer.nvme_path does nothing without device nvme",
+        ),
+    ],
+)
+def test_a_key_without_the_one_that_switches_it_on_is_noted(given: dict[str, Any], note: str) -> None:
+    notes = read_config({"train_batch_size": 4, **given}).notes()
+    assert len(notes) == 1 and notes[0].startswith(note), notes
+
+
+def test_what_a_trainer_writes_with_its_defaults_is_not_noted() -> None:
+    """The section fp16 as Hugging Face's guide has it, and fp16's loss scale under autocast to float16."""
+    scale = {
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }
+    assert read_config({"train_batch_size": 4, "fp16": {"enabled": False, **scale}}).notes() == []
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"loss_scale": 128}}
+    assert read_config({"train_batch_size": 4, **autocast}).notes() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fp16": {"enabled": True, "loss_scale": 1e308}}, "fp16.loss_scale = 1e+308"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 200}}, "fp16.initial_scale_power = 200"),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 16}}, "min_loss_scale 16 is above loss_scale 8"),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 16}},
+            "min_loss_scale 16 is above 2 ** initial_scale_power 3 = 8",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.2, "cycle_max_lr": 0.1}}},
+            "cycle_min_lr = [0.2] is above cycle_max_lr = [0.1]",
+        ),
+        ({"scheduler": {"type": "StepLR", "params": {"step_size": -3}}}, "scheduler.params.step_size = -3"),
+    ],
+)
+def test_values_that_cannot_be_right_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config({"train_batch_size": 4, **given})
+    assert message in str(error.value)
+
+
 def test_every_key_acts_or_says_why_not() -> None:
     """Whoever adds a key describes it; what is refused says what to write, and takes what asks for nothing."""
     statuses: dict[str, int] = {}

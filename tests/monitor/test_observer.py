@@ -391,10 +391,16 @@ def test_a_trace_by_hand(ranks: Any, tmp_path: Path) -> None:
     assert trace["otherData"]["step"] == 2 and len(trace["otherData"]["program"]) == 2
 
 
-def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the timeline .* cannot be written"):
         engine(triax.Grid(), "1f1b", 0, timeline={"step": 1, "file": f"{tmp_path}/file/trace.json"})
+    for path in (f"{tmp_path}/file/profile.txt", str(tmp_path), "a\0b"):
+        with pytest.raises(ConfigError, match=r"flops_profiler.output_file .* cannot be written"):
+            engine(triax.Grid(), "1f1b", 0, flops_profiler={"enabled": True, "output_file": path})
+    file = tmp_path / "new" / "profile.txt"
+    engine(triax.Grid(), "1f1b", 0, flops_profiler={"enabled": True, "output_file": str(file)})
+    assert file.parent.is_dir() and not file.exists()  # it is written in the step that is profiled
 
 
 # ----------------------------------------------------------------------------------------------- arithmetic

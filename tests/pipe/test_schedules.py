@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -302,8 +303,18 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
         (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),
         (["zb-v", "--pipe", "4", "--microbatches", "8", "--chunks", "3"], "chunks=2"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--plot", "x.gif"], ".png"),
+        (["1f1b", "--pipe", "1000000", "--microbatches", "4"], "at most 1,048,576 are simulated"),
+        (["--compare", "--pipe", "4", "--microbatches", "1000000000"], "at most 1,048,576 are simulated"),
+        (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1e308,1e308,1"], "from 0 to 1e100"),
+        (["--file", "a\0b.json"], "null byte"),
     ],
 )
 def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
     code, output = run(*words)
     assert code == 2 and message in output
+
+
+def test_a_deeply_nested_file_is_no_schedule(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    code, output = run("--file", str(tmp_path / "deep.json"))
+    assert code == 2 and "nested too deeply" in output
