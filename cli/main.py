@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -65,8 +64,6 @@ app.add_typer(checkpoint)
 def main() -> None:
     """Run the command ``triax``. An error in the user's input is printed as one line, with exit code 2."""
     try:
-        if any("\0" in argument for argument in sys.argv):
-            raise ConfigError("an argument has a character \\0, which no path can have: write it without")
         app()
     except ConfigError as error:
         Console(stderr=True).print(f"triax: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
