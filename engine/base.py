@@ -238,13 +238,13 @@ class Engine:
             return {member.layout.name: (member.layout, value) for member, value in self.data_axis.gradients()}
         if what != "weights":
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
-        with self.data_axis.gathered_weights():
+        with self.whole_weights():
             found = named_parameters(self.module)
             return {layout.name: (layout, parameter.detach().clone()) for parameter, layout, _ in found}
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Context in which all weights are gathered, also in stage 3 of ZeRO. Collective over the data axis."""
-        return self.data_axis.gathered_weights()
+        return self.data_axis.gathered(self.data_axis.buckets)
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Context in which these parameters are gathered, also in stage 3 of ZeRO. Collective over the data axis."""

@@ -71,7 +71,7 @@ class LocalReplicas:
                 "leave one of them out. communication_data_type sets the dtype in which differences of weights are sent"
             )
         step = NesterovStep(*self.section.outer)
-        if self.section.average_optimizer and data_axis.stepper is not None and data_axis.stepper.whole_tensors:
+        if self.section.average_optimizer and data_axis.stepper.whole_tensors:
             name = type(data_axis.optimizer).__name__
             raise ConfigError(
                 f"local_updates.average_optimizer averages optimizer states element by element, which {name} does not "

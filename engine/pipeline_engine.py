@@ -99,7 +99,9 @@ class PipelineEngine(Engine):
         module.fill(self.data_axis.fill)
         self.accounts = MemoryAccounts(self.data_axis, module)
         cast((), module, self._options.weight_dtype)
-        module.run_hook, module.prefetch_hook = self.data_axis.run_hook, self.data_axis.prefetch_hook
+        gatherer = self.data_axis.gatherer
+        module.run_hook = None if gatherer is None else gatherer.run
+        module.prefetch_hook = None if gatherer is None else gatherer.prefetch
         self.optimizer = self.data_axis.optimizer
         self.executor = Executor(module, self.data_axis)
         self._make_step(parts)

@@ -53,6 +53,17 @@ def close(name: str, known: Iterable[str]) -> str | None:
     return next((each for each in names if near and each.lower() == near[0].lower()), None)
 
 
+def require_at_least(least: float, **numbers: float) -> None:
+    """Check lower limits of numbers.
+
+    Raises:
+        ValueError: a number is less than ``least``.
+    """
+    for name, value in numbers.items():
+        if not value >= least:
+            raise ValueError(f"{name}={value} is too small: give at least {least}")
+
+
 def no_such(where: str, name: str, known: Iterable[str]) -> str:
     """Return the error message for an unknown key or name."""
     return f"{where}: there is no {describe(name)}; {nearest(name, known)}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Axis, Grid
-from ..grid.comm.pending import Pending, Then
+from ..grid.comm.pending import Done, Pending, Then
 from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
 from .flat_weights import FlatWeights
 from .managed import BucketKey, ManagedParameter
@@ -145,18 +145,18 @@ class Bucket(FlatWeights):
             self.target(parameter)
         return self.gradients
 
-    def reduce(self, tensor_axis: Axis) -> Pending | None:
+    def reduce(self, tensor_axis: Axis) -> Pending:
         """Start summing over the data axis the gradients that one backward pass, or all passes of a step, added up."""
         gradients = self.fill_in()
         if gradients is None:
-            return None
+            return Done()
         partial = gradients[slice(*self.flat.runs[PARTIAL])]
         if partial.numel():
             tensor_axis.all_reduce(partial)
         if self._prescale != 1.0:
             gradients.mul_(self._prescale)
         if not self.transient:
-            return self.sum() if self._sums_here else None
+            return self.sum() if self._sums_here else Done()
         self.gradients = None
         self._targets = {}
         if self.direct:

@@ -7,8 +7,8 @@ are laid out and in where a program has these ops; nothing here depends on the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .gradients import GradientReducer, all_reduce_gradients, with_gradients
 from .managed import ManagedParameter
 from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
-from .optimizer import RangeStepper, stepper_class
+from .optimizer import RangeStepper
 from .options import ZeroOptions
 from .parameters import ParameterGatherer
 from .protocols import MakeOptimizer
@@ -47,7 +47,11 @@ class ZeroDataAxis:
     Attributes:
         options: the options of ZeRO that are in effect.
         buckets: the buckets of this rank.
-        stepper: steps the optimizer; None if no parameter is trained.
+        memory: allocates the tensors of this rank, offloaded or not.
+        optimizer: torch's optimizer, over the ranges that this rank owns; None if no parameter is trained.
+        stepper: steps the optimizer.
+        backward, target, accumulated, reduce, tied: the methods of ``reducer``.
+        reducer: sums gradients over the data axis.
         gatherer: gathers weights in stage 3; None if weights are always whole.
         axis, device: the data axis, and the device of this rank.
         stepped: True if the optimizer has already stepped with the present gradients, which are then scaled.
@@ -68,48 +72,33 @@ class ZeroDataAxis:
         make: MakeOptimizer | None = None,
         groups: Sequence[dict[str, Any]] = (),
     ) -> None:
-        if make is not None:
-            options = stepper_class(make).adapt(options)
+        stepper_class: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
+        options = stepper_class.adapt(options)
         self.options, self.axis, self.device = options, grid.data, grid.device
         self.stepped = self._exchanged = False
         self.extra_axis: Axis | None = None
         self._tensor_axis = grid.tensor
-        self.stepper: RangeStepper | None = None
         with placed_on_all_ranks(grid, options.offload):
-            self._memory = OffloadMemory(options.offload, grid.device)
-            self.buckets = make_buckets(members, grid, options, capacity, self._memory)
-            if make is not None:
-                in_flight = options.allgather_bucket_size if options.overlap_comm else 0
-                self.stepper = stepper_class(make)(make, self.buckets, groups, in_flight)
+            self.memory = OffloadMemory(options.offload, grid.device)
+            self.buckets = make_buckets(members, grid, options, capacity, self.memory)
+            in_flight = options.allgather_bucket_size if options.overlap_comm else 0
+            self.stepper = stepper_class(make or _no_optimizer, self.buckets, groups, in_flight)
+        self.optimizer = None if make is None else self.stepper.optimizer
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
-        self._reducer = GradientReducer(self.buckets, grid, tie_axes, options)
+        self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
+        self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
+        self.reduce, self.tied = reducer.reduce, reducer.tied
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
-        if self.stepper is not None:
-            self.stepper.connect(self.exchange, grid)
+        self.stepper.connect(self.exchange, grid)
         self.gatherer: ParameterGatherer | None = None
         if partitioned := [bucket for bucket in self.buckets if bucket.partitioned]:
-            backward_done = self._reducer.layer_backward_done  # tells which gradients will not come
+            backward_done = reducer.layer_backward_done  # tells which gradients will not come
             self.gatherer = ParameterGatherer(partitioned, grid, order, options, keep, backward_done)
         if options.zeropp is not None:
             plain = options.exchange is None and options.communication_dtype is None
             options.zeropp.replace_reductions(self.buckets, grid, plain)
         _link((member.parameter for member in members), self)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """Torch's optimizer, over the ranges that this rank owns."""
-        return None if self.stepper is None else self.stepper.optimizer
-
-    @property
-    def run_hook(self) -> Callable[[int, int, Callable[[Any], Any], Any], Any] | None:
-        """Function to run layers in, ``run_hook(stage, layer, call, x)``; None if weights are always whole."""
-        return None if self.gatherer is None else self.gatherer.run
-
-    @property
-    def prefetch_hook(self) -> Callable[[Sequence[int]], None] | None:
-        """Function to call with layers that a recomputation will run; None if weights are always whole."""
-        return None if self.gatherer is None else self.gatherer.prefetch
 
     def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
         """Set a parameter's initial values, of which this rank keeps its shard; return False if no bucket has it."""
@@ -121,36 +110,7 @@ class ZeroDataAxis:
     def begin(self) -> None:
         """Begin a step with zero gradients."""
         self.stepped = self._exchanged = False
-        self._reducer.begin()
-
-    def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
-        """Context manager of one backward pass of a stage, in which each complete gradient is reduced.
-
-        Args:
-            stage: the stage whose backward pass it is.
-            last: this is the stage's last backward pass in the step.
-        """
-        return self._reducer.backward(stage, last)
-
-    def target(self, parameter: Tensor) -> Tensor | None:
-        """Return where to add a deferred gradient of this parameter; None if it is not trained."""
-        return self._reducer.target(parameter)
-
-    def accumulated(self, parameter: Tensor) -> None:
-        """Hook that is called when a parameter's gradient of one backward pass is complete."""
-        self._reducer.accumulated(parameter)
-
-    def layer_backward_done(self, layer: int, runs: int) -> None:
-        """Called in stage 3 when the backward of one of the ``runs`` of a layer in this pass is over."""
-        self._reducer.layer_backward_done(layer, runs)
-
-    def reduce(self, stage: int, microbatch: int) -> None:
-        """REDUCE: sum over the data axis those gradients of the stage that are complete and not reduced yet."""
-        self._reducer.reduce(stage, microbatch)
-
-    def tied(self, tie: int) -> None:
-        """TIED: sum the gradients of a tied weight over the pipeline stages that hold the weight."""
-        self._reducer.tied(tie)
+        self.reducer.begin()
 
     def gather(self, stage: int) -> None:
         """GATHER: begin a run of the stage. This has no effect, because each layer gathers its weights when it runs."""
@@ -162,7 +122,7 @@ class ZeroDataAxis:
 
     def finish(self) -> None:
         """End a program: wait for all reductions, and release gathered weights."""
-        self._reducer.finish()
+        self.reducer.finish()
         if self.extra_axis is not None:
             all_reduce_gradients(self.extra_axis, self._trained)
         if self.gatherer is not None:
@@ -170,7 +130,7 @@ class ZeroDataAxis:
 
     def abandon(self) -> None:
         """Discard all pending communication after a failure."""
-        self._reducer.abandon()
+        self.reducer.abandon()
         if self.gatherer is not None:
             self.gatherer.abandon()
 
@@ -180,27 +140,13 @@ class ZeroDataAxis:
         Args:
             written: for each bucket, the (start, stop) of the written ranges; None means that all weights were written.
         """
-        if self.stepper is not None:
-            self.stepper.rejoin(written)
+        self.stepper.rejoin(written)
         if self.gatherer is not None:
             self.gatherer.changed()
-
-    def resume(self) -> None:
-        """Prepare the optimizer for the next step after its state and the local weights of this replica were loaded."""
-        if self.stepper is not None:
-            self.stepper.resume(at_synchronization=False)
 
     def displaced(self) -> str | None:
         """Return the name of a parameter that is no longer a view of its bucket, so that a step would not change it."""
         return next((name for bucket in self.buckets if (name := bucket.displaced()) is not None), None)
-
-    def place(self, tensor: Tensor) -> str:
-        """Return the place of a tensor: ``cpu`` or ``nvme`` if it is offloaded, else ``none``."""
-        return self._memory.place(tensor)
-
-    def evict(self, tensor: Tensor) -> None:
-        """Drop the pages of a tensor that is kept on disk from memory; it is not needed for a while."""
-        self._memory.evict(tensor)
 
     def offloaded(self) -> dict[str, dict[str, int]]:
         """Return the offloaded bytes of this rank: place (``cpu``, ``nvme``) -> their purpose -> bytes."""
@@ -209,10 +155,9 @@ class ZeroDataAxis:
             held = [("parameters", bucket.shard), ("gradients", bucket.owned_gradient)]
             if bucket.master is not None and bucket.master_is_copy:
                 held.append(("masters", bucket.master))
-            if self.stepper is not None:
-                held += [("optimizer", state) for state in self.stepper.sub_group_state(bucket)]
+            held += [("optimizer", state) for state in self.stepper.sub_group_state(bucket)]
             for purpose, tensor in held:
-                if (place := self.place(tensor)) != "none":
+                if (place := self.memory.place(tensor)) != "none":
                     sizes = found.setdefault(place, {})
                     sizes[purpose] = sizes.get(purpose, 0) + tensor.numel() * tensor.element_size()
         return found
@@ -226,8 +171,7 @@ class ZeroDataAxis:
         Before ``exchange_gradients`` it is that of this rank's own gradients: it tells if they are all finite.
         """
         if self.exchange is None or self._exchanged:
-            own = None if self.stepper is None else self.stepper.gradient_squares(self.buckets, self.device)
-            if own is not None:
+            if (own := self.stepper.gradient_squares(self.buckets, self.device)) is not None:
                 return own
             parts = [part for bucket in self.buckets for part in bucket.squares()]
         else:
@@ -260,7 +204,7 @@ class ZeroDataAxis:
 
     def unused(self) -> int:
         """Return the number of parameters without a gradient on this rank in this step."""
-        return len(self._reducer.unused())
+        return len(self.reducer.unused())
 
     def without_gradient(self) -> set[Tensor]:
         """Return the parameters without a gradient on any replica.
@@ -268,7 +212,7 @@ class ZeroDataAxis:
         Collective over the data axis (or ``extra_axis``) and the tensor axis.
         """
         members = [m.parameter for bucket in self._trained for m in bucket.members]
-        unused = self._reducer.unused()
+        unused = self.reducer.unused()
         if self.exchange is not None:  # a residual of earlier steps may be all of a gradient
             unused = unused - with_gradients(self._trained)
         used = torch.tensor([p not in unused for p in members], dtype=torch.uint8, device=self.device)
@@ -278,27 +222,14 @@ class ZeroDataAxis:
 
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the gradients, step the optimizer, and send the new weights: ``RangeStepper.step``."""
-        assert self.stepper is not None
         self.stepper.step(scale, without)
         self.stepped = True
         if self.gatherer is not None:
             self.gatherer.changed()
 
-    @contextmanager
-    def gathered_weights(self) -> Iterator[None]:
-        """Gather all weights within this context, and release them at its end. Collective over the data axis."""
-        with self.borrowed(self.buckets):
-            yield
-
-    @contextmanager
-    def borrowed(self, buckets: Iterable[Bucket]) -> Iterator[None]:
-        """Gather the weights of buckets within this context, then release them. Collective over the data axis."""
-        borrowed = [] if self.gatherer is None else self.gatherer.borrow(buckets)
-        try:
-            yield
-        finally:
-            if self.gatherer is not None:
-                self.gatherer.give_back(borrowed)
+    def gathered(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
+        """Context in which the weights of buckets are gathered. Collective over the data axis."""
+        return nullcontext() if self.gatherer is None else self.gatherer.gathered(list(buckets))
 
     def gradients(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield the whole gradient of each trained parameter, after a step. Collective over the data axis."""
@@ -310,21 +241,21 @@ class ZeroDataAxis:
             if bucket.sharded:
                 whole = owned.new_empty(bucket.flat.numel)
                 self.axis.all_gather(whole, owned.contiguous())
-            self.evict(bucket.owned_gradient)
+            self.memory.evict(bucket.owned_gradient)
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 yield member, whole[slot.start : slot.stop].view(member.parameter.shape)
 
 
-class _Link:
-    """A weak reference from a parameter to the data axis that holds it. It is lost if the parameter is pickled."""
+def _no_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make an optimizer without parameters, for a model of which no parameter is trained."""
+    return torch.optim.Optimizer([{"params": []}], {})
 
-    def __init__(self, data_axis: ZeroDataAxis | None = None) -> None:
-        self.data_axis: Callable[[], ZeroDataAxis | None] = (
-            (lambda: None) if data_axis is None else weakref.ref(data_axis)
-        )
 
-    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
-        return _Link, ()
+class _Link(weakref.ref[ZeroDataAxis]):
+    """A weak reference from a parameter to its data axis. A copied or pickled parameter has None in its place."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _link(parameters: Iterable[nn.Parameter], data_axis: ZeroDataAxis) -> None:
@@ -336,4 +267,4 @@ def _link(parameters: Iterable[nn.Parameter], data_axis: ZeroDataAxis) -> None:
 def data_axis_of(parameter: nn.Parameter) -> ZeroDataAxis | None:
     """Return the data axis that manages a parameter, or None if no data axis does or it was deleted."""
     link = getattr(parameter, _ATTRIBUTE, None)
-    return link.data_axis() if isinstance(link, _Link) else None
+    return link() if isinstance(link, _Link) else None

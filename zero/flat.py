@@ -72,7 +72,7 @@ def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
         ValueError: ``capacity`` is less than 1.
     """
     if capacity < 1:
-        raise ValueError(f"a bucket of {capacity} elements holds nothing: reduce_bucket_size is at least 1")
+        raise ValueError(f"a bucket of {capacity} elements holds nothing: set reduce_bucket_size to 1 or more")
     by_key: dict[Hashable, list[Item]] = {}
     for item in items:
         by_key.setdefault(item.key, []).append(item)

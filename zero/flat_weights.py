@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Grid, Pending
-from ..grid.comm.pending import All
+from ..grid.comm.pending import All, Done
 from .flat import FlatBucket
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
@@ -85,7 +85,8 @@ class FlatWeights:
             self.fill(member.parameter, member.parameter)
         # Made once (a storage that is emptied and filled again stays the same), when there is something to view.
         self._views = [] if self.released else self._views_of(self.weights)
-        self._placeholders = self._nans() if self.partitioned else []
+        nan = torch.full((), float("nan"), dtype=dtype, device=grid.device)
+        self._placeholders = [nan.expand(member.parameter.shape) for member in self.members] if self.partitioned else []
         self._point_parameters_at(self._placeholders if self.released else self._views)
 
     @property
@@ -201,15 +202,13 @@ class FlatWeights:
             self.weights.untyped_storage().resize_(0)
             self.released = True
 
-    def restore(self, axis: AllGather) -> Pending | None:
-        """Start gathering the weights; None if they are already gathered. Call ``show`` when the gather has ended."""
-        if not self.released:
-            return None
+    def restore(self, axis: AllGather) -> Pending:
+        """Start gathering the released weights. Call ``show`` when the gather has ended."""
         self.weights.untyped_storage().resize_(self.flat.numel * self.weights.element_size())
         self.released = False
         if axis.size == 1:
             self.weights.copy_(self.shard)
-            return None
+            return Done()
         return axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
 
     def show(self) -> None:
@@ -217,10 +216,6 @@ class FlatWeights:
         self.memory.evict(self.shard)
         self._views = self._views or self._views_of(self.weights)
         self._point_parameters_at(self._views)
-
-    def _nans(self) -> list[Tensor]:
-        nan = torch.full((), float("nan"), dtype=self.weights.dtype, device=self._device)
-        return [nan.expand(member.parameter.shape) for member in self.members]
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         return [

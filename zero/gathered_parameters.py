@@ -46,7 +46,7 @@ def gathered(
     for data_axis, _ in by_axis.values():
         last = data_axis.axis.size - 1
         if modifier_rank is not None and not 0 <= modifier_rank <= last:
-            raise ValueError(f"modifier_rank={modifier_rank}, but the data axis has ranks 0 to {last}")
+            raise ValueError(f"modifier_rank={modifier_rank}, but the data axis has ranks 0 to {last}: give one")
     with ExitStack() as stack:
         for data_axis, some in by_axis.values():
             stack.enter_context(_gathered(data_axis, some, modifier_rank))
@@ -63,7 +63,7 @@ def _gathered(data_axis: ZeroDataAxis, parameters: list[nn.Parameter], modifier_
             if member.parameter in outside:
                 outside.discard(member.parameter)
                 spans.setdefault(bucket, []).append((slot.start, slot.stop))
-    with data_axis.borrowed(spans):
+    with data_axis.gathered(spans):
         versions = [parameter._version for parameter in parameters]
         yield
         if modifier_rank is None:

@@ -117,8 +117,8 @@ class GradientReducer:
         if armed and bucket not in self._armed and (bucket.transient or self._grid.data.size > 1):
             name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
             raise RuntimeError(
-                f"{name} got a part of its gradient after the rest was reduced: it is used in several places of a "
-                "stage, one of them a reentrant checkpoint; use torch.utils.checkpoint with use_reentrant=False"
+                f"{name} got a part of its gradient after the rest was reduced, because the model uses it in several "
+                "places, one of them in a reentrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
             )
         if armed or not bucket.reduces_every_backward:
             bucket.collect(parameter)
@@ -183,8 +183,8 @@ class GradientReducer:
             names = list(self._unused.values())
             raise RuntimeError(
                 f"{len(names)} parameters got no gradient in this step: {', '.join(names[:8])}"
-                f"{', ...' if len(names) > 8 else ''}. Freeze them, or let "
-                "zero_optimization.ignore_unused_parameters be true"
+                f"{', ...' if len(names) > 8 else ''}. Freeze them, or set "
+                "zero_optimization.ignore_unused_parameters to true"
             )
 
     def unused(self) -> set[Tensor]:
@@ -217,8 +217,6 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         """Start the reduction of one bucket's gradients over the data axis."""
         self._stages_left.get(id(bucket), set()).clear()
-        pending = bucket.reduce(self._grid.tensor)
-        if pending is not None:
-            self._pending.append(pending)
+        self._pending.append(bucket.reduce(self._grid.tensor))
         while len(self._pending) > self._in_flight:
             self._pending.popleft().wait()

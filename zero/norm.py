@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .flat import RUNS, SHARDED
+from .protocols import GradientBucket
+
 # Norms of rows of so many elements are computed in fp32 and added up in float64. The error is a few units in the last
 # place of fp32 for one row, and less for several, as errors have either sign. It takes an eighth of the time.
 _ROW = 2**10
@@ -32,6 +35,15 @@ def square(flat: Tensor) -> Tensor:
         wide = piece.double()
         found += torch.dot(wide, wide)
     return found
+
+
+def counted_squares(bucket: GradientBucket, gradients: Tensor, first_tensor_rank: bool) -> list[Tensor]:
+    """Return the sums of squares of those runs of a bucket's gradients that this rank counts in a norm.
+
+    The first tensor rank counts the runs that all tensor ranks hold.
+    """
+    runs = [run for run in RUNS if bucket.counted and (run == SHARDED or first_tensor_rank)]
+    return [square(gradients[slice(*bucket.flat.runs[run])]) for run in runs]
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

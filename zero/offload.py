@@ -124,15 +124,16 @@ class DiskMemory(Memory):
             self._file = tempfile.TemporaryFile(prefix="triax-", dir=path)  # noqa: SIM115
         except OSError as error:
             raise OffloadError(
-                f"nothing can be offloaded to {path}: {error.strerror}; set nvme_path to a folder that exists and can "
-                "be written to"
+                f"nothing can be offloaded to {path}: {error.strerror}; set nvme_path to a folder that exists and in "
+                "which you may write"
             ) from error
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros. Disk space is reserved at once, so that no later write finds the disk full."""
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
-        needed = _pages(numel * dtype.itemsize)
+        pages = -(-numel * dtype.itemsize // mmap.ALLOCATIONGRANULARITY)
+        needed = pages * mmap.ALLOCATIONGRANULARITY
         if needed > self._free:
             # Mappings double in size: there are few of them, and at most half of the file is unused.
             self._map(needed, max(needed, min(self._size, _LARGEST)))
@@ -175,9 +176,9 @@ class DiskMemory(Memory):
             self._size, self._free = self._size + size, size
             return
         raise OffloadError(
-            f"{self._path} has no room for what is to be offloaded: this rank has {self._size / 1e9:.3g} GB there and "
-            f"needs {needed / 1e9:.3g} GB more, of which {shutil.disk_usage(self._path).free / 1e9:.3g} GB are free "
-            f"({problem.strerror}): make room, set nvme_path to a larger disk, or use more replicas"
+            f"{self._path} has no room for the offloaded tensors: this rank has {self._size / 1e9:.3g} GB there and "
+            f"needs {needed / 1e9:.3g} GB more, but {shutil.disk_usage(self._path).free / 1e9:.3g} GB are free "
+            f"({problem.strerror}). Make room, set nvme_path to a larger disk, or use more replicas"
         ) from problem
 
     def _find(self, tensor: Tensor) -> tuple[mmap.mmap, int, int] | None:
@@ -237,7 +238,3 @@ def placed_on_all_ranks(grid: Grid, offload: Offload) -> AbstractContextManager[
     if "nvme" not in (offload.states.kind, offload.parameters.kind):
         return nullcontext()
     return agreed(grid, OffloadError, catch=(OffloadError,), name_rank=True)
-
-
-def _pages(size: int) -> int:
-    return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -40,12 +40,6 @@ def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
     return bool(bases) and bases[0] != "Optimizer" and bases[0] not in ELEMENTWISE
 
 
-def stepper_class(make: MakeOptimizer) -> type[RangeStepper]:
-    """Return the class that steps an optimizer: the one that ``make.stepper`` names, or ``RangeStepper``."""
-    named: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
-    return named
-
-
 class RangeStepper:
     """Steps the owned range of each bucket with one of torch's own optimizers, on flat tensors.
 
@@ -81,7 +75,7 @@ class RangeStepper:
         make: MakeOptimizer,
         buckets: Sequence[Bucket],
         groups: Sequence[dict[str, Any]],
-        allgather_bucket_size: int | None = None,
+        allgather_bucket_size: int | None,
     ) -> None:
         self._allgather_bucket_size = allgather_bucket_size
         self._buckets = [bucket for bucket in buckets if bucket.trained]
@@ -209,7 +203,10 @@ class RangeStepper:
                     bucket.memory.evict(flat)
 
     def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield state of another shape than its parameter's that this rank writes: name, key, whole tensor."""
+        """Yield state of another shape than its parameter's (Adafactor's rows and columns): name, key, whole tensor.
+
+        Only an optimizer for whole tensors has such state. Every replica holds it, and the first one writes it.
+        """
         return iter(())
 
     def set_odd_shaped_state(self, name: str, key: str, value: Tensor) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -54,13 +56,20 @@ class ParameterGatherer:
         for bucket in buckets:
             for layer in bucket.layers:
                 self._buckets_of.setdefault(layer, []).append(bucket)
-        self._next = {(a, b): c for a, b, c in _neighbours(order)}
-        # Elements of the layers that run between a layer's forward and its backward, and between backward and forward.
-        self._until = {key: self._elements(layers) for key, layers in _between(order)}
+        # For (stage and direction, layer): the layer that runs next, and the elements of the layers that run until the
+        # layer's next run, in the other direction.
+        self._next: dict[tuple[int, int], int] = {}
+        self._until: dict[tuple[int, int], int] = {}
+        for stage, layers in order.items():
+            for i, layer in enumerate(layers):
+                self._until[stage * 2 + 1, layer] = 2 * self._elements(layers[i + 1 :])
+                self._until[stage * 2, layer] = 2 * self._elements(layers[:i])
+            for a, b in pairwise(layers):
+                self._next[stage * 2 + 1, a], self._next[stage * 2, b] = b, a
         self._stage_layers = order
-        self._arriving: dict[int, Pending | None] = {}  # bucket -> its gather, until its parameters are shown
-        self._borrowed: dict[Bucket, int] = {}  # number of borrowers: it stays gathered, whatever is dropped
-        self._wanted: set[Bucket] = set()  # borrowed buckets that a layer uses too
+        self._gathering: dict[int, Pending] = {}  # bucket -> its gather, until its parameters are shown
+        self._contexts: Counter[Bucket] = Counter()  # number of ``gathered`` contexts that need each bucket
+        self._wanted: set[Bucket] = set()  # buckets of such contexts that a layer uses too
         for bucket in buckets:
             bucket.release()
         self.routes: dict[Bucket, GatherRoute] = {}
@@ -71,13 +80,13 @@ class ParameterGatherer:
         """Return ``call(x)``, one layer of a stage, with its weights gathered now and in its backward pass."""
         if torch._C._current_graph_task_id() != -1:
             # Recomputation in a backward pass. The layer's own backward follows: the weights stay for that.
-            self.fetch(layer)
-            self.arrive(layer)
+            self.start_gather(layer)
+            self.wait(layer)
             return call(x)
         self._acquire(stage, layer, 1)
         if not torch.is_grad_enabled():
             y = call(x)
-            self.drop(layer)
+            self.release_layer(layer)
             return y
         x = mark(x, lambda: self._end(stage, layer))
         y = call(x)
@@ -92,21 +101,21 @@ class ParameterGatherer:
         and all replicas must gather the same layers.
         """
         for layer in layers:
-            self.fetch(layer)
+            self.start_gather(layer)
             if not self._options.overlap_comm:
-                self.arrive(layer)
+                self.wait(layer)
 
     def release(self, stage: int) -> None:
         """RELEASE: keep the shards only of the stage's layers, unless weights are kept to the end of the step."""
         for layer in self._stage_layers[stage]:
             if not self._keep or self._crowded(0):
-                self.drop(layer)
+                self.release_layer(layer)
 
     def finish(self) -> None:
         """Release everything at the end of a step."""
         for layers in self._stage_layers.values():
             for layer in layers:
-                self.drop(layer)
+                self.release_layer(layer)
         self.changed()
 
     @property
@@ -121,39 +130,39 @@ class ParameterGatherer:
 
     def abandon(self) -> None:
         """Discard all pending gathers after a failure."""
-        self._arriving.clear()
+        self._gathering.clear()
         self._wanted.clear()
         self.changed()
 
-    def borrow(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Gather the weights of buckets over all replicas, unquantized, until ``give_back``. Collective."""
-        buckets = list(buckets)
-        wanted = [bucket for bucket in buckets if not bucket.released and bucket not in self._borrowed]
+    @contextmanager
+    def gathered(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Context in which the weights of buckets are gathered over all replicas, unquantized. Collective.
+
+        At its end a bucket is released, unless an outer context or a layer still uses its weights.
+        """
+        wanted = [bucket for bucket in buckets if not bucket.released and not self._contexts.get(bucket)]
         for bucket in buckets:
             self._start(bucket, self._axis)
         for bucket in buckets:
-            self._await(bucket)
+            self._wait(bucket)
         self._wanted.update(wanted)
-        for bucket in buckets:
-            self._borrowed[bucket] = self._borrowed.get(bucket, 0) + 1
-        return buckets
-
-    def give_back(self, buckets: Iterable[Bucket]) -> None:
-        """Release buckets gathered by ``borrow``, unless another ``borrow`` or a layer still uses their weights."""
-        for bucket in buckets:
-            self._borrowed[bucket] -= 1
-            if not self._borrowed[bucket]:
-                del self._borrowed[bucket]
-                if bucket.partitioned and bucket not in self._wanted:
-                    bucket.release()
-                self._wanted.discard(bucket)
+        self._contexts.update(buckets)
+        try:
+            yield
+        finally:
+            self._contexts.subtract(buckets)
+            for bucket in buckets:
+                if not self._contexts[bucket]:
+                    if bucket.partitioned and bucket not in self._wanted:
+                        bucket.release()
+                    self._wanted.discard(bucket)
 
     def _acquire(self, stage: int, layer: int, step: int) -> None:
         """Gather a layer's weights, and start gathering those of the layer that runs next."""
-        self.fetch(layer)
+        self.start_gather(layer)
         if self._options.overlap_comm:
             self._prefetch(stage * 2 + (step > 0), layer)
-        self.arrive(layer)
+        self.wait(layer)
 
     def _prefetch(self, direction: int, layer: int) -> None:
         """Start gathering the layers that run next, within the options' limits."""
@@ -165,7 +174,7 @@ class ParameterGatherer:
                 budget -= self._elements([ahead])
                 if budget < 0:
                     return
-            self.fetch(ahead)
+            self.start_gather(ahead)
             if budget is None:
                 return
             ahead = self._next.get((direction, ahead))
@@ -180,27 +189,27 @@ class ParameterGatherer:
             return False
         return sum(bucket.flat.numel for bucket in self._buckets if not bucket.released) + more > limit
 
-    def fetch(self, layer: int) -> None:
+    def start_gather(self, layer: int) -> None:
         """Start gathering a layer's weights."""
         for bucket in self._buckets_of.get(layer, ()):
-            if bucket in self._borrowed:
+            if self._contexts.get(bucket):
                 self._wanted.add(bucket)
             self._start(bucket, self.routes.get(bucket, self._axis))
 
-    def arrive(self, layer: int) -> None:
+    def wait(self, layer: int) -> None:
         """Wait until a layer's weights are gathered."""
         for bucket in self._buckets_of.get(layer, ()):
-            self._await(bucket)
+            self._wait(bucket)
 
-    def drop(self, layer: int, users: Collection[int] = ()) -> None:
+    def release_layer(self, layer: int, users: Collection[int] = ()) -> None:
         """Release a layer's weights, except buckets that the layers ``users`` use too."""
         for bucket in self._buckets_of.get(layer, ()):
             if any(other in users for other in bucket.layers):
                 continue
-            if bucket in self._borrowed:
+            if self._contexts.get(bucket):
                 self._wanted.discard(bucket)
                 continue
-            self._await(bucket)
+            self._wait(bucket)
             bucket.release()
 
     def _end(self, stage: int, layer: int) -> None:
@@ -210,32 +219,14 @@ class ParameterGatherer:
 
     def _start(self, bucket: Bucket, axis: AllGather) -> None:
         if bucket.released:
-            self._arriving[id(bucket)] = bucket.restore(axis)
+            self._gathering[id(bucket)] = bucket.restore(axis)
 
-    def _await(self, bucket: Bucket) -> None:
-        if id(bucket) in self._arriving:
-            pending = self._arriving.pop(id(bucket))
-            if pending is not None:
-                pending.wait()
+    def _wait(self, bucket: Bucket) -> None:
+        if id(bucket) in self._gathering:
+            self._gathering.pop(id(bucket)).wait()
             bucket.show()
 
     def _release(self, stage: int, layer: int, step: int) -> None:
         soon = self._until.get((stage * 2 + (step > 0), layer), 0) < self._options.max_reuse_distance
         if not (self._keep or soon) or self._crowded(0):
-            self.drop(layer)
-
-
-def _neighbours(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (stage and direction, layer, the layer that runs after it)."""
-    for stage, layers in order.items():
-        for a, b in pairwise(layers):
-            yield stage * 2 + 1, a, b
-            yield stage * 2, b, a
-
-
-def _between(order: Mapping[int, Sequence[int]]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Yield (stage and direction, layer), and the layers that run until its next run, in the other direction."""
-    for stage, layers in order.items():
-        for i, layer in enumerate(layers):
-            yield (stage * 2 + 1, layer), [*layers[i + 1 :]] * 2
-            yield (stage * 2, layer), [*layers[:i]] * 2
+            self.release_layer(layer)

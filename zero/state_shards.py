@@ -6,7 +6,7 @@ The state is what torch's optimizer keeps: tensors of a parameter's shape, each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..grid import Grid
 from ..grid.layout import FlatRange
 from .data_axis import ZeroDataAxis
 from .optimizer import publish
-from .shard_ranges import DtypeOf, KeyedRanges, NamedParameter, ShardRanges
+from .shard_ranges import KeyedRanges, NamedParameter, ShardRanges
 
 
 class StateShards:
@@ -28,7 +28,8 @@ class StateShards:
         grid: the grid of this rank.
 
     Attributes:
-        parameters: as given.
+        data_axis, parameters, grid: as given.
+        stepper: steps the optimizer of the data axis, and cuts the optimizer's state into ``ranges``.
         ranges: cuts flat tensors into ranges of the parameters.
     """
 
@@ -53,10 +54,10 @@ class StateShards:
         """
         for bucket in self.data_axis.buckets:
             values, first = bucket.values()
-            if mine and self.stepper is not None and bucket.trained:
+            if mine and bucket.trained:
                 values = self.stepper.saved_value(bucket, values)
             yield from self.ranges.of_bucket(bucket, values, first, mine)
-            self.evict(values)
+            self.data_axis.memory.evict(values)
         for named in self.unmanaged:
             own = named.parameter.detach()
             flat = own.contiguous().view(-1)
@@ -66,8 +67,7 @@ class StateShards:
 
     def states(self) -> KeyedRanges:
         """Yield the elementwise optimizer state that this rank writes, with its keys."""
-        if self.stepper is not None:
-            yield from self.stepper.states(self.ranges)
+        yield from self.stepper.states(self.ranges)
 
     def residuals(self) -> KeyedRanges:
         """Yield the state of this replica's gradient exchange that this rank writes, with its keys."""
@@ -86,49 +86,30 @@ class StateShards:
         """Return True if this rank writes the unsharded state tensors of the named parameter to a checkpoint."""
         return self.grid.data.is_first and self.ranges.writes(self.ranges.of_name[name])
 
-    def odd_shaped_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield state of another shape than its parameter's (Adafactor's rows and columns): name, key, whole tensor.
-
-        Only an optimizer for whole tensors has such state. Every replica holds it, and the first one writes it.
-        """
-        if self.stepper is not None:
-            yield from self.stepper.odd_shaped_state(self.ranges)
-
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Return, for each parameter, the entries of its state that are one number, 0-dim tensors too."""
         found: dict[str, dict[str, Any]] = {}
-        for master, members in self._masters():
-            state = self._optimizer().state.get(master, {})
+        for master, members in self.stepper.masters():
+            state = self.stepper.optimizer.state.get(master, {})
             scalars = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim())}
             for name in members if scalars else ():
                 found[name] = dict(scalars)
         return found
 
-    def load_targets(self, dtype_of: DtypeOf, keys: Iterable[str]) -> KeyedRanges:
-        """Yield the state tensors into which a checkpoint is loaded. A tensor that does not exist yet is allocated.
-
-        The caller must fill each tensor before it takes the next one.
-
-        Args:
-            dtype_of: returns the dtype of a parameter's state under a key, or None if that state is not loaded.
-            keys: the keys that the state may have, such as ``exp_avg``.
-        """
-        if self.stepper is not None:
-            yield from self.stepper.load_targets(self.ranges, dtype_of, keys)
-
     def reset_optimizer(self) -> None:
         """Clear the optimizer's state, before other state is loaded."""
-        for master, _ in self._masters():
-            state = self._optimizer().state
-            if isinstance(self._optimizer(), torch.optim.Adagrad):  # its state is made with it, and never again
+        optimizer = self.stepper.optimizer
+        for master, _ in self.stepper.masters():
+            state = optimizer.state
+            if isinstance(optimizer, torch.optim.Adagrad):  # its state is made with it, and never again
                 for value in state[master].values():
                     value.zero_()
             else:
                 state.pop(master, None)
         for bucket in self.trained:
-            for value in self.stepper.sub_group_state(bucket) if self.stepper is not None else ():
+            for value in self.stepper.sub_group_state(bucket):
                 value.zero_()
-                self.evict(value)
+                self.data_axis.memory.evict(value)
 
     def set_scalars(self, numbers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Set the entries of the state that are one number, as ``scalars`` returned them.
@@ -138,13 +119,13 @@ class StateShards:
             largest number.
         """
         unlike = []
-        groups = [] if self.data_axis.optimizer is None else self.data_axis.optimizer.param_groups
-        group_of = {id(master): group for group in groups for master in group["params"]}
-        for master, members in self._masters():
+        optimizer = self.stepper.optimizer
+        group_of = {id(master): group for group in optimizer.param_groups for master in group["params"]}
+        for master, members in self.stepper.masters():
             found = [numbers[name] for name in members if name in numbers]
             if not found:
                 continue
-            state = self._optimizer().state[master]
+            state = optimizer.state[master]
             if len(found) < len(members):
                 unlike.append(next(name for name in members if name not in numbers))
             for key in dict.fromkeys(key for each in found for key in each):
@@ -155,35 +136,14 @@ class StateShards:
                 state[key] = state_number(key, best, master, group_of.get(id(master), {}))
         return unlike
 
-    def resume(self) -> None:
-        """Prepare the optimizer for the next step after all optimizer state was loaded."""
-        if self.stepper is not None:
-            self.stepper.resume()
-
-    def set_odd_shaped_state(self, name: str, key: str, value: Tensor) -> bool:
-        """Set a state tensor of another shape than the parameter's; return False if this rank lacks the parameter."""
-        return self.stepper is not None and self.stepper.set_odd_shaped_state(name, key, value)
-
-    def evict(self, tensor: Tensor) -> None:
-        """Drop the pages of a value or state that is kept on disk from memory; it is not needed for a while."""
-        self.data_axis.evict(tensor)
-
     @torch.no_grad()
     def publish(self) -> None:
         """Send written master values to the weights of every replica. Collective over the data axis."""
         for bucket in self.trained:
             bucket.update()
-            self.evict(bucket.shard)
+            self.data_axis.memory.evict(bucket.shard)
         self.data_axis.changed()
         publish(self.trained, self.data_axis.options.allgather_bucket_size)
-
-    def _masters(self) -> Iterator[tuple[Tensor, list[str]]]:
-        if self.stepper is not None:
-            yield from self.stepper.masters()
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        assert self.data_axis.optimizer is not None
-        return self.data_axis.optimizer
 
 
 def state_number(key: str, value: Any, master: Tensor, group: Mapping[str, Any]) -> Any:

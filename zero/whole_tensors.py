@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +95,15 @@ class WholeStepper(RangeStepper):
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """A ``MakeOptimizer`` whose optimizer is stepped by ``WholeStepper``, on tensors of the parameters' shapes."""
+    """A ``MakeOptimizer`` whose optimizer is stepped on tensors of the parameters' shapes.
+
+    Attributes:
+        make: makes the optimizer.
+        stepper: the class that steps it.
+    """
 
     make: MakeOptimizer
-    stepper: ClassVar[type[RangeStepper]] = WholeStepper
+    stepper: type[WholeStepper] = WholeStepper
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer from parameter groups."""

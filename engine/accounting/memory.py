@@ -99,7 +99,7 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
     """
 
     def on_device(tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage().nbytes() if data_axis.place(tensor) == "none" else 0
+        return tensor.untyped_storage().nbytes() if data_axis.memory.place(tensor) == "none" else 0
 
     held = {"parameters": 0, "gradients": 0, "masters": 0, "optimizer": 0, "buffers": 0}
     managed: set[Any] = set()
@@ -120,7 +120,7 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
         held["compression"] = sum(t.nbytes for flats in data_axis.exchange.state().values() for t in flats)
     if data_axis.optimizer is not None:
         states = [t for state in data_axis.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        held["optimizer"] = sum(t.nbytes for t in states if t.dim() and data_axis.place(t) == "none")
+        held["optimizer"] = sum(t.nbytes for t in states if t.dim() and data_axis.memory.place(t) == "none")
     return held
 
 

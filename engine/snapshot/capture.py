@@ -126,7 +126,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         "model": describe(engine.module),
         "run": run_state(engine),
     }
-    snapshot = Snapshot(header=header, after_write=shards.evict)
+    snapshot = Snapshot(header=header, after_write=shards.data_axis.memory.evict)
     add_tensors(snapshot, engine, shards, engine.grid)
     for name, state in random_states(engine.grid).items():
         snapshot.add(f"{RANDOM}/{name}/{engine.grid.rank:05}", state)
@@ -207,7 +207,7 @@ def add_tensors(snapshot: Snapshot, engine: Checkpointed, shards: StateShards, g
         snapshot.add_range(name, part, grid.tensor)
     for name, value in residuals.whole_tensors(grid, shards):
         snapshot.add(name, value)
-    for name, key, value in shards.odd_shaped_state():
+    for name, key, value in shards.stepper.odd_shaped_state(shards.ranges):
         snapshot.add(f"{OPTIMIZER}/{key}/{name}", value)
     for name, buffer, writes in buffers(engine.module, grid.pipe.rank):
         if writes and grid.data.is_first and (layout_of(buffer).sharded or grid.tensor.is_first):

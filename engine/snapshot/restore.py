@@ -107,16 +107,16 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
         return tensor.dtype if tensor is not None and shapes.get(name) == tensor.shape else None
 
     shards.reset_optimizer()
-    for key, part in shards.load_targets(saved_dtype, keys):
+    for key, part in shards.stepper.load_targets(shards.ranges, saved_dtype, keys):
         tensors[f"{OPTIMIZER}/{key}/{part.name}"].read_range(part, axis)
     for name, shape in shapes.items():
         for key in keys:
             tensor = tensors.get(f"{OPTIMIZER}/{key}/{name}")
             if tensor is not None and tensor.shape != shape:
-                shards.set_odd_shaped_state(name, key, tensor.read_all())
+                shards.stepper.set_odd_shaped_state(name, key, tensor.read_all())
     saved = snapshot.numbers
     unlike = shards.set_scalars({name: decode(saved[name]) for name in shapes if name in saved})
-    shards.resume()
+    shards.stepper.resume()
     if unlike:
         logging.getLogger("triax").warning(
             "%s: the parameters that share a bucket with %s had unlike numbers of steps, or none: all of them now have "

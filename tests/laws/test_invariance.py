@@ -127,7 +127,7 @@ def model(grid: Grid, job: Job, chunks: int = 1) -> PipelineModule:
 
 def replicas_agree(engine: Any) -> bool:
     """True if all replicas, and all stages that hold a tie, have bitwise equal weights."""
-    with engine.data_axis.gathered_weights():
+    with engine.whole_weights():
         placed = list(engine.module.local_parameters())
         held = [(engine.grid.data, [p.parameter.detach().flatten() for p in placed])]
         for tie in sorted({p.tie for p in placed if p.tie is not None}):  # the same order on every rank

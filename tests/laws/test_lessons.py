@@ -98,7 +98,7 @@ def step(zero: int) -> dict[str, Any]:
     before = engine.gather()
     engine.train_batch(microbatches(grid))
     gradients, after = engine.gather("gradients"), engine.gather()
-    with engine.data_axis.gathered_weights():
+    with engine.whole_weights():
         mine = {name: parameter.detach().clone() for name, parameter in named(engine.module).items()}
     return {
         "gradients": gradients,

@@ -848,7 +848,7 @@ def test_refused_where_it_is_made() -> None:
         ({"compression": "int8"}, "'fp16' or 'bf16'"),
         ({"compression": TopK(), "stage": 2}, "use stage 1"),
         ({"compression": "fp16", "communication_dtype": torch.float32}, "differ"),
-        ({"compression": 4}, "compression is a int"),
+        ({"compression": 4}, "compression=4 is unknown: pass 'fp16'"),
         ({"compression": TopK(momentum=0.9), "momentum": 0.9}, "SGD with momentum 0.9: use torch.optim.SGD without"),
         ({"compression": PowerSGD(), "communication_dtype": torch.bfloat16}, "PowerSGD sends something else: leave"),
         ({"compression": SparseRows([model.weight]), "communication_dtype": torch.float16}, "use bf16"),

@@ -217,7 +217,7 @@ def test_one_step_is_one_step(tmp_path: Path) -> None:
     for _ in range(3):
         wanted.train_batch(data)
     same(engine.gather(), wanted.gather())
-    assert {engine.data_axis.place(s["exp_avg"]) for s in optimizer.state.values()} == {"nvme"}
+    assert {engine.data_axis.memory.place(s["exp_avg"]) for s in optimizer.state.values()} == {"nvme"}
 
 
 class _Range:

@@ -678,14 +678,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         "sub_group_size step flat ranges: leave them out",
     ),
-    ({"freeze_step": 0}, "freeze_step is at least 1, not 0"),
+    ({"freeze_step": 0}, "freeze_step=0 is too small: give at least 1"),
     ({"freeze_step": 2.5}, "optimizer.params.freeze_step: give a whole number"),
     ({"amsgrad": True}, "optimizer.params.amsgrad: the variance is frozen after the warmup"),
     ({"eps_inside_sqrt": True}, "optimizer.params.eps_inside_sqrt: eps is added to the root"),
     ({"max_grad_norm": 1.0}, "write gradient_clipping"),
     ({"cuda_aware": "no"}, "optimizer.params.cuda_aware: give true or false"),
     ({"comm_backend_name": 1}, "optimizer.params.comm_backend_name: give a text in quotes"),
-    ({"betas": [0.9, 1.0]}, "betas are at least 0 and less than 1"),
+    ({"betas": [0.9, 1.0]}, "both numbers must be at least 0 and less than 1"),
     ({"coeff_beta": 0.9}, "OneBitAdam has no coeff_beta; it takes lr, freeze_step"),
 ]
 
@@ -744,9 +744,9 @@ def test_refused_on_every_rank(ranks: Any) -> None:
             "the grid's tensor axis of 2 shards tensors: make a grid of tensor 1, or use OneBitAdam",
             "a function made a OneBitAdam",
             "pass stage=0, not 1",
-            "exp_avg_mask (of DeepSpeed)",
-            "freeze_step is one for all parameter groups",
-            "needs shards of one size on all 2 tensor ranks",
+            "exp_avg_mask, an option of DeepSpeed",
+            "freeze_step must be equal in all parameter groups",
+            "needs shards of equal size on all 2 tensor ranks",
         ]
         assert len(said) == len(wanted) and all(words in text for words, text in zip(wanted, said, strict=True)), said
 

@@ -443,10 +443,10 @@ def make(**changes: Any) -> ShardedOptimizer:
         ({"grid": "data"}, "'data' is not a grid: pass grid = triax.Grid"),
         ({"optimizer_class": torch.optim.LBFGS}, "LBFGS needs whole tensors"),
         ({"optimizer_class": "SGD"}, "pass the class itself"),
-        ({"stage": 4}, "stage is ZeRO's, 0, 1, 2 or 3, not 4"),
+        ({"stage": 4}, "stage=4 is no stage of ZeRO: give 0, 1, 2 or 3"),
         ({"stage": 3}, "pass module=model"),
         ({"stage": 3, "module": nn.Linear(2, 2)}, "parameter 0 of group 0 is not one of module's parameters"),
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step is at least 1, not 0"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0 is too small: give at least 1"),
         ({"reduction": "avg"}, "'mean' or 'sum', not 'avg'"),
         ({"params": []}, "empty parameter list"),
         ({"params": [nn.Parameter(torch.zeros(2, device="meta"))]}, "is on meta, and the grid on cpu"),
@@ -494,7 +494,7 @@ def test_orders_of_calls_refused() -> None:
 def unlike() -> str:
     grid = Grid(timeout=60)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + grid.rank))
-    with pytest.raises(ValueError, match="replicas are of one model") as error:
+    with pytest.raises(ValueError, match="replicas must have the same model") as error:
         ShardedOptimizer(torch.optim.SGD, model.named_parameters(), grid, lr=0.1)
     return str(error.value)
 

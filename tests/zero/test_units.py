@@ -305,9 +305,11 @@ def test_which_modules_are_units() -> None:
     assert where[made.head.weight] == [LAYERS + 1, LAYERS + 2]  # tied: of two units
     assert where[blocks_of(made)[2].qkv.weight] == [3] and where[made.transformer.norm.bias] == [0]
     assert set(where) == set(made.parameters())
-    with pytest.raises(ValueError, match=r"the pattern 'h.\*' is none of the module's submodules; these begin with tr"):
+    with pytest.raises(
+        ValueError, match=r"the pattern 'h.\*' matches no submodule of the model. Its first submodules are tr"
+    ):
         find_units(made, ["h.*"])
-    with pytest.raises(ValueError, match="the Linear given is none"):
+    with pytest.raises(ValueError, match="the Linear given matches no submodule"):
         find_units(made, [nn.Linear(2, 2)])
 
 

@@ -122,8 +122,11 @@ def load_exchange_state_dict(exchange: Exchange, saved: Mapping[str, Any] | None
     """
     state = _state(exchange)
     if saved is None or _shapes(saved) != _shapes(state):
-        problem = "has no compression state" if saved is None else "has compression state of other tensors"
-        raise ValueError(f"the saved state {problem}: make the optimizer with the compression and parameters of then")
+        problem = "has no state of a gradient compressor" if saved is None else "is of other compressed tensors"
+        raise ValueError(
+            f"the saved state {problem}. Make the optimizer with the compression and the parameters with which the "
+            "state was saved"
+        )
     for key, flats in state["state"].items():
         for tensor, value in zip(flats, saved["state"][key], strict=True):
             tensor.copy_(value)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...grid.errors import require_at_least
 from ...grid.grid import Grid
 from ...grid.random import derive
 from ..protocols import GradientBucket
@@ -39,7 +40,7 @@ class PowerSGD:
         rank: r, number of columns of P and Q.
         start_step: number of first steps in which everything is summed.
         min_compression: a matrix is compressed if that makes it at least so many times smaller:
-            rows * columns >= min_compression * rank * (rows + columns).
+            rows * columns >= min_compression * rank * (rows + columns). Below 1 it would send more than the plain sum.
         warm_start: start from the Q of the previous step, as power iteration does; else draw a new one in each step.
         seed: seed from which, together with the parameter's name, the first Q is drawn.
 
@@ -54,14 +55,8 @@ class PowerSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank is the number of columns of P and Q, at least 1, not {self.rank}")
-        if self.start_step < 0:
-            raise ValueError(f"start_step is a number of steps, not {self.start_step}")
-        if not self.min_compression >= 1:
-            raise ValueError(
-                f"min_compression is at least 1, not {self.min_compression}: below 1 it sends more than the plain sum"
-            )
+        require_at_least(1, rank=self.rank, min_compression=self.min_compression)
+        require_at_least(0, start_step=self.start_step)
 
     def __call__(self, grid: Grid, buckets: Sequence[GradientBucket]) -> PowerSGDExchange:
         """Make the ``Exchange`` of these buckets."""

@@ -36,7 +36,9 @@ class SparseRows:
     def __post_init__(self) -> None:
         flat = next((tuple(weight.shape) for weight in self.weights if weight.dim() != 2), None)
         if flat is not None:
-            raise ValueError(f"weights are of embeddings, (rows, columns), and one is of shape {flat}")
+            raise ValueError(
+                f"a weight is of shape {flat}: give weights of embeddings only, which are of shape (rows, columns)"
+            )
 
     def __call__(self, grid: Grid, buckets: Sequence[GradientBucket]) -> SparseRowsExchange:
         """Make the ``Exchange`` of these buckets."""

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ...grid.comm.axis import Axis
+from ...grid.errors import require_at_least
 from ...grid.grid import Grid
-from ..flat import RUNS, SHARDED
-from ..norm import clip_coefficient, square
+from ..norm import clip_coefficient, counted_squares
 from ..protocols import GradientBucket
 from .compressor import Compressor, message_bytes, zeros_like_buckets
 from .uncompressed_sum import MessageKind, concatenate, copy_back, count_elements, parameter_slices
@@ -53,19 +53,14 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(
-                f"ratio is the fraction of elements that are sent, above 0 and at most 1, not {self.ratio}"
-            )
+            raise ValueError(f"ratio is {self.ratio}: give the fraction of elements to send, above 0 and at most 1")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is at least 0 and below 1, not {self.momentum}")
+            raise ValueError(f"momentum is {self.momentum}: give a number from 0 to below 1")
         if not 0 <= self.clip < math.inf:
-            raise ValueError(f"clip is a limit of the gradient norm, or 0 for no limit, not {self.clip}")
-        if self.warmup_steps < 0 or self.start_step < 0:
-            raise ValueError(
-                f"warmup_steps and start_step are numbers of steps, not {self.warmup_steps}, {self.start_step}"
-            )
+            raise ValueError(f"clip is {self.clip}: give a positive limit of the gradient norm, or 0 for no limit")
+        require_at_least(0, warmup_steps=self.warmup_steps, start_step=self.start_step)
         if self.values not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"values are sent in float32, float16 or bfloat16, not {self.values}")
+            raise ValueError(f"values is {self.values}: give torch.float32, torch.float16, torch.bfloat16 or None")
 
     def density(self, step: int) -> float | None:
         """Return the fraction that is sent in a step, counted from 0; None: everything is summed."""
@@ -90,9 +85,9 @@ def require_no_momentum(momentum: float, optimizer: torch.optim.Optimizer) -> No
     own = max((float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0)
     if not isinstance(optimizer, torch.optim.SGD) or own:
         raise ValueError(
-            f"momentum {momentum} of top-k replaces SGD's own momentum, and the optimizer is "
+            f"momentum {momentum} of top-k replaces SGD's own momentum, but the optimizer is "
             f"{type(optimizer).__name__}{f' with momentum {own}' if own else ''}: use torch.optim.SGD without "
-            "momentum, or leave out top-k's"
+            "momentum, or set the momentum of top-k to 0"
         )
 
 
@@ -136,12 +131,8 @@ class TopKExchange(Compressor):
 
     def _clip(self, buckets: Sequence[GradientBucket], own: Sequence[Tensor], replica: Axis) -> None:
         """Clip to this replica's share of the norm (section 3.2). Ranks that hold the same element count it once."""
-        parts = [
-            square(flat[slice(*bucket.flat.runs[run])])
-            for bucket, flat in zip(buckets, own, strict=True)
-            for run in RUNS
-            if bucket.counted and (run == SHARDED or self._tensor.is_first)
-        ]
+        pairs = zip(buckets, own, strict=True)
+        parts = [part for bucket, flat in pairs for part in counted_squares(bucket, flat, self._tensor.is_first)]
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._device)
         replica.all_reduce(total)
         if own:

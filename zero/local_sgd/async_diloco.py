@@ -145,7 +145,8 @@ class AsyncOuterOptimizer(OuterOptimizer):
         """
         if self._left:
             raise RuntimeError(
-                f"replicas {', '.join(map(str, sorted(self._left)))} have left: synchronize, and save, before leave()"
+                f"replicas {', '.join(map(str, sorted(self._left)))} have left the training, so not all replicas can "
+                "synchronize: synchronize and save before a replica calls leave()"
             )
         if since:
             self._send()
@@ -326,8 +327,9 @@ class AsyncOuterOptimizer(OuterOptimizer):
             if self._first_rank_says(time.monotonic() - began > self._grid.timeout):
                 raise RuntimeError(
                     f"timed out: waited {self._grid.timeout:g} s at the end of round {self.round} for replica "
-                    f"{late[0]}, which has sent {self.statuses[late[0]].rounds} rounds; local_updates.max_staleness "
-                    f"{self._staleness} needs {rounds}: raise it, or Grid(timeout=...)"
+                    f"{late[0]}, which has sent {self.statuses[late[0]].rounds} rounds, but "
+                    f"local_updates.max_staleness {self._staleness} needs {rounds}. "
+                    "Raise max_staleness or Grid(timeout=...)"
                 )
             self._pause(began)
 
@@ -344,8 +346,6 @@ class AsyncOuterOptimizer(OuterOptimizer):
 
     def _first_rank_says(self, flag: bool) -> bool:
         """Return the flag that the first rank of this replica passes. Collective within the replica."""
-        if self._grid.world.size == 1:
-            return flag
         told = torch.tensor([flag], dtype=torch.int64, device=self._grid.device)
         self._grid.world.broadcast(told)
         return bool(told)

@@ -45,8 +45,6 @@ class MeanStateShards(StateShards):
 
     def states(self) -> Iterator[tuple[str, FlatRange]]:
         """Yield the optimizer state that this rank writes, averaged over the replicas, with its keys."""
-        if self.stepper is None:
-            return
         mine = {(index, key): value for index, key, value in self.stepper.state_tensors()}
         # A replica that has skipped all its steps so far has no optimizer state. Then no mean can be computed.
         everyone = self.grid.data.all_gather_object([*mine])

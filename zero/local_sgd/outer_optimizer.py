@@ -206,12 +206,9 @@ class OuterOptimizer:
 
     def _average_state(self) -> None:
         """Average the elementwise state of the inner optimizer over the replicas."""
-        optimizer = self._data_axis.optimizer
-        assert optimizer is not None
         kept: list[list[Tensor]] = []
-        for master in (bucket.master for bucket in self._buckets):
-            assert master is not None
-            state = optimizer.state.get(master, {})
+        for master, _ in self._data_axis.stepper.masters():
+            state = self._data_axis.stepper.optimizer.state.get(master, {})
             kept.append([v for v in state.values() if isinstance(v, Tensor) and v.shape == master.shape])
         # A replica that has skipped every step so far has no state yet. In that case the state is not averaged.
         counts = torch.tensor([len(values) for values in kept], dtype=torch.int64, device=self._data_axis.device)

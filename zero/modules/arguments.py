@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
 from ...grid.dtypes import SHORT_NAMES
+from ...grid.errors import require_at_least
 from ..compression.powersgd import PowerSGD
 from ..compression.sparse_rows import SparseRows
 from ..compression.topk import TopK
@@ -48,13 +49,12 @@ def check_arguments(
             f"is nothing to shard: pass stage=0, not {stage}"
         )
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage is ZeRO's, 0, 1, 2 or 3, not {stage!r}")
+        raise ValueError(f"stage={stage!r} is no stage of ZeRO: give 0, 1, 2 or 3")
     if stage == 3 and module is None:
         raise ValueError("stage 3 gathers weights where the model uses them: pass module=model")
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step is at least 1, not {passes}")
+    require_at_least(1, backward_passes_per_step=passes)
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction over replicas is 'mean' or 'sum', not {reduction!r}")
+        raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}: give one of the two")
 
 
 def communication(
@@ -82,17 +82,15 @@ def communication(
             f"communication_dtype={dtype} is the dtype of a plain sum, and {type(compression).__name__} sends "
             "something else: leave it out" + (", or pass TopK(values=...)" if isinstance(compression, TopK) else "")
         )
+    if compression is not None and named is None and not callable(compression):
+        raise ValueError(
+            f"compression={compression!r} is unknown: pass 'fp16' or 'bf16', or zero.TopK(...), zero.PowerSGD(...) or "
+            "zero.SparseRows([...])"
+        )
     if isinstance(compression, str):
-        if named is None:
-            raise ValueError(
-                f"compression is 'fp16' or 'bf16', or zero.TopK(...), zero.PowerSGD(...) or zero.SparseRows([...]), "
-                f"not {compression!r}"
-            )
         if dtype not in (None, named):
             raise ValueError(f"compression={compression!r} and communication_dtype={dtype} differ: give one of them")
         return named, None
-    if compression is not None and not callable(compression):
-        raise ValueError(f"compression is a {type(compression).__name__}: pass 'fp16', 'bf16' or zero.TopK(...)")
     if compression is not None and stage > 1:
         raise ValueError(
             f"{type(compression).__name__} compresses a replica's whole gradient of a step, and stage {stage} "
@@ -119,7 +117,7 @@ def managed_parameters(
         order = {} if module is None else {p: i for i, p in enumerate(module.parameters())}
         return sorted(group_of, key=lambda p: order.get(p, -1))
     if (unknown := next((p for p in group_of if p not in where), None)) is not None:
-        raise ValueError(f"{names[unknown]} is not one of module's parameters: in stage 3 all must be")
+        raise ValueError(f"{names[unknown]} is not one of module's parameters: in stage 3 pass a module that has all")
     return list(where)
 
 
@@ -153,7 +151,10 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
             raise ValueError(f"replica {rank}: {other}")
         if theirs != gathered[0][1]:
             a, b = next(((a, b) for a, b in zip(gathered[0][1], theirs) if a != b), (len(gathered[0][1]), len(theirs)))
-            raise ValueError(f"replicas are of one model, but replica 0 has {a} and replica {rank} has {b}")
+            raise ValueError(
+                f"replicas must have the same model, but replica 0 has {a} and replica {rank} has {b}: build the model "
+                "with the same arguments on every rank"
+            )
     for parameter in parameters:
         whole = parameter.detach().contiguous()
         grid.data.broadcast(whole)

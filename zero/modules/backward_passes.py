@@ -164,9 +164,9 @@ class BackwardPasses:
         self._require_complete()
         if self._units is not None and not self._units.one_forward_waits:
             raise RuntimeError(
-                "the loss depends on no trained parameter. In stage 3 every replica's backward pass gathers "
-                "parameters, in an order that only one forward pass before it tells: add 0.0 * output.sum() to it, or "
-                "use stage 2"
+                "the loss depends on no trained parameter. In stage 3 every replica gathers the same parameters in its "
+                "backward pass, and the order is known only if exactly one forward pass ran before. Add "
+                "0.0 * output.sum() to the loss, or use stage 2"
             )
         self._run_empty(self.next_is_last, self._units)
 
@@ -193,7 +193,7 @@ class BackwardPasses:
     def _require_complete(self) -> None:
         if self._running is not None:
             raise RuntimeError(
-                "the last backward pass failed half way, so its gradients are incomplete: call zero_grad()"
+                "the last backward pass failed half way, so its gradients are incomplete: call optimizer.zero_grad()"
             )
 
     def _run_empty(self, last: bool, units: Units | None = None) -> None:
@@ -212,10 +212,11 @@ class BackwardPasses:
 
     def _enter_backward(self) -> None:
         """Begin a backward pass when its first gradient arrives, so that each bucket is reduced once it is complete."""
-        if self._running is not None:
-            raise RuntimeError("the last backward pass failed half way: call optimizer.zero_grad() before the next")
+        self._require_complete()
         if self.stepped or self.reduced:
-            raise RuntimeError("a backward pass after the gradients were reduced: call optimizer.zero_grad() before")
+            raise RuntimeError(
+                "backward() was called after the gradients of this step were reduced: call optimizer.zero_grad() before"
+            )
         if self._last_began:
             problem = f"that has backward_passes_per_step={self._expected}: pass a larger one"
             if self._expected is None:
@@ -231,7 +232,7 @@ class BackwardPasses:
         self._running.__enter__()
         for task, unit, runs in self._early:
             if task == self._task:
-                self.data_axis.layer_backward_done(unit, runs)
+                self.data_axis.reducer.layer_backward_done(unit, runs)
         self._early.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
 
@@ -239,7 +240,7 @@ class BackwardPasses:
         """Reduce the gradients that are complete after the backward of one run of a unit."""
         task = torch._C._current_graph_task_id()
         if self._running is not None:
-            self.data_axis.layer_backward_done(unit, runs)
+            self.data_axis.reducer.layer_backward_done(unit, runs)
         else:
             self._early = [*(entry for entry in self._early if entry[0] == task), (task, unit, runs)]
 

@@ -93,7 +93,8 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         mine, theirs = self._shard(), state_dict.get("shard")
         if theirs != mine:
             raise ValueError(
-                f"the state is of shard {theirs}, and this rank has shard {mine}: load what this rank saved"
+                f"the state was saved of shard {theirs}, but this rank has shard {mine}: load what this rank saved, "
+                "with the same parameters, stage and number of replicas"
             )
         if self._data_axis.exchange is not None:
             load_exchange_state_dict(self._data_axis.exchange, state_dict.get("exchange"))
@@ -103,7 +104,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
-        self._data_axis.resume()
+        self._data_axis.stepper.resume(at_synchronization=False)
 
     def _update_inner_options(self) -> None:
         """Copy the options that learning-rate schedulers change to torch's optimizer."""
@@ -117,9 +118,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
     @property
     def inner(self) -> torch.optim.Optimizer:
         """Torch's optimizer over the ranges that this rank owns."""
-        inner = self._data_axis.optimizer
-        assert inner is not None
-        return inner
+        return self._data_axis.stepper.optimizer
 
     def _shard(self) -> dict[str, Any]:
         axis = self._grid.data

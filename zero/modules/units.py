@@ -51,7 +51,7 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
         if not names:
             what = f"pattern {wanted!r}" if isinstance(wanted, str) else f"{type(wanted).__name__} given"
             some = ", ".join([*inside][:6])
-            raise ValueError(f"units: the {what} is none of the module's submodules; these begin with {some}")
+            raise ValueError(f"units: the {what} matches no submodule of the model. Its first submodules are {some}")
         for name in names:
             _require_forward(name, inside[name])
         found.update({inside[name]: name for name in names if inside[name] not in found})
@@ -164,7 +164,7 @@ class Units:
     def release(self) -> None:
         """Release the gathered weights of all units."""
         for unit in range(self._count):
-            self._gatherer.drop(unit)
+            self._gatherer.release_layer(unit)
         self._held.clear()
         self._in_backward.clear()
 
@@ -172,7 +172,7 @@ class Units:
         """Start the gathers of backward passes that other replicas may have run and this one has not."""
         for _ in range(min(passes, len(self._waiting))):
             for unit in reversed(self._waiting.popleft().ended):
-                self._gatherer.fetch(unit)
+                self._gatherer.start_gather(unit)
 
     @property
     def one_forward_waits(self) -> bool:
@@ -201,8 +201,8 @@ class Units:
         if torch._C._current_graph_task_id() != -1:
             # Activation checkpointing runs it again. Its backward follows at once, so the weights stay gathered.
             self._enter_backward()
-            self._gatherer.fetch(unit)
-            self._gatherer.arrive(unit)
+            self._gatherer.start_gather(unit)
+            self._gatherer.wait(unit)
             return forward(*args, **kwargs)
         outermost = not self._running
         if outermost:
@@ -239,10 +239,10 @@ class Units:
         order = self._orders.get(self._running[0] if self._running else unit, [])
         at = len(tape.entered)
         tape.entered.append(unit)
-        self._gatherer.fetch(unit)
+        self._gatherer.start_gather(unit)
         if at + 1 < len(order) and order[at] == unit:
-            self._gatherer.fetch(order[at + 1])
-        self._gatherer.arrive(unit)
+            self._gatherer.start_gather(order[at + 1])
+        self._gatherer.wait(unit)
         return at
 
     def _hook(self, tape: UnitTape, unit: int, began: int, y: Any) -> bool:
@@ -276,8 +276,8 @@ class Units:
             tape.left = place
         unit = tape.ended[place]
         self._in_backward.add(unit)
-        self._gatherer.fetch(unit)  # released before, in a second backward pass through the same graph
-        self._gatherer.arrive(unit)
+        self._gatherer.start_gather(unit)  # released before, in a second backward pass through the same graph
+        self._gatherer.wait(unit)
 
     def _skip(self, tape: UnitTape, to: int, began: int = 0) -> None:
         """Gather and release the units of the runs down to ``to`` that have no gradient on this replica.
@@ -296,7 +296,7 @@ class Units:
     def _fetch(self, tape: UnitTape, place: int) -> None:
         """Start gathering the unit of run ``place``, and prefetch the unit of the run whose backward follows."""
         for unit in tape.ended[max(place - 1, 0) : place + 1][::-1]:
-            self._gatherer.fetch(unit)
+            self._gatherer.start_gather(unit)
 
     def _end(self, tape: UnitTape, unit: int) -> None:
         """Release a unit's weights after the backward of one of its runs."""
@@ -308,7 +308,7 @@ class Units:
         """Release a unit's weights, except those that another unit still uses."""
         using = {*self._held, *self._running, *self._in_backward}
         if unit not in using:
-            self._gatherer.drop(unit, using)
+            self._gatherer.release_layer(unit, using)
 
     def _enter_backward(self) -> None:
         """Queue ``_leave_backward``, once, for the end of the running backward pass."""

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...grid.errors import require_at_least
+
 _ONE_FOR_ALL = ("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 # State of 0/1 Adam between two synchronizations: the parameter at the last one, u, and the factors of u.
 _LOCAL = ("anchor", "moved", "rates", "shrunk")
@@ -28,17 +30,6 @@ class LocalValue(NamedTuple):
     value: Tensor  # of the parameter's shape; takes the mean
     alive: Tensor  # of the same shape, 1 and 0: elements that take part
     exact: bool  # the mean must not be compressed
-
-
-def check(least: float, **numbers: float) -> None:
-    """Check lower limits of options.
-
-    Raises:
-        ValueError: a number is less than ``least``.
-    """
-    for name, value in numbers.items():
-        if not value >= least:
-            raise ValueError(f"{name} is at least {least}, not {value}")
 
 
 class OneBit(torch.optim.Optimizer):
@@ -57,21 +48,21 @@ class OneBit(torch.optim.Optimizer):
     needs_whole_tensors = False  # True if tensor ranks cannot step their shards
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        check(0.0, lr=defaults["lr"], eps=defaults["eps"], weight_decay=defaults["weight_decay"])
+        require_at_least(0.0, lr=defaults["lr"], eps=defaults["eps"], weight_decay=defaults["weight_decay"])
         if not all(0 <= beta < 1 for beta in defaults["betas"]):
-            raise ValueError(f"betas are at least 0 and less than 1, not {defaults['betas']}")
+            raise ValueError(f"betas={defaults['betas']}: both numbers must be at least 0 and less than 1")
         super().__init__(params, defaults)
         self.replicas = 1
         self.average: Callable[[Sequence[LocalValue]], None] = lambda values: None
         for group in self.param_groups:
             if "exp_avg_mask" in group:
                 raise ValueError(
-                    "exp_avg_mask (of DeepSpeed) is for elements that never have a gradient: leave it out, they are "
-                    "found automatically (their variance is 0 when it is frozen)"
+                    "exp_avg_mask, an option of DeepSpeed, marks elements that never have a gradient. Leave it out: "
+                    "triax finds these elements itself, because their variance is 0 when it is frozen"
                 )
             for key in _ONE_FOR_ALL:
                 if group.get(key) != defaults.get(key):
-                    raise ValueError(f"{key} is one for all parameter groups: give it once, beside lr")
+                    raise ValueError(f"{key} must be equal in all parameter groups: give it once, beside lr")
 
     @property
     def steps(self) -> int:
@@ -190,7 +181,7 @@ class OneBitAdam(OneBit):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check(1, freeze_step=freeze_step)
+        require_at_least(1, freeze_step=freeze_step)
         options = {"lr": lr, "freeze_step": freeze_step, "bias_correction": bias_correction}
         super().__init__(params, {**options, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -236,7 +227,7 @@ class ZeroOneAdam(OneBit):
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
         }
-        check(1, **policy)
+        require_at_least(1, **policy)
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**options, "weight_decay": weight_decay, **policy})
 

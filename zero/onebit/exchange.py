@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ...grid import Grid
-from ..flat import RUNS, SHARDED
 from ..gradients import all_reduce_gradients
-from ..norm import square
+from ..norm import counted_squares
 from ..protocols import GradientBucket
 
 
@@ -43,10 +42,9 @@ class OneBitExchange:
         """Return this rank's share of the squared norm of the local gradients, averaged over the replicas."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in buckets:
-            for run in RUNS if bucket.trained and bucket.counted else ():
-                start, stop = bucket.flat.runs[run]
-                if start < stop and (run == SHARDED or self._first) and bucket.gradients is not None:
-                    total += square(bucket.gradients[start:stop])
+            if bucket.trained and bucket.gradients is not None:
+                for part in counted_squares(bucket, bucket.gradients, self._first):
+                    total += part
         return total.div_(self._axis.size)
 
     def state(self) -> dict[str, list[Tensor]]:

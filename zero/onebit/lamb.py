@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adam import LocalValue, OneBit, State, check, corrected, denominator
+from ...grid.errors import require_at_least
+from .adam import LocalValue, OneBit, State, corrected, denominator
 
 
 class OneBitLamb(OneBit):
@@ -50,13 +51,13 @@ class OneBitLamb(OneBit):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        check(1, freeze_step=freeze_step)
-        check(0.0, min_coeff=min_coeff, factor_min=factor_min, factor_threshold=factor_threshold, coeff_beta=coeff_beta)
-        if max_coeff < min_coeff or factor_max < factor_min or not coeff_beta < 1:
-            raise ValueError(
-                f"max_coeff {max_coeff} is at least min_coeff {min_coeff}, factor_max {factor_max} at least factor_min "
-                f"{factor_min}, and coeff_beta {coeff_beta} less than 1"
-            )
+        require_at_least(1, freeze_step=freeze_step)
+        require_at_least(0.0, min_coeff=min_coeff, factor_min=factor_min, factor_threshold=factor_threshold)
+        require_at_least(0.0, coeff_beta=coeff_beta)
+        require_at_least(min_coeff, max_coeff=max_coeff)
+        require_at_least(factor_min, factor_max=factor_max)
+        if not coeff_beta < 1:
+            raise ValueError(f"coeff_beta={coeff_beta} is too large: give a number from 0 to below 1")
         options = {"lr": lr, "freeze_step": freeze_step, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         limits = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta, "factor_max": factor_max}
         limits |= {"factor_min": factor_min, "factor_threshold": factor_threshold}

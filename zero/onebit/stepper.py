@@ -9,8 +9,7 @@ servers' errors, end to end, are one whole tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from ...grid import Grid
 from ...grid.layout import FlatRange
 from ..bucket import Bucket
-from ..optimizer import RangeStepper
 from ..options import ZeroOptions
 from ..protocols import Exchange, MakeOptimizer
 from ..shard_ranges import DtypeOf, KeyedRanges, ShardRanges
@@ -49,7 +47,7 @@ class OneBitStepper(WholeStepper):
         if options.stage or options.offload.portions:
             raise ValueError(
                 f"a 1-bit optimizer keeps whole state and its own compression errors on every replica, so there is "
-                f"nothing to shard or to offload: set stage 0, not {options.stage}, without offload"
+                f"nothing to shard or to offload. The stage is {options.stage}: set it to 0, and leave offload out"
             )
         if options.exchange is not None:
             raise ValueError(
@@ -88,13 +86,13 @@ class OneBitStepper(WholeStepper):
         name = type(self.optimizer).__name__
         if self.optimizer.needs_whole_tensors:
             raise ValueError(
-                f"{name}'s coefficients are of whole tensors, which the grid's tensor axis of {grid.tensor.size} "
-                "shards: use OneBitAdam, or a grid without a tensor axis"
+                f"{name} computes a coefficient of each whole tensor, but the grid's tensor axis of {grid.tensor.size} "
+                "ranks shards tensors: use OneBitAdam, or a grid without a tensor axis"
             )
         if uneven:
             raise ValueError(
-                f"{name} needs shards of one size on all {grid.tensor.size} tensor ranks: pad what does not divide "
-                "(a vocabulary, say), or use a grid without a tensor axis"
+                f"{name} needs shards of equal size on all {grid.tensor.size} tensor ranks, but some sizes differ: pad "
+                "the sharded dims to a multiple (for example the vocabulary), or use a grid without a tensor axis"
             )
 
     def gradient_squares(self, buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
@@ -187,13 +185,10 @@ class OneBitStepper(WholeStepper):
         """Replace each value by its mean over the replicas, bucket by bucket, in the order of buckets. Collective."""
         for bucket in self._means:
             here = [each for each in values if self._view_of[each.parameter].bucket is bucket]
-            exact = [each for each in here if each.exact]
-            if exact:
+            if exact := [each for each in here if each.exact]:
                 self._plain(exact)
-            if len(exact) < len(here):
-                self._compressed(
-                    bucket, [(each, self._view_of[each.parameter].span) for each in here if not each.exact]
-                )
+            if inexact := [each for each in here if not each.exact]:
+                self._compressed(bucket, inexact)
 
     def _plain(self, values: Sequence[LocalValue]) -> None:
         flat = torch.cat([each.value.reshape(-1) for each in values])
@@ -202,7 +197,7 @@ class OneBitStepper(WholeStepper):
         for each, part in zip(values, parts, strict=True):
             each.value.copy_(part.view(each.value.shape))
 
-    def _compressed(self, bucket: Bucket, values: Sequence[tuple[LocalValue, slice]]) -> None:
+    def _compressed(self, bucket: Bucket, values: Sequence[LocalValue]) -> None:
         """Replace values of one bucket by their compressed mean over the replicas.
 
         The mean of elements that take no part is 0, and their compression errors do not change.
@@ -212,8 +207,9 @@ class OneBitStepper(WholeStepper):
         own = bucket.owned_gradient.new_zeros(bucket.flat.numel)
         alive, server = torch.zeros_like(own), own.new_zeros(mean.part[1] - first)
         parts = []
-        for each, span in values:
-            kept, shape = self.optimizer.state[each.parameter], each.value.shape
+        for each in values:
+            span, kept = self._view_of[each.parameter].span, self.optimizer.state[each.parameter]
+            shape = each.value.shape
             low, high = self.served(each.parameter)
             if "worker_error" not in kept:
                 kept["worker_error"] = torch.zeros_like(each.value)
@@ -230,13 +226,6 @@ class OneBitStepper(WholeStepper):
             kept["server_error"].copy_(left)
 
 
-@dataclass(frozen=True)
-class OneBitTensors(WholeTensors):
-    """A ``MakeOptimizer`` whose 1-bit optimizer is stepped by ``OneBitStepper``."""
-
-    stepper: ClassVar[type[RangeStepper]] = OneBitStepper
-
-
 def stepped_by(kind: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
     """Return a function that makes an optimizer of this class; it names the stepper if the class is a 1-bit one."""
-    return OneBitTensors(make) if issubclass(kind, OneBit) else make
+    return WholeTensors(make, OneBitStepper) if issubclass(kind, OneBit) else make

@@ -15,16 +15,12 @@ a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ...grid import Axis, Grid
-from ...grid.comm.pending import Pending, Then
-from ..protocols import GradientBucket
+from ...grid import Axis
+from ...grid.comm.pending import Pending, Then, started
 from .blocks import pack, packed_bytes, scale_dtype, unpack
-from .hosts import inner, outer, ranks_per_host
 
 BITS = 4
 
@@ -55,9 +51,7 @@ class QuantizedReduction:
             # Rank h L + l, at place l on host h, owns range h L + l: (H, L, n) -> (L, H, n), part l is sent to place l.
             hop = _Hop(self._within, parts.view(self._between.size, self._within.size, -1).transpose(0, 1))
             pending = Then(hop, lambda: self._second(hop.sum(), output))
-        if not async_op:
-            pending.wait()
-        return pending
+        return started(pending, async_op)
 
     def _second(self, sums: Tensor, output: Tensor) -> None:
         assert self._between is not None
@@ -107,20 +101,3 @@ class _Hop:
 
 def _others(axis: Axis) -> tuple[slice, slice]:
     return slice(0, axis.rank), slice(axis.rank + 1, axis.size)
-
-
-def quantize_reductions(buckets: Sequence[GradientBucket], grid: Grid, host: int) -> None:
-    """Make these buckets reduce-scatter their gradients quantized to 4 bits. Collective.
-
-    Args:
-        buckets: buckets whose gradients are sharded.
-        grid: the grid over whose data axis the gradients are reduced.
-        host: number of consecutive replicas on each host; with 1, the number is detected.
-    """
-    host = host if host > 1 else ranks_per_host(grid)
-    hops: tuple[Axis, Axis] | tuple[None, None] = (None, None)
-    if 1 < host < grid.data.size:
-        hops = inner(grid, host, " reduce"), outer(grid, host, " reduce")
-    reduction = QuantizedReduction(grid.data, *hops)
-    for bucket in buckets:
-        bucket.reduction = reduction

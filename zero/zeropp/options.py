@@ -14,8 +14,9 @@ from ...grid import Axis
 from ...grid.grid import Grid
 from ..protocols import GatherRoute, GradientBucket
 from .blocks import BLOCK, scale_dtype
-from .gradient_reduce import quantize_reductions
-from .weight_gather import make_routes
+from .gradient_reduce import QuantizedReduction
+from .hosts import inner, outer, ranks_per_host
+from .weight_gather import WeightRoute
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,17 @@ class ZeroPlusPlus:
                 "whole: set stage=3, or leave them out"
             )
         if keep and self.secondary != 1:
-            raise ValueError("keep_gathered gathers weights once a step, so hpz_partition_size saves nothing: give one")
+            raise ValueError(
+                "keep_gathered gathers weights once a step, so hpz_partition_size saves nothing: leave one of them out"
+            )
         if stage == 0 and self.gradients:
-            raise ValueError("quantized_gradients reduce-scatters them, and stage 0 shards nothing: set stage=1")
+            raise ValueError(
+                "quantized_gradients is for the reduce-scatter of gradients, but stage 0 shards nothing: set stage=1"
+            )
         if self.gradients and dtype is not None:
-            raise ValueError("quantized_gradients and communication_dtype both say how gradients travel: give one")
+            raise ValueError(
+                "quantized_gradients and communication_dtype both set the dtype in which gradients are sent: give one"
+            )
         if self == ZeroPlusPlus() or replicas == 1:
             return None
         self.check(replicas)
@@ -96,8 +103,11 @@ class ZeroPlusPlus:
 
     def gather_routes(self, buckets: Sequence[GradientBucket], axis: Axis, grid: Grid) -> list[GatherRoute]:
         """Make the quantized or hierarchical all-gather of each bucket's weights in stage 3. Collective."""
-        quantized = [self.quantizes(bucket.weights.dtype, bucket.trained) for bucket in buckets]
-        return [*make_routes(buckets, axis, grid, self.secondary, quantized)]
+        within = inner(grid, self.secondary, " gather") if self.secondary > 1 else None
+        return [
+            WeightRoute(bucket, axis, within, self.quantizes(bucket.weights.dtype, bucket.trained))
+            for bucket in buckets
+        ]
 
     def replace_reductions(self, buckets: Sequence[GradientBucket], grid: Grid, plain: bool) -> None:
         """Replace the buckets' reduce-scatter by one that quantizes gradients to 4 bits. Collective."""
@@ -105,8 +115,14 @@ class ZeroPlusPlus:
             return
         if not plain:
             raise ValueError(
-                "quantized gradients (zero_quantized_gradients) are sent in 4 bits, and another dtype or compression "
-                "is given for them too: give one of the two"
+                "quantized gradients (zero_quantized_gradients) are sent in 4 bits, but another dtype or compression "
+                "is given for them too: leave one of the two out"
             )
-        real = [bucket for bucket in buckets if bucket.trained and bucket.communication_dtype.is_floating_point]
-        quantize_reductions(real, grid, self.host)
+        host = self.host if self.host > 1 else ranks_per_host(grid)
+        hops: tuple[Axis, Axis] | tuple[None, None] = (None, None)
+        if 1 < host < grid.data.size:
+            hops = inner(grid, host, " reduce"), outer(grid, host, " reduce")
+        reduction = QuantizedReduction(grid.data, *hops)
+        for bucket in buckets:
+            if bucket.trained and bucket.communication_dtype.is_floating_point:
+                bucket.reduction = reduction

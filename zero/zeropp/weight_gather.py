@@ -15,34 +15,15 @@ secondary shards store the received bytes unchanged, so that a backward pass use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
-from ...grid import Axis, Grid
-from ...grid.comm.pending import Pending, Then
+from ...grid import Axis
+from ...grid.comm.pending import Pending, Then, started
 from ..protocols import GradientBucket
 from .blocks import pack, packed_bytes, unpack
-from .hosts import inner
 
 BITS = 8
-
-
-def make_routes(
-    buckets: Sequence[GradientBucket], axis: Axis, grid: Grid, secondary: int, quantized: Sequence[bool]
-) -> Iterator[WeightRoute]:
-    """Make the all-gather of each bucket's weights. Collective.
-
-    Args:
-        buckets: the buckets whose weights are sharded.
-        axis: the axis of all replicas.
-        grid: the grid of this rank.
-        secondary: number of replicas over which the second copy of the weights is sharded; 1 means no second copy.
-        quantized: for each bucket, True if its weights are sent quantized to 8 bits.
-    """
-    within = inner(grid, secondary, " gather") if secondary > 1 else None
-    return (WeightRoute(bucket, axis, within, packed) for bucket, packed in zip(buckets, quantized, strict=True))
 
 
 class WeightRoute:
@@ -66,14 +47,12 @@ class WeightRoute:
         self._axis, self._within, self._quantized = axis, within, quantized
         self.size = axis.size
         self._numel, self._dtype = bucket.flat.numel // axis.size, bucket.weights.dtype  # of a shard
-        self.kept: Tensor | None = None
+        # What is sent for one shard: its elements, or its packed row.
+        self._sent, self._sent_dtype = self._numel, self._dtype
+        if quantized:
+            self._sent, self._sent_dtype = packed_bytes(self._numel, BITS, self._dtype), torch.uint8
+        self.kept = None if within is None else self._empty(axis.size // within.size, bucket.weights.device)
         self.current = False
-        if within is not None:
-            shards = axis.size // within.size
-            if quantized:
-                self.kept = self._rows(shards, bucket.weights.device)
-            else:
-                self.kept = torch.empty(shards * self._numel, dtype=self._dtype, device=bucket.weights.device)
 
     @property
     def kept_bytes(self) -> int:
@@ -86,45 +65,30 @@ class WeightRoute:
 
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Fill ``output`` (size * n,) with the shards ``tensor`` (n,) of all ranks, or with the secondary shards."""
-        pending = self._packed(output, tensor) if self._quantized else self._plain(output, tensor)
-        if not async_op:
-            pending.wait()
-        return pending
+        received = self._empty(self.size, output.device) if self._quantized else output
+        if self._within is not None and self.kept is not None and self.current:
+            pending = self._within.all_gather(received, self.kept, async_op=True)
+        else:
+            pending = self._axis.all_gather(received, pack(tensor, BITS) if self._quantized else tensor, async_op=True)
+
+        def arrive() -> None:
+            if self._within is not None and self.kept is not None and not self.current:
+                self.kept.copy_(received.view(self._within.size, *self.kept.shape)[self._within.rank])
+                self.current = True
+            if self._quantized:
+                rows = received.view(self.size, self._sent)
+                unpack(rows, self._numel, BITS, self._dtype, output.view(self.size, self._numel))
+
+        return started(Then(pending, arrive), async_op)
 
     def sent(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the bytes sent in a step's first gather and in each later one, as two dicts: axis name -> bytes."""
-        size = self._dtype.itemsize * self._numel
-        if self._quantized:
-            size = packed_bytes(self._numel, BITS, self._dtype)
+        size = self._sent * self._sent_dtype.itemsize
         first = {self._axis.name: float((self.size - 1) * size)}
         if self._within is None:
             return first, first
         return first, {self._within.name: float((self._within.size - 1) * self.size // self._within.size * size)}
 
-    def _plain(self, output: Tensor, tensor: Tensor) -> Pending:
-        if self._within is None or self.kept is None:
-            return self._axis.all_gather(output, tensor, async_op=True)
-        if self.current:
-            return self._within.all_gather(output, self.kept, async_op=True)
-        return Then(self._axis.all_gather(output, tensor, async_op=True), lambda: self._keep(output))
-
-    def _packed(self, output: Tensor, tensor: Tensor) -> Pending:
-        rows = self._rows(self.size, output.device)
-        if self._within is not None and self.kept is not None and self.current:
-            pending = self._within.all_gather(rows.view(-1), self.kept.view(-1), async_op=True)
-        else:
-            pending = self._axis.all_gather(rows.view(-1), pack(tensor, BITS), async_op=True)
-
-        def arrive() -> None:
-            self._keep(rows)
-            unpack(rows, self._numel, BITS, self._dtype, output.view(self.size, -1))
-
-        return Then(pending, arrive)
-
-    def _keep(self, whole: Tensor) -> None:
-        if self._within is not None and self.kept is not None and not self.current:
-            self.kept.copy_(whole.view(self._within.size, *self.kept.shape)[self._within.rank])
-            self.current = True
-
-    def _rows(self, count: int, device: torch.device) -> Tensor:
-        return torch.empty(count, packed_bytes(self._numel, BITS, self._dtype), dtype=torch.uint8, device=device)
+    def _empty(self, shards: int, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor for what is sent for some shards, (shards * n,)."""
+        return torch.empty(shards * self._sent, dtype=self._sent_dtype, device=device)
