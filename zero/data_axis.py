@@ -27,7 +27,7 @@ from .options import ZeroOptions
 from .parameters import ParameterGatherer
 from .protocols import MakeOptimizer
 
-_ATTRIBUTE = "triax_home"
+_ATTRIBUTE = "triax_data_axis"
 
 
 class ZeroDataAxis:
@@ -98,7 +98,9 @@ class ZeroDataAxis:
         if options.zeropp is not None:
             plain = options.exchange is None and options.communication_dtype is None
             options.zeropp.replace_reductions(self.buckets, grid, plain)
-        _link((member.parameter for member in members), self)
+        link = _Link(self)
+        for member in members:
+            setattr(member.parameter, _ATTRIBUTE, link)
 
     def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
         """Set a parameter's initial values, of which this rank keeps its shard; return False if no bucket has it."""
@@ -256,12 +258,6 @@ class _Link(weakref.ref[ZeroDataAxis]):
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def _link(parameters: Iterable[nn.Parameter], data_axis: ZeroDataAxis) -> None:
-    link = _Link(data_axis)
-    for parameter in parameters:
-        setattr(parameter, _ATTRIBUTE, link)
 
 
 def data_axis_of(parameter: nn.Parameter) -> ZeroDataAxis | None:

@@ -113,9 +113,8 @@ class ParameterGatherer:
 
     def finish(self) -> None:
         """Release everything at the end of a step."""
-        for layers in self._stage_layers.values():
-            for layer in layers:
-                self.release_layer(layer)
+        for layer in self._buckets_of:
+            self.release_layer(layer)
         self.changed()
 
     @property

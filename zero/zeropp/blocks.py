@@ -56,21 +56,21 @@ def pack(rows: Tensor, bits: int) -> Tensor:
     scales, integers = _parts(packed, numel, wide)
     integers[..., _integers(numel, bits) :].zero_()
     most, tiny = 2 ** (bits - 1) - 1, torch.finfo(wide).tiny
-    for start, first, blocks, length in _runs(numel):
-        x = rows[..., start : start + blocks * length].unflatten(-1, (blocks, length)).to(wide)
+    for elements, places, used, shape in _runs(numel, bits):
+        x = rows[..., elements].unflatten(-1, shape).to(wide)
         scale = x.abs().amax(-1).div_(most)
         inverse = torch.where(scale.isfinite() & (scale >= tiny), scale.reciprocal(), 0.0)
         # Infinities times 0 are NaN too, and become 0; the scale, which is not finite, marks the block.
         whole = x.mul(inverse.unsqueeze(-1)).round_().nan_to_num_(0.0).to(torch.int8)
-        scales[..., first : first + blocks] = scale
-        home = integers[..., _bytes(start, bits) :][..., : blocks * -(-length * bits // 8)].unflatten(-1, (blocks, -1))
+        scales[..., places] = scale
+        target = integers[..., used].unflatten(-1, (shape[0], -1))
         if bits == 8:
-            home.copy_(whole.view(torch.uint8))
+            target.copy_(whole.view(torch.uint8))
         else:
             # The first half of a block in the lower four bits, the second in the upper: contiguous slices.
-            half = -(-length // 2)
-            torch.bitwise_and(whole[..., :half].view(torch.uint8), 15, out=home)
-            home[..., : length - half] += whole[..., half:].view(torch.uint8) << 4
+            half = -(-shape[1] // 2)
+            torch.bitwise_and(whole[..., :half].view(torch.uint8), 15, out=target)
+            target[..., : shape[1] - half] += whole[..., half:].view(torch.uint8) << 4
     return packed
 
 
@@ -93,17 +93,16 @@ def unpack(packed: Tensor, numel: int, bits: int, dtype: torch.dtype, output: Te
     if not numel:
         return output
     scales, integers = _parts(packed, numel, wide)
-    for start, first, blocks, length in _runs(numel):
-        scale = scales[..., first : first + blocks].unsqueeze(-1)
-        home = integers[..., _bytes(start, bits) :][..., : blocks * -(-length * bits // 8)].unflatten(-1, (blocks, -1))
-        into = output[..., start : start + blocks * length].unflatten(-1, (blocks, length))
-        signed = home.view(torch.int8)
+    for elements, places, used, shape in _runs(numel, bits):
+        scale = scales[..., places].unsqueeze(-1)
+        into = output[..., elements].unflatten(-1, shape)
+        signed = integers[..., used].unflatten(-1, (shape[0], -1)).view(torch.int8)
         if bits == 8:
             torch.mul(signed, scale, out=into)
         else:
-            half = -(-length // 2)
+            half = -(-shape[1] // 2)
             torch.mul(((signed & 15) ^ 8) - 8, scale, out=into[..., :half])
-            torch.mul(signed[..., : length - half] >> 4, scale, out=into[..., half:])
+            torch.mul(signed[..., : shape[1] - half] >> 4, scale, out=into[..., half:])
     return output
 
 
@@ -111,26 +110,24 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def _runs(numel: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield runs of blocks of equal length.
+def _runs(numel: int, bits: int) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
+    """Yield runs of blocks of equal length: the full blocks, then the shorter last one.
 
     Yields:
-        The first element of the run, the index of its first block, the number of blocks, the elements of each block.
+        The elements of the run in a row, its scales, the bytes of its integers, and (blocks, elements of a block).
     """
     full, rest = divmod(numel, BLOCK)
+    stop, end = full * BLOCK, full * BLOCK * bits // 8
     if full:
-        yield 0, 0, full, BLOCK
+        yield slice(0, stop), slice(0, full), slice(0, end), (full, BLOCK)
     if rest:
-        yield full * BLOCK, full, 1, rest
+        yield slice(stop, numel), slice(full, full + 1), slice(end, end - (-rest * bits // 8)), (1, rest)
 
 
 def _integers(numel: int, bits: int) -> int:
     """Return the bytes that the quantized elements of a row take, without the scales."""
-    return sum(blocks * -(-length * bits // 8) for _, _, blocks, length in _runs(numel))
-
-
-def _bytes(elements: int, bits: int) -> int:
-    return elements * bits // 8
+    full, rest = divmod(numel, BLOCK)
+    return full * BLOCK * bits // 8 - (-rest * bits // 8)
 
 
 def _parts(packed: Tensor, numel: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
