@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule
-from triax.engine import pipeline_engine
+from triax.engine import base
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero.options import ZeroOptions
 from triax.zero.protocols import GradientBucket
@@ -41,7 +41,7 @@ def mode_with(config: Any, grid: Grid, module: nn.Module) -> ZeroOptions:
     return replace(MODE(config, grid, module), exchange=PlainSum)
 
 
-MODE = pipeline_engine.zero_options
+MODE = base.zero_options
 
 
 def text(grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
@@ -71,7 +71,7 @@ def trained(shape: tuple[int, int, int], stage: int, exchanged: bool, options: d
         "gradient_clipping": 0.1,
         **options,
     }
-    with mock.patch.object(pipeline_engine, "zero_options", mode_with if exchanged else MODE):
+    with mock.patch.object(base, "zero_options", mode_with if exchanged else MODE):
         engine, *_ = triax.initialize(model=module, config=config)
     data, losses, norms = text(grid), [], []
     for _ in range(3):
