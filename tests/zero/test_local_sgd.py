@@ -520,7 +520,7 @@ def unlike_optimizers(folder: str) -> Any:
 
 def test_replicas_that_are_unlike_do_not_step_together(ranks: Any, tmp_path: Path) -> None:
     (said, weights), (_, others) = ranks(2, unlike_optimizers, str(tmp_path))
-    assert all("it was saved at step 1, before local updates begin (start_step 2)" in each for each in said)
+    assert all("It was saved at step 1, before local updates begin (start_step 2)" in each for each in said)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
