@@ -10,7 +10,7 @@ group starts when the tokens of its step i are known; all the steps in between h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -126,8 +126,10 @@ class Batcher:
         share = -(-total * self._sizes[group] // sum(self._sizes))
         while self._queue and free and len(running) + len(joined) < share:
             request = self._queue.popleft()
-            at = min(range(len(free)), key=lambda i: (self._load(free[i][1], running, joined), free[i]))
-            request.slot, request.replica = free.pop(at)
+            load = Counter(other.replica for other in running + joined)
+            place = min(free, key=lambda place: (load[place[1]], place))  # (slot, replica)
+            free.remove(place)
+            request.slot, request.replica = place
             joined.append(request)
         if not running and not joined:
             return DecodeStep()
@@ -170,11 +172,6 @@ class Batcher:
             if request in running:
                 running.remove(request)
                 self._free[group].append((request.slot, request.replica))
-
-    @staticmethod
-    def _load(replica: int, *parts: list[Request]) -> int:
-        """Return the number of requests on a replica."""
-        return sum(request.replica == replica for part in parts for request in part)
 
 
 def _forward(requests: list[Request]) -> Forward:

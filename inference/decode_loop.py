@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..grid import Pending
 from ..grid.errors import AgreedError
 from ..pipe.module import PipelineModule
-from ..pipe.p2p import Receive, channels, receive_value
+from ..pipe.p2p import channels, receive_value
 from ..pipe.schema import flatten, unflatten
-from .batching import Batcher, DecodeStep, Forward, Token
+from .batching import Batcher, DecodeStep, Token
 from .kv_cache import KVCache
 from .sampling import NOT_FINITE, Sampling, choose
 
@@ -121,14 +121,13 @@ class DecodeLoop:
         """
         if isinstance(getattr(self._module.run_hook, "__self__", None), DecodeLoop):
             raise AgreedError(
-                "another stream of this model is open and uses its cache: finish or close the other stream "
-                "first, list(stream) or stream.close()"
+                "another stream of this model is open and uses its cache. Finish or close the other stream first, "
+                "list(stream) or stream.close()."
             )
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Context in which layers have the cache, without sequence parallelism, and in evaluation mode."""
-        self.require_free()
         module = self._module
         modules = list(module.modules())
         sharded = [m for m in modules if getattr(m, "sequence_parallel", False)]
@@ -181,7 +180,10 @@ class DecodeLoop:
         receives = [receive_value(self._channels[stages[0]], forward.shape) for forward in forwards] if hop else []
         logits = []
         for number, forward in enumerate(forwards):
-            x = self._input(forward, stages[0], receives[number] if hop else None)
+            if hop:  # hidden states of the previous hop
+                x = unflatten(self._channels[stages[0]].schemas[forward.shape], receives[number].wait())
+            else:
+                x = torch.tensor(forward.tokens, device=self._grid.device)  # ids (B, T)
             self._layers_run = 0
             for stage in stages:
                 self._cache.begin(stage, forward.slots, forward.starts, forward.shape[1])
@@ -195,13 +197,6 @@ class DecodeLoop:
             channel.limit(_MAX_PENDING_SENDS)
         if is_last:
             self._tokens[index] = self._choose(step, logits, sampling)
-
-    def _input(self, forward: Forward, stage: int, receive: Receive | None) -> Any:
-        """Return the input of a hop: token ids (B, T), or the hidden states received."""
-        if receive is None:
-            return torch.tensor(forward.tokens, device=self._grid.device)  # (B, T)
-        tensors = receive.wait()
-        return unflatten(self._channels[stage].schemas[forward.shape], tensors)
 
     def _choose(self, step: DecodeStep, logits: list[Tensor], sampling: Sampling) -> tuple[Tensor, list[Pending]]:
         """Draw the tokens of a step, (replicas, rows), and start sending them to the other pipe ranks."""
@@ -241,6 +236,6 @@ def layers_with_cache(module: nn.Module) -> list[Any]:
 
 def _not_finite(token: Token) -> str:
     return (
-        f"the logits for token {token.position} of prompt {token.request} are not finite: look for nan in the weights, "
-        "or compute in a wider dtype"
+        f"the logits for token {token.position} of prompt {token.request} are not finite. Look for nan in the weights, "
+        "or compute in a wider dtype."
     )

@@ -46,28 +46,25 @@ def init_inference(
         TypeError: the model is neither a ``PipelineModule`` nor a ``PipelineEngine``.
         ValueError: no layer has a cache, a size is out of range, or this rank does not have the weights.
     """
-    weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    if checkpoint is not None:
-        if not isinstance(model, PipelineModule):
-            raise ValueError("checkpoint= is for a PipelineModule: a training engine has load_checkpoint")
-        load_weights(model, checkpoint)
     if isinstance(model, PipelineEngine):
         if dtype is not None:
-            raise ValueError(f"dtype={dtype} would change the weights that this engine trains: leave it out")
-        weights, module = model.whole_weights, model.module
-    elif isinstance(model, PipelineModule):
-        module = model
-        if module.run_hook is not None:
-            raise ValueError(
-                "each rank has only a shard of these weights, because an engine trains them in ZeRO stage 3: pass the "
-                "engine, triax.init_inference(engine, ...), which gathers them"
-            )
-    else:
+            raise ValueError(f"dtype={dtype} would change the weights that this engine trains. Leave out dtype.")
+        if checkpoint is not None:
+            raise ValueError("checkpoint is only for a PipelineModule. Call the training engine's load_checkpoint.")
+        return InferenceEngine(model.module, model.whole_weights, dtype, max_batch, max_length)
+    if not isinstance(model, PipelineModule):
         raise TypeError(
-            f"model is a {type(model).__name__}, not a PipelineModule or a training engine: wrap it, "
-            "PipelineModule(layers)"
+            f"model is a {type(model).__name__}, not a PipelineModule or a training engine. Make one of its layers, "
+            "PipelineModule(layers)."
         )
-    return InferenceEngine(module, weights, dtype, max_batch, max_length)
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+    if model.run_hook is not None:
+        raise ValueError(
+            "each rank has only a shard of these weights, because an engine trains them in ZeRO stage 3. Pass the "
+            "engine, triax.init_inference(engine, ...), which gathers them."
+        )
+    return InferenceEngine(model, nullcontext, dtype, max_batch, max_length)
 
 
 class InferenceEngine:
@@ -95,22 +92,23 @@ class InferenceEngine:
     ) -> None:
         self.module, self.grid, self._weights = module, module.grid, weights
         if module.has_placeholders:
-            raise ValueError("the weights are placeholders still: call model.fill() or load weights before")
+            raise ValueError("the weights of the model have no values yet. Call model.fill() or load weights first.")
         for name, size in (("max_batch", max_batch), ("max_length", max_length)):
             if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}; give at least 1")
+                raise ValueError(f"{name} is {size}. Give at least 1.")
         if dtype is not None:
             module.to(dtype=dtype)
         positions, self.vocab_size = self._agree_on_sizes()
         self.max_batch, self.max_length = max_batch, max_length or positions
         if not self.max_length:
             raise ValueError(
-                "no layer has the attribute sequence_length, so the number of positions is unknown: pass max_length="
+                "no layer has the attribute max_position_embeddings, so the number of positions is unknown. Pass "
+                "max_length."
             )
         if positions and self.max_length > positions:
             raise ValueError(
-                f"max_length is {max_length}, and the model has {positions} positions: pass max_length={positions} at "
-                "most"
+                f"max_length is {max_length}, but the model has {positions} positions. Pass max_length={positions} at "
+                "most."
             )
         self.cache = KVCache(self.grid.device)
         self._loop = DecodeLoop(module, self.cache, self.vocab_size)
@@ -177,7 +175,9 @@ class InferenceEngine:
         sampling = Sampling(temperature, top_k, top_p)
         ends = _ends(eos)
         requests = self._requests(tokens, max_new_tokens, seed)
-        self._require_same([(r.tokens, r.limit, r.key) for r in requests], sampling, sorted(ends))
+        arguments = [(r.tokens, r.limit, r.key) for r in requests], sampling, sorted(ends)
+        if not same(self.grid.world, arguments, self.grid.device):  # the ranks would wait for one another forever
+            raise ValueError("the ranks got different prompts or options. Pass the same on every rank.")
         return self._stream(requests, sampling, ends)
 
     def _requests(
@@ -188,24 +188,24 @@ class InferenceEngine:
         keys = [(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else [(s, 0) for s in seed]
         for argument, values in (("max_new_tokens", limits), ("seed", keys)):
             if len(values) != len(prompts):
-                raise ValueError(f"{argument} has {len(values)} entries for {len(prompts)} prompts: give one for each")
+                raise ValueError(f"{argument} has {len(values)} entries for {len(prompts)} prompts. Give one for each.")
         requests = []
         for index, (prompt, limit, key) in enumerate(zip(prompts, limits, keys)):
             ids = _ids(prompt)
             if not ids:
-                raise ValueError(f"prompt {index} is empty: give it at least one token")
+                raise ValueError(f"prompt {index} is empty. Give it at least one token.")
             if limit < 1:
-                raise ValueError(f"max_new_tokens is {limit} for prompt {index}; give at least 1")
+                raise ValueError(f"max_new_tokens is {limit} for prompt {index}. Give at least 1.")
             if self.vocab_size and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 raise ValueError(
-                    f"prompt {index} has ids from {min(ids)} to {max(ids)}, and the vocabulary goes from 0 to "
-                    f"{self.vocab_size - 1}: give ids of this model's tokenizer"
+                    f"prompt {index} has ids from {min(ids)} to {max(ids)}, but the vocabulary goes from 0 to "
+                    f"{self.vocab_size - 1}. Give ids of this model's tokenizer."
                 )
             if len(ids) + limit > self.max_length:
                 raise ValueError(
-                    f"prompt {index} has {len(ids)} tokens; with {limit} new ones that is {len(ids) + limit}, and "
-                    f"max_length is {self.max_length}: shorten the prompt, or pass max_new_tokens="
-                    f"{max(self.max_length - len(ids), 0)} at most"
+                    f"prompt {index} has {len(ids)} tokens and gets {limit} new ones, which makes {len(ids) + limit}, "
+                    f"but max_length is {self.max_length}. Shorten the prompt, or pass max_new_tokens="
+                    f"{max(self.max_length - len(ids), 0)} at most."
                 )
             requests.append(Request(index, ids, len(ids) + limit, key))
         return requests
@@ -232,15 +232,10 @@ class InferenceEngine:
         count, fewest, vocab_size = most.tolist()
         if not count:
             raise ValueError(
-                "no layer of the model has a cache: generation needs the layers of triax.models, or layers with their "
-                "attribute `cache` (docs/generation.md)"
+                "no layer of the model has the attribute `cache`, which generation needs. Use the layers of "
+                "triax.models, or give your attention layers this attribute (docs/generation.md)."
             )
         return (-fewest if fewest > -(2**62) else 0), vocab_size
-
-    def _require_same(self, *arguments: object) -> None:
-        """Raise a ValueError if ranks have different arguments: they would wait forever for one another's messages."""
-        if not same(self.grid.world, arguments, self.grid.device):
-            raise ValueError("the ranks were given different prompts or options: pass the same on every rank")
 
 
 def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
@@ -248,11 +243,11 @@ def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point():
             raise ValueError(
-                f"a prompt must be a 1-d tensor of integers, not {prompt.dtype} of shape {tuple(prompt.shape)}"
+                f"a prompt is {prompt.dtype} of shape {tuple(prompt.shape)}. Give a 1-d tensor of integers."
             )
         prompt = prompt.tolist()
     if isinstance(prompt, int):
-        raise ValueError("tokens must be a list of prompts, each a list of ids: write generate([[1, 2, 3]], ...)")
+        raise ValueError("tokens must be a list of prompts, each a list of ids. Write generate([[1, 2, 3]], ...).")
     return [int(token) for token in prompt]
 
 
@@ -264,7 +259,7 @@ def _ends(eos: int | Iterable[int] | Tensor | None) -> frozenset[int]:
     ids = [_to_python(value) for value in values]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise ValueError(f"eos must be one id or a list of ids, and {token!r} is no integer: pass eos=[2], say")
+            raise ValueError(f"eos has {token!r}, not an integer. Give one id or a list of ids, such as eos=[2].")
     return frozenset(ids)
 
 

@@ -77,8 +77,8 @@ class KVCache:
         """Position of each token of the running batch in its own sequence, integers (B, T)."""
         if self._positions is None:
             raise RuntimeError(
-                "the model is run while a stream of tokens uses its cache: finish or close that stream first, "
-                "list(stream) or stream.close()"
+                "the model is run while a stream of tokens uses its cache. Finish or close that stream first, "
+                "list(stream) or stream.close()."
             )
         return self._positions
 

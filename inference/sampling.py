@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..grid import Axis
 from ..grid.random import derive, uniform
 from ..grid.ranges import split
+from ..tensor_parallel.regions import gather_split
 
 NOT_FINITE = -1  # in place of a token, if the logits have a nan or an infinity
 
@@ -42,11 +44,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-6 <= self.temperature < math.inf):
-            raise ValueError(f"temperature is {self.temperature}; give 0 (the most likely token) or at least 1e-6")
+            raise ValueError(f"temperature is {self.temperature}. Give 0 (the most likely token) or at least 1e-6.")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; give at least 1, or None to keep every token")
+            raise ValueError(f"top_k is {self.top_k}. Give at least 1, or None to keep every token.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; give a probability in (0, 1], or None to keep every token")
+            raise ValueError(f"top_p is {self.top_p}. Give a probability in (0, 1], or None to keep every token.")
 
 
 def choose(
@@ -70,35 +72,35 @@ def choose(
     x = logits.double()  # exact for every dtype of the model
     if sampling.temperature:
         x = x / sampling.temperature
-        if sampling.top_k is not None and sampling.top_k < vocab_size:
-            x = _at_least(x, _kth(x, sampling.top_k, axis, size, vocab_size))
-        if sampling.top_p is not None and sampling.top_p < 1:
-            x = _at_least(x, _nucleus(_gather(x, axis, size, vocab_size), sampling.top_p))
+        x = keep(x, sampling, axis if sharded else None, vocab_size)
         seeds = torch.tensor([derive("token", *key) for key in keys], device=x.device)
         noise = uniform(seeds, torch.arange(start, stop, device=x.device))  # (B, V_local)
         x = x - torch.log(-torch.log(noise))
     best, at = x.max(dim=-1)  # nan is the largest
     if size > 1:
         mine = torch.stack([best, (at + start).double()])  # (2, B): ids are exact in float64
-        every = mine.new_empty(size, *mine.shape)
-        axis.all_gather(every.flatten(0, 1), mine)
+        every = gather_split(mine[None], axis, dim=0)  # (size, 2, B)
         best, winner = every[:, 0].max(dim=0)  # of equal ones the lowest rank, which has the lowest ids
         at = every[:, 1].gather(0, winner[None])[0].long()
     return torch.where(torch.isfinite(best), at, NOT_FINITE).cpu()
 
 
-def _at_least(x: Tensor, threshold: Tensor) -> Tensor:
-    """Replace logits below the threshold with -inf."""
-    return x.masked_fill(x < threshold, -torch.inf)
+def keep(x: Tensor, sampling: Sampling, axis: Axis | None, vocab_size: int) -> Tensor:
+    """Set the logits that top-k and top-p leave out to -inf; ``axis`` shards the vocabulary of x, or is None."""
+    size = axis.size if axis is not None else 1
 
+    def gather(part: Tensor, length: int) -> Tensor:  # (B, n) of each rank -> (B, length)
+        return gather_split(part, axis, length=length) if axis is not None else part
 
-def _kth(x: Tensor, k: int, axis: Axis, size: int, vocab_size: int) -> Tensor:
-    """Return the k-th largest logit of each whole row, (B, 1), from the k largest of each rank."""
-    longest = -(-vocab_size // size)
-    width = min(k, longest)
-    top = x.topk(min(width, x.shape[-1]), dim=-1).values
-    top = torch.nn.functional.pad(top, (0, width - top.shape[-1]), value=-torch.inf)
-    return _all_gather(top, axis, size).topk(k, dim=-1).values[:, -1:]
+    if (k := sampling.top_k) is not None and k < vocab_size:
+        width = min(k, -(-vocab_size // size))  # the k largest logits of each rank are enough
+        top = x.topk(min(width, x.shape[-1]), dim=-1).values
+        top = F.pad(top, (0, width - top.shape[-1]), value=-torch.inf)
+        kth = gather(top, width * size).topk(k, dim=-1).values[:, -1:]  # (B, 1)
+        x = x.masked_fill(x < kth, -torch.inf)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        x = x.masked_fill(x < _nucleus(gather(x, vocab_size), sampling.top_p), -torch.inf)
+    return x
 
 
 def _nucleus(x: Tensor, p: float) -> Tensor:
@@ -107,18 +109,3 @@ def _nucleus(x: Tensor, p: float) -> Tensor:
     chances = ranked.softmax(dim=-1)
     inside = chances.cumsum(dim=-1) - chances < p  # the tokens before add up to less than p
     return ranked.gather(-1, inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
-
-
-def _gather(x: Tensor, axis: Axis, size: int, vocab_size: int) -> Tensor:
-    """Gather the logits of all ranks, (B, >= V); shorter shards are padded with -inf."""
-    missing = -(-vocab_size // size) - x.shape[-1]
-    return _all_gather(torch.nn.functional.pad(x, (0, missing), value=-torch.inf), axis, size)
-
-
-def _all_gather(x: Tensor, axis: Axis, size: int) -> Tensor:
-    """Gather (B, n) of each rank into (B, size * n)."""
-    if size == 1:
-        return x
-    every = x.new_empty(size, *x.shape)
-    axis.all_gather(every.flatten(0, 1), x.contiguous())
-    return every.transpose(0, 1).flatten(1)

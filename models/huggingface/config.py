@@ -21,8 +21,16 @@ _GPT2 = {
     "num_attention_heads": "n_head",
 }
 _LLAMA = (*_GPT2, "intermediate_size")
-# Fields that do not change the function that a model computes from its weights.
-_FREE = ("dropout", "initializer_range", "max_position_embeddings")
+# Optional settings of GPT-2 (our field -> key, default) and of Llama's family (field and key -> default).
+_GPT2_OPTIONS: dict[str, tuple[str, Any]] = {
+    "dropout": ("resid_pdrop", 0.1),
+    "tie_word_embeddings": ("tie_word_embeddings", True),
+    "initializer_range": ("initializer_range", 0.02),
+    "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
+}
+_LLAMA_OPTIONS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+# Llama's families -> (qkv_bias, qk_norm).
+_LLAMA_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -35,8 +43,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
-            f"{file} is missing ({found or 'an empty folder'}): give a folder as save_pretrained writes it, with "
-            "config.json and *.safetensors"
+            f"{file} does not exist ({found or 'the folder is empty'}). Give a folder that save_pretrained wrote, with "
+            "config.json and *.safetensors."
         )
     read: dict[str, Any] = json.loads(file.read_text())
     return read
@@ -60,11 +68,11 @@ def from_hf(config: Mapping[str, Any]) -> Config:
     family = config.get("model_type")
     if family == "gpt2":
         return _gpt(config)
-    if family in ("llama", "qwen2", "qwen3"):
-        return _llama(config, family)
+    if family in _LLAMA_FAMILIES:
+        return _llama(config, str(family))
     raise ValueError(
-        f"model_type {family!r} is none that is known (gpt2, llama, qwen2, qwen3): pass your own layers and names, "
-        "load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})"
+        f"model_type is {family!r}, but the known ones are gpt2, {', '.join(_LLAMA_FAMILIES)}. Pass your own layers "
+        "and names, load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})."
     )
 
 
@@ -80,17 +88,15 @@ def same_model(ours: Config, theirs: Config) -> str | None:
     """
     if type(ours) is not type(theirs):
         return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
+    # Fields that do not change the function that a model computes from its weights.
+    free = {"dropout", "initializer_range"}
+    if isinstance(ours, LlamaConfig):
+        free.add("max_position_embeddings")  # GPT-2 has a weight for each position
     differing = [
         f"{field.name} is {getattr(ours, field.name)} here, {getattr(theirs, field.name)} there"
         for field in fields(ours)
-        if field.name not in _FREE and getattr(ours, field.name) != getattr(theirs, field.name)
+        if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
     ]
-    if (
-        isinstance(ours, GPTConfig) and ours.max_position_embeddings != theirs.max_position_embeddings
-    ):  # learned positions
-        differing.append(
-            f"max_position_embeddings is {ours.max_position_embeddings} here, {theirs.max_position_embeddings} there"
-        )
     return ", ".join(differing) or None
 
 
@@ -106,15 +112,13 @@ def _gpt(config: Mapping[str, Any]) -> GPTConfig:
     hidden = config.get("n_inner") or 4 * width
     if hidden % width:
         raise ValueError(
-            f"n_inner={hidden} is no multiple of n_embd={width}, which our GPT's MLP is: mlp_ratio x width"
+            f"n_inner={hidden} is not a multiple of n_embd={width}, as triax's GPT needs (mlp_ratio x n_embd). "
+            "triax.parallelize shards the Hugging Face model itself."
         )
     return GPTConfig(
         **{ours: config[theirs] for ours, theirs in _GPT2.items()},
+        **{ours: config.get(theirs, default) for ours, (theirs, default) in _GPT2_OPTIONS.items()},
         mlp_ratio=hidden // width,
-        dropout=config.get("resid_pdrop", 0.1),
-        tie_word_embeddings=config.get("tie_word_embeddings", True),
-        initializer_range=config.get("initializer_range", 0.02),
-        layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
     )
 
 
@@ -124,21 +128,19 @@ def _llama(config: Mapping[str, Any], family: str) -> LlamaConfig:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type={kind!r} is not implemented; there are 'default' and 'llama3'")
-    scaling = None
+        raise ValueError(f"rope_type={kind!r} is not implemented, only 'default' and 'llama3' are")
+    scaling, (qkv_bias, qk_norm) = None, _LLAMA_FAMILIES[family]
     if kind == "llama3":
         scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
     return LlamaConfig(
         **{name: config[name] for name in _LLAMA},
+        **{name: config.get(name, default) for name, default in _LLAMA_OPTIONS.items()},
         num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         head_dim=config.get("head_dim") or 0,
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
         rope_scaling=scaling,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        initializer_range=config.get("initializer_range", 0.02),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
     )
 
 
@@ -147,8 +149,8 @@ def _require(config: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
         value = config.get(key, values[0])
         if value not in values:
             raise ValueError(
-                f"{config['model_type']} with {key}={value!r} is not implemented; our layers are those of "
-                f"{key}={' or '.join(map(repr, values))}. (triax.parallelize shards the Hugging Face model itself.)"
+                f"{config['model_type']} with {key}={value!r} is not implemented, only with "
+                f"{key}={' or '.join(map(repr, values))}. triax.parallelize shards the Hugging Face model itself."
             )
 
 
@@ -158,13 +160,10 @@ def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
         "model_type": "gpt2",
         "activation_function": "gelu_new",
         **{theirs: getattr(config, ours) for ours, theirs in _GPT2.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _GPT2_OPTIONS.items()},
         "n_inner": config.mlp_ratio * config.hidden_size,
-        "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": 0.0,
-        "layer_norm_epsilon": config.layer_norm_epsilon,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
         # The defaults are GPT-2's own tokens, which another vocabulary need not have.
         "bos_token_id": None,
         "eos_token_id": None,
@@ -172,35 +171,27 @@ def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
 
 
 def _to_llama(config: LlamaConfig) -> dict[str, Any]:
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError("no Hugging Face family has both qkv_bias (Qwen2) and qk_norm (Qwen3)")
-    family, name = "llama", "LlamaForCausalLM"
-    if config.qkv_bias:
-        family, name = "qwen2", "Qwen2ForCausalLM"
-    elif config.qk_norm:
-        family, name = "qwen3", "Qwen3ForCausalLM"
-    elif (
-        config.num_attention_heads * config.head_dim != config.hidden_size
-        and config.hidden_size % config.num_attention_heads
-    ):
+    options = config.qkv_bias, config.qk_norm
+    family = next((name for name, has in _LLAMA_FAMILIES.items() if has == options), None)
+    if family is None:
+        raise ValueError("no Hugging Face family has both qkv_bias (Qwen2) and qk_norm (Qwen3). Leave out one of them.")
+    if family == "llama" and config.hidden_size % config.num_attention_heads:
         raise ValueError(
-            f"Hugging Face's Llama wants num_attention_heads to divide hidden_size; {config.num_attention_heads} "
-            f"does not divide {config.hidden_size}"
+            f"num_attention_heads={config.num_attention_heads} does not divide hidden_size={config.hidden_size}, as "
+            "Hugging Face's Llama needs. Change one of them."
         )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **asdict(config.rope_scaling)}
     return {
-        "architectures": [name],
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
-        **{name: getattr(config, name) for name in (*_LLAMA, "num_key_value_heads", "head_dim", "rms_norm_eps")},
+        **{name: getattr(config, name) for name in (*_LLAMA, *_LLAMA_OPTIONS, "num_key_value_heads", "head_dim")},
         "rope_parameters": rope,
         "rope_theta": config.rope_theta,  # with rope_scaling, where Transformers 4 looks
         "rope_scaling": rope if config.rope_scaling is not None else None,
         "attention_bias": False,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
     }

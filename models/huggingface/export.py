@@ -17,8 +17,6 @@ from .folder_writer import FolderWriter
 from .names import Entry, expand, names_of
 from .save import Held, parts_of, write_parts
 
-FILE_BYTES = 5 * 10**9  # weights are written to several files beyond that
-
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -58,7 +56,7 @@ def export(
         for name, (shape, kind) in tensors.items()
     }
     announced = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
-    writer = FolderWriter(folder, written, announced, FILE_BYTES)
+    writer = FolderWriter(folder, written, announced)
     for name, parts in plan.items():
         write_parts(writer, read(name), parts, entries[name])
     writer.close()
@@ -76,9 +74,9 @@ def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[st
     kind, fields = (model or {}).get("class"), dict((model or {}).get("fields", {}))
     if kind in ("GPTConfig", "LlamaConfig"):
         return to_hf(config_from_fields(kind, fields)), None
-    of = "does not tell what model it is of" if model is None else f"is of a model made from a {kind}"
+    of = "does not tell the model's configuration" if model is None else f"has a model made from a {kind}"
     raise ValueError(
-        f"the checkpoint {of}: pass --config config.json, if its layers are those of triax.gpt_layers or "
-        "triax.llama_layers; else triax.load_weights(module, checkpoint) and "
-        "triax.save_hf(module, folder, names=..., config=...)"
+        f"the checkpoint {of}. Pass --config config.json if its layers are those of triax.gpt_layers or "
+        "triax.llama_layers. For other layers call triax.load_weights(module, checkpoint) and "
+        "triax.save_hf(module, folder, names=..., config=...)."
     )

@@ -33,7 +33,7 @@ class FolderWriter:
         folder: Path,
         config: Mapping[str, Any],
         tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        file_bytes: int,
+        file_bytes: int = 5 * 10**9,
     ) -> None:
         files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
         filled = total = 0

@@ -23,8 +23,8 @@ from ..gpt import gpt_layers
 from ..llama import llama_layers
 from .config import from_hf, layer_count, same_model
 from .names import FAMILIES, Entry, Names, expand, names_of
-from .reader import Source, check, fetch, find, open_source, unused
-from .save import hugging_face, named, wrapping
+from .reader import Source, check, check_all_used, fetch, find, open_source
+from .save import config_of, entries_of, hugging_face, module_and_grid, named
 
 M = TypeVar("M")
 
@@ -95,20 +95,17 @@ def load_hf(
         return _self_loading(specs, source, names or names_of(source.config["model_type"]))
     if isinstance(into, Sequence):
         return _self_loading(into, source, names or names_of(source.config.get("model_type")))
-    module = into if isinstance(into, nn.Module) else getattr(into, "module", None)
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"load_hf fills LayerSpecs, a module or an engine, not a {type(into).__name__}: leave it out and put what "
-            "load_hf(path) returns into a PipelineModule"
-        )
-    grid = grid or getattr(into, "grid", None)
-    if grid is None:
-        raise ValueError(f"a {type(into).__name__} does not keep its grid: pass load_hf(path, module, grid=grid)")
+    module, grid = module_and_grid(into, grid, "load_hf(path, module, grid=grid)")
     assign = getattr(into, "assign", None)
     with agreed(grid, None):
         made_of = _checked(module, source, names, held=assign is not None)
-    with agreed(grid, None):
-        _fill(made_of, source, grid, assign)
+    with agreed(grid, None), torch.no_grad():
+        for parameter, (ours, entry) in made_of.items():
+            value = fetch(source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
+            if assign is not None:  # an engine holds the values
+                assign(parameter, value)
+            else:
+                parameter.copy_(value)
     return into
 
 
@@ -153,14 +150,13 @@ class _Loaded:
 def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[LayerSpec]:
     """Return the specs with classes that load their own weights."""
     entries = expand(names, layer_count(source.config))
-    if left := unused(source, entries.values()):
-        raise ValueError(f"{_some(left)} of {source.where} go nowhere: add them to names")
+    check_all_used(source, entries.values())
     _same(source, specs)
     first: dict[Any, _Loaded] = {}
     loading: list[LayerSpec] = []
     for index, spec in enumerate(specs):
         if not isinstance(spec, LayerSpec):
-            raise TypeError(f"layer {index} is a {type(spec).__name__}, built already: list LayerSpec(cls, ...)")
+            raise TypeError(f"layer {index} is a {type(spec).__name__}, not a LayerSpec. Write LayerSpec(cls, ...).")
         key = (spec.key, spec.cls) if isinstance(spec, TiedLayerSpec) else index
         cls = first.setdefault(key, _Loaded(spec.cls, index, source, entries))
         new = object.__new__(type(spec))
@@ -178,9 +174,8 @@ def _checked(
         held: True if an engine holds the parameters' values, so that the parameters' own tensors may be empty.
     """
     own = named(module)
-    entries = _entries(module, source, names)
-    if left := unused(source, entries.values()):
-        raise ValueError(f"{_some(left)} of {source.where} go nowhere: add them to names")
+    entries = entries_of(module, names, source.config)
+    check_all_used(source, entries.values())
     _same(source, getattr(module, "specs", ()))
     layers = {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}
     for prefix in layers if hugging_face(module)[0] is None else ():
@@ -190,44 +185,20 @@ def _checked(
         empty = parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
         if empty and not held:
             raise RuntimeError(
-                f"{ours} has no values yet, or another holds them: build the model from the layers of load_hf(path), "
-                "or call model.fill() first; of a model that an engine trains pass the engine"
+                f"{ours} has no values, because the model is on the meta device or an engine holds the values. Build "
+                "the model from the layers of load_hf(path), call model.fill() first, or pass the engine."
             )
         made_of[parameter] = ours, _entry(entries, ours, module)
         check(source, *made_of[parameter], layout_of(parameter))
     return made_of
 
 
-@torch.no_grad()
-def _fill(made_of: Mapping[nn.Parameter, tuple[str, Entry]], source: Source, grid: Grid, assign: Any) -> None:
-    """Set the values of parameters from the source; call ``assign`` for this if an engine holds the values."""
-    for parameter, (ours, entry) in made_of.items():
-        value = fetch(source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
-        if assign is not None:
-            assign(parameter, value)
-        else:
-            parameter.copy_(value)
-
-
-def _entries(module: nn.Module, source: Source, names: Names | None) -> dict[str, Entry]:
-    """Find the source tensors of each parameter by ``names``, by the parameter's own name or by the family's table."""
-    blocks = layer_count(source.config)
-    if names is not None:
-        return expand(names, blocks)
-    theirs, prefix = hugging_face(module)
-    if theirs is not None:
-        return {prefix + name: Entry((name,)) for name in theirs.state_dict()}  # what is tied, under every name
-    if (wrapped := wrapping(module)) is not None:
-        return expand(wrapped.names(), blocks)
-    return expand(names_of(source.config.get("model_type")), blocks)
-
-
 def _entry(entries: Mapping[str, Entry], ours: str, layer: nn.Module) -> Entry:
     if ours not in entries:
         near = [name for name in entries if name.rpartition(".")[0] == ours.rpartition(".")[0]] or list(entries)[:4]
         raise ValueError(
-            f"names do not say what {ours} (of a {type(layer).__name__}) is in Hugging Face's model; they have "
-            f"{', '.join(near)}: pass names={{{ours!r}: '...', ...}}"
+            f"names have no entry for {ours} (of a {type(layer).__name__}), only for {', '.join(near)}. Add "
+            f"Hugging Face's name of it, names={{{ours!r}: '...', ...}}."
         )
     return entries[ours]
 
@@ -237,19 +208,15 @@ def _no_more(source: Source, entries: Mapping[str, Entry], own: Mapping[str, Any
     for ours, entry in entries.items():
         if ours.startswith(prefix) and ours not in own and find(source, entry.theirs[0]) is not None:
             raise ValueError(
-                f"{source.where} has {entry.theirs[0]}, and here there is no {ours} to take it: build the model that "
-                "its config.json describes, config_from_hf(path)"
+                f"{source.where} has {entry.theirs[0]}, but the model has no {ours} to take it. Build the model that "
+                "its config.json describes, config_from_hf(path)."
             )
 
 
 def _same(source: Source, specs: Sequence[Any]) -> None:
     """Raise ValueError if triax's model would compute another function than the source's with equal weights."""
-    ours = next((a for s in specs for a in getattr(s, "args", ()) if isinstance(a, (GPTConfig, LlamaConfig))), None)
+    ours = config_of(specs)
     if ours is None or source.config.get("model_type") not in FAMILIES:
         return
     if differing := same_model(ours, from_hf(source.config)):
-        raise ValueError(f"the model is not that of {source.where}: {differing}. Take config_from_hf(path)")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more weights" if len(names) > 6 else "")
+        raise ValueError(f"the model differs from that of {source.where}: {differing}. Use config_from_hf(path).")

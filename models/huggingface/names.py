@@ -70,8 +70,8 @@ def names_of(family: Any) -> Names:
     """
     if family not in FAMILIES:
         raise ValueError(
-            f"no names are known for model_type {family!r} (but for {', '.join(FAMILIES)}): pass names={{'layers.0."
-            "weight': 'model.embed.weight', ...}, ours -> Hugging Face's"
+            f"there is no table of names for model_type {family!r}, only for {', '.join(FAMILIES)}. Pass names, which "
+            "maps triax's names to Hugging Face's: names={'layers.0.weight': 'model.embed.weight', ...}."
         )
     return FAMILIES[family]
 
@@ -100,7 +100,7 @@ def _written(pattern: str, i: int, n: int) -> str:
     def value(match: re.Match[str]) -> str:
         number = re.fullmatch(r"([in])([+-]\d+)?", match[1])
         if number is None:
-            raise ValueError(f"{pattern!r} has {match[0]}: write {{i}} for a block's number, {{i+2}}, {{n}} or {{n+1}}")
+            raise ValueError(f"{pattern!r} has {match[0]}. Write {{i}} for a block's index, {{i+2}}, {{n}} or {{n+1}}.")
         return str({"i": i, "n": n}[number[1]] + int(number[2] or 0))
 
     return re.sub(r"\{([^}]*)\}", value, pattern)

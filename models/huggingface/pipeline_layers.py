@@ -71,21 +71,16 @@ class HFModel:
         kind = getattr(config, "model_type", None)
         if kind not in _FAMILIES:
             raise ValueError(
-                f"hf_layers runs models of the families {', '.join(_FAMILIES)}, not of {kind!r}: list its layers "
-                "yourself, LayerSpec(cls, ...) each"
+                f"hf_layers has the families {', '.join(_FAMILIES)}, but the model is of the family {kind!r}. List "
+                "its layers yourself, each as LayerSpec(cls, ...)."
             )
         if getattr(config, "add_cross_attention", False):
-            raise ValueError("add_cross_attention: hf_layers runs decoders alone; take a configuration without it")
+            raise ValueError("hf_layers does not implement add_cross_attention. Take a configuration without it.")
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ValueError("layer_types has sliding_attention: hf_layers masks what comes later, and no more")
+            raise ValueError("hf_layers has no mask for sliding_attention in layer_types. Use full_attention instead.")
         self.config, self.family = config, _FAMILIES[kind]
         if config._attn_implementation is None:
             config._attn_implementation = "sdpa"  # as a model would choose
-
-    @property
-    def tied(self) -> bool:
-        """True if the head and the token embedding share one weight."""
-        return bool(self.config.tie_word_embeddings)
 
     @property
     def architecture(self) -> str:
@@ -148,8 +143,10 @@ def hf_layers(model_or_config: Any) -> list[LayerSpec]:
     hf = HFModel(model_or_config.config if live else model_or_config)
     positions = [LayerSpec(Positions, hf)] if hf.family.learned else []
     blocks = [LayerSpec(HFBlock, hf, index) for index in range(hf.config.num_hidden_layers)]
-    first: LayerSpec = TiedLayerSpec("embed", Embedding, hf) if hf.tied else LayerSpec(Embedding, hf)
-    head = TiedLayerSpec("embed", Embedding, hf, forward_fn=Embedding.attend) if hf.tied else LayerSpec(Head, hf)
+    first, head = LayerSpec(Embedding, hf), LayerSpec(Head, hf)
+    if hf.config.tie_word_embeddings:
+        first = TiedLayerSpec("embed", Embedding, hf)
+        head = TiedLayerSpec("embed", Embedding, hf, forward_fn=Embedding.attend)
     layers = [first, *positions, *blocks, LayerSpec(Norm, hf), head]
     return load_hf(model_or_config, layers, names=hf.names()) if live else layers
 
@@ -160,7 +157,11 @@ class Embedding(nn.Embedding):
     hollow = False  # built with its values, and its buffers
 
     def __init__(self, hf: HFModel, *, grid: Grid) -> None:
-        _whole(grid)
+        if grid.tensor.size > 1:
+            raise ValueError(
+                f"the grid has tensor={grid.tensor.size}, but the blocks of hf_layers cannot be sharded. Take the "
+                "layers of load_hf(path), or a grid with tensor=1."
+            )
         padding = None if hf.family.learned else hf.config.pad_token_id
         super().__init__(hf.config.vocab_size, hf.config.hidden_size, padding)
         hf.initialize(self)
@@ -270,11 +271,3 @@ class CausalLMLoss:
 def _block(hf: HFModel, index: int) -> nn.Module:
     block: nn.Module = hf.family.find("Block" if hf.family.learned else "DecoderLayer")(hf.config, layer_idx=index)
     return block
-
-
-def _whole(grid: Grid) -> None:
-    if grid.tensor.size > 1:
-        raise ValueError(
-            f"hf_layers runs transformers' own blocks, whole, and the grid has {grid.tensor.size} tensor ranks: take "
-            "load_hf(path), whose layers they shard, or a grid without tensor"
-        )

@@ -52,14 +52,14 @@ class _Folder:
         if not names:
             found = ", ".join(sorted(path.name for path in folder.iterdir()))
             raise FileNotFoundError(
-                f"{folder} has no *.safetensors ({found}): have transformers write it, "
-                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+                f"{folder} has no *.safetensors ({found}). Let transformers write the folder, "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
         self._files: dict[str, Any] = {}
         self.shapes = {}
         for file in names:
             if not (folder / file).is_file():
-                raise FileNotFoundError(f"{index} lists {file}, which {folder} does not have")
+                raise FileNotFoundError(f"{index} lists {file}, but {folder} does not have it. Copy the whole folder.")
             opened = safe_open(folder / file, framework="pt")
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
                 self._files[name] = opened
@@ -96,9 +96,7 @@ def open_source(path_or_model: Any) -> Source:
         return _Folder(Path(path_or_model))
     if hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
         return _Model(path_or_model)
-    raise TypeError(
-        f"weights come from a folder's path or a transformers model, not from a {type(path_or_model).__name__}"
-    )
+    raise TypeError(f"got a {type(path_or_model).__name__}. Give the path of a folder, or a transformers model.")
 
 
 def find(source: Source, name: str) -> str | None:
@@ -106,17 +104,16 @@ def find(source: Source, name: str) -> str | None:
 
     Some files leave out the base model's prefix, and files store a tied weight under only one of its names.
     """
-    short = name.partition(".")[2]
-    for candidate in (name, short):
-        if candidate in source.shapes:
-            return candidate
-    return None
+    return next((each for each in (name, name.partition(".")[2]) if each in source.shapes), None)
 
 
-def unused(source: Source, entries: Iterable[Entry]) -> list[str]:
-    """List the weights of a source that belong to no parameter's entry."""
+def check_all_used(source: Source, entries: Iterable[Entry]) -> None:
+    """Raise ValueError if a weight of a source belongs to no parameter's entry."""
     taken = {find(source, name) for entry in entries for name in entry.theirs}
-    return [name for name in source.shapes if name not in taken and not name.endswith(_NO_WEIGHTS)]
+    unused = [name for name in source.shapes if name not in taken and not name.endswith(_NO_WEIGHTS)]
+    if unused:
+        more = f" and {len(unused) - 6} more weights" if len(unused) > 6 else ""
+        raise ValueError(f"no parameter takes {', '.join(unused[:6])}{more} of {source.where}. Add them to names.")
 
 
 def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list[str], list[tuple[int, ...]]]:
@@ -139,7 +136,8 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list
         name = find(source, theirs)
         if name is None:
             raise ValueError(
-                f"{ours} comes from {theirs}, which {source.where} does not have; it has {_near(theirs, source.shapes)}"
+                f"{ours} is loaded from {theirs}, but {source.where} has only {_near(theirs, source.shapes)}. Change "
+                "names, or the model."
             )
         names.append(name)
     shapes = [source.shapes[name] for name in names]
@@ -149,8 +147,8 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list
     if whole != layout.shape or any(shape[1:] != whole[1:] for shape in shapes):
         kept = ", ".join(f"{name} {tuple(source.shapes[name])}" for name in names)
         raise ValueError(
-            f"{ours} is {layout.shape} here, and {kept} in {source.where}{', transposed' * entry.transposed}: build "
-            "the model of the sizes in its config.json, config_from_hf(path)"
+            f"{ours} is {layout.shape} here, but {kept} in {source.where}{', transposed' * entry.transposed}. Build "
+            "the model with the sizes of its config.json, config_from_hf(path)."
         )
     return names, shapes
 

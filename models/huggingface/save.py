@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -57,12 +57,7 @@ def save_hf(
         ValueError: the model's configuration, its grid or a name is unknown. The message says what to pass.
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
-    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"save_hf writes an engine's or a module's weights, not those of a {type(model).__name__}")
-    grid = grid or getattr(model, "grid", None)
-    if grid is None:
-        raise ValueError(f"a {type(model).__name__} does not keep its grid: pass save_hf(module, path, grid=grid)")
+    module, grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
     lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]] = getattr(model, "gathered", None) or (
         lambda parameters: nullcontext()
     )
@@ -73,17 +68,12 @@ def save_hf(
             released = parameter.numel() > 1 and not any(parameter.stride())
             if parameter.is_meta or (released and not hasattr(model, "gathered")):
                 raise RuntimeError(
-                    f"{name} is not here: save the engine that trains this model, save_hf(engine, path), or within "
-                    "zero.gathered(module)"
+                    f"{name} has no values, because ZeRO stage 3 or an engine holds them. Pass the engine, "
+                    "save_hf(engine, path), or call save_hf within zero.gathered(module)."
                 )
         held = _everything(own, grid)
-        theirs, prefix = hugging_face(module)
-        written = _config(module, theirs, config)
-        entries = {name: Entry((name.removeprefix(prefix),)) for name in held}
-        if names is not None or theirs is None:
-            wrapped = wrapping(module)
-            known = names_of(written.get("model_type")) if wrapped is None and names is None else None
-            entries = expand(names or known or wrapped.names(), layer_count(written))
+        written = _config(module, config)
+        entries = entries_of(module, names, written)
         plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items()}
         if grid.rank == 0:
             tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
@@ -106,6 +96,39 @@ def save_hf(
             raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
 
 
+def module_and_grid(model: Any, grid: Grid | None, call: str) -> tuple[nn.Module, Grid]:
+    """Return the module of a module or an engine, and its grid. Errors tell the user to write ``call``.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor an engine.
+        ValueError: no grid is given, and the model has no attribute with its grid.
+    """
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}, not an nn.Module or an engine. Write {call}.")
+    grid = grid or getattr(model, "grid", None)
+    if grid is None:
+        raise ValueError(f"a {type(model).__name__} does not know its grid. Write {call}.")
+    return module, grid
+
+
+def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]) -> dict[str, Entry]:
+    """Find Hugging Face's tensors for each parameter, by ``names``, by the parameter's own name or by a table.
+
+    Args:
+        module: the model.
+        names: table of the caller, or None.
+        config: content of ``config.json``, which gives the family and the number of blocks.
+    """
+    theirs, prefix = hugging_face(module)
+    if names is None and theirs is not None:
+        return {prefix + name: Entry((name,)) for name in theirs.state_dict()}  # a tied weight under every name
+    if names is None:
+        wrapped = wrapping(module)
+        names = names_of(config.get("model_type")) if wrapped is None else wrapped.names()
+    return expand(names, layer_count(config))
+
+
 def hugging_face(module: Any) -> tuple[Any, str]:
     """Return the Hugging Face model in a module, and the prefix of the names of its parameters.
 
@@ -114,6 +137,12 @@ def hugging_face(module: Any) -> tuple[Any, str]:
     specs: Any = getattr(module, "specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
     return (inner, prefix) if hasattr(getattr(inner, "config", None), "to_dict") else (None, "")
+
+
+def config_of(specs: Sequence[Any]) -> GPTConfig | LlamaConfig | None:
+    """Return the configuration that layers' specs have as an argument, or None."""
+    arguments = (value for spec in specs for value in getattr(spec, "args", ()))
+    return next((value for value in arguments if isinstance(value, (GPTConfig, LlamaConfig))), None)
 
 
 def wrapping(module: Any) -> Any:
@@ -137,20 +166,20 @@ def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
     return held
 
 
-def _config(module: nn.Module, theirs: Any, config: Any) -> dict[str, Any]:
+def _config(module: nn.Module, config: Any) -> dict[str, Any]:
     """Return the content of ``config.json``, without the dtype."""
+    theirs, _ = hugging_face(module)
     if config is None and theirs is not None:
         config = theirs.config.to_dict()
         config["architectures"] = config.get("architectures") or [type(theirs).__name__]
     if config is None:
-        candidates = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
-        config = next((value for value in candidates if isinstance(value, (GPTConfig, LlamaConfig))), None)
+        config = config_of(getattr(module, "specs", ()))
     if config is None and (wrapped := wrapping(module)) is not None:
         config = {**wrapped.config.to_dict(), "architectures": [wrapped.architecture]}
     if config is None:
         raise ValueError(
-            "the configuration of the model is not known: pass save_hf(model, path, config=GPTConfig(...)), or the "
-            "content of config.json as a dict"
+            "the model has no configuration that can be written. Pass save_hf(model, path, config=GPTConfig(...)), or "
+            "the content of config.json as a dict."
         )
     return to_hf(config) if isinstance(config, (GPTConfig, LlamaConfig)) else dict(config)
 
@@ -161,14 +190,15 @@ def parts_of(
     """Return the tensors to write for one parameter: names, shapes and dtypes."""
     if name not in entries:
         raise ValueError(
-            f"names do not say what {name} is in Hugging Face's model: pass names={{{name!r}: '...', ...}}"
+            f"names have no entry for {name}. Add Hugging Face's name of it, names={{{name!r}: '...', ...}}."
         )
     entry, layout = entries[name], held.layout
     lengths = list(layout.parts or ())
     if len(lengths) != len(entry.theirs):  # not fused for the tensor axis, or all of it one tensor of theirs
         length, rest = divmod(layout.shape[0], len(entry.theirs))
         if rest:
-            raise ValueError(f"{name} {layout.shape} is not {len(entry.theirs)} equal parts: {', '.join(entry.theirs)}")
+            parts = ", ".join(entry.theirs)
+            raise ValueError(f"{name} {layout.shape} cannot be divided into {len(entry.theirs)} equal parts: {parts}")
         lengths = [length] * len(entry.theirs)
     shapes = [(length, *layout.shape[1:]) for length in lengths]
     if entry.transposed:

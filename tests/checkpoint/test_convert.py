@@ -317,10 +317,10 @@ def test_exports_refused(tmp_path: Path) -> None:
     words = ("export", tmp_path / "runs", tmp_path / "hf")
     assert "give " in command(*words)[1] and "--format hf for a folder" in command(*words)[1]
     assert "give one of safetensors, hf" in command(*words, "--format", "gguf")[1]
-    assert "does not tell what model it is of: pass --config" in command(*words, "--format", "hf")[1]
+    assert "does not tell the model's configuration. Pass --config" in command(*words, "--format", "hf")[1]
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     said = command(*words, "--format", "hf", "--config", tmp_path / "config.json")[1]
-    assert "names do not say what bias is in Hugging Face's model" in said
+    assert "names have no entry for bias" in said
     file = tmp_path / "m.safetensors"
     assert "--config is for --format hf" in command(*words[:2], file, "--config", tmp_path / "config.json")[1]
     shutil.rmtree(tmp_path / "runs")

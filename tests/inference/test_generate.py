@@ -75,15 +75,14 @@ def test_greedy_tokens_are_those_of_transformers(ranks: Any, tmp_path: Path, nam
 def test_what_is_kept_to_draw_from_is_what_transformers_keeps() -> None:
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    from triax.inference.sampling import _at_least, _kth, _nucleus
+    from triax.inference.sampling import Sampling, keep
 
-    axis = Grid().tensor
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2
     for k in (1, 5, 39, 40):
-        kept = _at_least(logits, _kth(logits, k, axis, 1, 40))
+        kept = keep(logits, Sampling(top_k=k), None, 40)
         assert torch.equal(kept, TopKLogitsWarper(k)(torch.zeros(1, 1), logits))
     for p in (0.05, 0.3, 0.9, 0.999):
-        kept = _at_least(logits, _nucleus(logits, p))
+        kept = keep(logits, Sampling(top_p=p), None, 40)
         assert torch.equal(kept, TopPLogitsWarper(p)(torch.zeros(1, 1), logits))
 
 

@@ -320,7 +320,7 @@ def test_a_stream_has_the_model_to_itself(ranks: Any, sizes: tuple[int, int, int
     for result in ranks(math.prod(sizes), overlapping, sizes):
         assert result["events"] == result["again"] == result["wanted"]
         assert len(result["said"]) == 24
-        assert all("finish or close the other stream first, list(stream) or" in said for said in result["said"])
+        assert all("Finish or close the other stream first, list(stream) or" in said for said in result["said"])
         for training, around, caches in result["states"]:
             assert training and around is None and set(caches) <= {None}
 
@@ -335,7 +335,7 @@ def test_the_model_is_refused_while_a_stream_has_it() -> None:
     stream = generator.stream(PROMPTS, LIMITS)
     events = [next(stream)]
     for use in (lambda: engine.train_batch(iter([(x, x)])), lambda: engine.module(x)):
-        with pytest.raises(RuntimeError, match="while a stream of tokens uses its cache: finish or close that stream"):
+        with pytest.raises(RuntimeError, match=r"while a stream of tokens uses its cache. Finish or close that stream"):
             use()
     assert events + list(stream) == wanted and engine.module.training
     assert math.isfinite(float(engine.train_batch(iter([(x, x)]))))
@@ -363,7 +363,7 @@ def test_ends_may_be_tensors() -> None:
         assert engine.generate(PROMPTS[:1], 9, temperature=0, eos=eos) == wanted, eos
     wrong: list[Any] = [torch.tensor([1.0]), 2.0, "end", ["a"], [None], True, torch.tensor([[1]])]
     for eos in wrong:
-        with pytest.raises(ValueError, match="is no integer: pass eos="):
+        with pytest.raises(ValueError, match=r"not an integer. Give one id or a list of ids"):
             engine.generate(PROMPTS[:1], 9, eos=eos)
 
 
@@ -499,17 +499,17 @@ def test_what_is_not_finite_is_no_token() -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([[1] * 30], {"max_new_tokens": 3}, "with 3 new ones that is 33, and max_length is 32: shorten the prompt"),
-        ([[1], []], {}, "prompt 1 is empty: give it at least one token"),
-        ([[1, 53]], {}, "prompt 0 has ids from 1 to 53, and the vocabulary goes from 0 to 52"),
-        ([1, 2, 3], {}, r"must be a list of prompts, each a list of ids: write generate\(\[\[1, 2, 3\]\], ...\)"),
-        ([torch.zeros(1, 3)], {}, r"a prompt must be a 1-d tensor of integers, not torch.float32 of shape \(1, 3\)"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0 for prompt 0; give at least 1"),
-        ([[1]], {"max_new_tokens": [1, 2]}, "max_new_tokens has 2 entries for 1 prompts: give one for each"),
+        ([[1] * 30], {"max_new_tokens": 3}, "gets 3 new ones, which makes 33, but max_length is 32. Shorten"),
+        ([[1], []], {}, "prompt 1 is empty. Give it at least one token"),
+        ([[1, 53]], {}, "prompt 0 has ids from 1 to 53, but the vocabulary goes from 0 to 52"),
+        ([1, 2, 3], {}, r"must be a list of prompts, each a list of ids. Write generate\(\[\[1, 2, 3\]\], ...\)"),
+        ([torch.zeros(1, 3)], {}, r"a prompt is torch.float32 of shape \(1, 3\). Give a 1-d tensor of integers"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0 for prompt 0. Give at least 1"),
+        ([[1]], {"max_new_tokens": [1, 2]}, "max_new_tokens has 2 entries for 1 prompts. Give one for each"),
         ([[1]], {"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
-        ([[1]], {"temperature": -1.0}, r"temperature is -1.0; give 0 \(the most likely token\) or at least 1e-6"),
-        ([[1]], {"top_k": 0}, "top_k is 0; give at least 1"),
-        ([[1]], {"top_p": 1.5}, r"top_p is 1.5; give a probability in \(0, 1\]"),
+        ([[1]], {"temperature": -1.0}, r"temperature is -1.0. Give 0 \(the most likely token\) or at least 1e-6"),
+        ([[1]], {"top_k": 0}, "top_k is 0. Give at least 1"),
+        ([[1]], {"top_p": 1.5}, r"top_p is 1.5. Give a probability in \(0, 1\]"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked(tokens: Any, options: dict[str, Any], message: str) -> None:
@@ -520,18 +520,18 @@ def test_what_cannot_be_asked(tokens: Any, options: dict[str, Any], message: str
 
 def test_models_that_cannot_generate() -> None:
     module = model(GPT)
-    with pytest.raises(ValueError, match="max_length is 33, and the model has 32 positions: pass max_length=32"):
+    with pytest.raises(ValueError, match=r"max_length is 33, but the model has 32 positions. Pass max_length=32"):
         init_inference(module, max_length=33)
-    with pytest.raises(ValueError, match="max_batch is 0; give at least 1"):
+    with pytest.raises(ValueError, match=r"max_batch is 0. Give at least 1"):
         init_inference(module, max_batch=0)
-    with pytest.raises(ValueError, match="no layer of the model has a cache"):
+    with pytest.raises(ValueError, match="no layer of the model has the attribute `cache`"):
         init_inference(PipelineModule([torch.nn.Linear(3, 3)]))
     with pytest.raises(TypeError, match="model is a Linear, not a PipelineModule or a training engine"):
         init_inference(torch.nn.Linear(3, 3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"placeholders still: call model.fill\(\)"):
+    with pytest.raises(ValueError, match=r"have no values yet. Call model.fill\(\)"):
         init_inference(PipelineModule(gpt_layers(GPT), device="meta"))
     module.get_parameter("layers.3.mlp.up.weight").data.fill_(torch.nan)
-    with pytest.raises(AgreedError, match="the logits for token 1 of prompt 1 are not finite: look for nan"):
+    with pytest.raises(AgreedError, match=r"the logits for token 1 of prompt 1 are not finite. Look for nan"):
         init_inference(module).generate(PROMPTS, 3)
     assert init_inference(model(GPT), dtype=torch.float32, max_length=9).generate([[1]], 3)
 
@@ -571,7 +571,7 @@ def test_no_rank_is_left_waiting(ranks: Any, what: str) -> None:
         assert first == second and "token 1 of prompt 1 are not finite" in first[0]
     elif what == "prompts":
         assert first == second
-        assert first[0] == "the ranks were given different prompts or options: pass the same on every rank"
+        assert first[0] == "the ranks got different prompts or options. Pass the same on every rank."
     elif what == "callback":
         assert first == ["rank 0 (pipe 0, data 0, tensor 0) failed at generate: OSError: the disk is full"]
         assert "rank 1" in second[0]

@@ -216,7 +216,7 @@ def test_half_precision_leaves_frequencies_as_they_are(half: str) -> None:
 
 
 def whole(case: str) -> str:
-    with pytest.raises(ValueError, match="2 tensor ranks: take load_hf") as error:
+    with pytest.raises(ValueError, match="tensor=2, but the blocks of hf_layers cannot be sharded") as error:
         PipelineModule(hf_layers(model_of(case)), grid=Grid(tensor=2))
     return str(error.value)
 
@@ -224,7 +224,7 @@ def whole(case: str) -> str:
 def test_what_is_refused(ranks: Any) -> None:
     import transformers
 
-    with pytest.raises(ValueError, match="gpt2, llama, qwen2, not of 'bert'"):
+    with pytest.raises(ValueError, match="gpt2, llama, qwen2, but the model is of the family 'bert'"):
         hf_layers(transformers.BertConfig())
     with pytest.raises(ValueError, match="add_cross_attention"):
         hf_layers(transformers.GPT2Config(add_cross_attention=True))

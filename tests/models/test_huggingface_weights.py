@@ -359,7 +359,7 @@ def test_a_family_that_the_user_names(tmp_path: Path) -> None:
     options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "sliding_window": None}
     model = make("Mistral", options)
     model.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="model_type 'mistral' is none that is known"):
+    with pytest.raises(ValueError, match="model_type is 'mistral', but the known ones are gpt2, llama"):
         load_hf(tmp_path / "theirs")
     config = LlamaConfig(
         vocab_size=43,
@@ -400,14 +400,14 @@ def test_llama_31s_rope(tmp_path: Path) -> None:
 
 
 def test_errors_of_folders(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config.json is missing \(no such folder\)"):
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist \(no such folder\)"):
         load_hf(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(FileNotFoundError, match=r"no \*.safetensors \(config.json\)"):
         load_hf(tmp_path)
-    with pytest.raises(TypeError, match="not from a Linear"):
+    with pytest.raises(TypeError, match="got a Linear"):
         load_hf(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="not a int"):
+    with pytest.raises(TypeError, match="the model is a int"):
         load_hf(make(*CASES["gpt2"]), 3)
 
 
@@ -415,7 +415,7 @@ def test_errors_of_folders(tmp_path: Path) -> None:
     ("family", "change", "complaint"),
     [
         ("GPT2", {"activation_function": "relu"}, "gpt2 with activation_function='relu' is not implemented"),
-        ("GPT2", {"n_inner": 50}, "n_inner=50 is no multiple of n_embd=32"),
+        ("GPT2", {"n_inner": 50}, "n_inner=50 is not a multiple of n_embd=32"),
         ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("Llama", {"attention_bias": True, "num_key_value_heads": 2}, "llama with attention_bias=True"),
         ("Llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama with hidden_act='gelu'"),
@@ -450,38 +450,38 @@ def test_errors_of_weights() -> None:
         triax.PipelineModule(load_hf(_Fake(config, changed), **options), grid=Grid())
 
     few = {name: tensor for name, tensor in weights.items() if name != "transformer.h.1.mlp.c_fc.bias"}
-    with pytest.raises(ValueError, match=r"layers.3.mlp.up.bias comes from transformer.h.1.mlp.c_fc.bias, which the"):
+    with pytest.raises(ValueError, match=r"layers.3.mlp.up.bias is loaded from transformer.h.1.mlp.c_fc.bias, but the"):
         build(few)
-    with pytest.raises(ValueError, match=r"transformer.extra of the _Fake go nowhere: add them to names"):
+    with pytest.raises(ValueError, match=r"no parameter takes transformer.extra of the _Fake. Add them"):
         build(weights | {"transformer.extra": torch.ones(2)})
     with pytest.raises(
-        ValueError, match=r"layers.0.weight is \(53, 32\) here, and transformer.wte.weight \(52, 32\) in"
+        ValueError, match=r"layers.0.weight is \(53, 32\) here, but transformer.wte.weight \(52, 32\) in"
     ):
         build(weights | {"transformer.wte.weight": torch.ones(52, 32)})
-    with pytest.raises(ValueError, match=r"\{j\}: write \{i\} for a block's number"):
+    with pytest.raises(ValueError, match=r"\{j\}. Write \{i\} for a block's index"):
         build(weights, names={"layers.{j}.weight": "a"})
     with pytest.raises(ValueError, match=r"layer_norm_epsilon is 0\.01 here, 1e-05 there"):
         load_hf(model, gpt_layers(GPTConfig(53, 16, 32, 3, 8, layer_norm_epsilon=0.01)))
     with pytest.raises(ValueError, match="is a LlamaConfig here, a GPTConfig there"):
         load_hf(model, llama_layers(LlamaConfig(53, 16, 32, 3, 8)))
-    with pytest.raises(ValueError, match=r"pass load_hf\(path, module, grid=grid\)"):
+    with pytest.raises(ValueError, match=r"Write load_hf\(path, module, grid=grid\)"):
         load_hf(model, nn.Linear(2, 2))
     hollow = triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid(), device="meta")
-    with pytest.raises(RuntimeError, match=r"layers.0.weight has no values yet"):
+    with pytest.raises(RuntimeError, match=r"layers.0.weight has no values"):
         load_hf(model, hollow)
 
 
 def test_errors_of_saving(tmp_path: Path) -> None:
     plain = triax.PipelineModule([nn.Linear(2, 3)], grid=Grid())
     with pytest.raises(
-        ValueError, match=r"the configuration of the model is not known: pass save_hf\(model, path, config="
+        ValueError, match=r"has no configuration that can be written. Pass save_hf\(model, path, config="
     ):
         save_hf(plain, tmp_path)
-    with pytest.raises(ValueError, match=r"names do not say what layers.0.bias is"):
+    with pytest.raises(ValueError, match=r"names have no entry for layers.0.bias"):
         save_hf(plain, tmp_path, config={"model_type": "mine"}, names={"layers.0.weight": "w"})
-    with pytest.raises(ValueError, match="no names are known for model_type 'mine'"):
+    with pytest.raises(ValueError, match="no table of names for model_type 'mine'"):
         save_hf(plain, tmp_path, config={"model_type": "mine"})
-    with pytest.raises(ValueError, match=r"pass save_hf\(module, path, grid=grid\)"):
+    with pytest.raises(ValueError, match=r"Write save_hf\(module, path, grid=grid\)"):
         save_hf(nn.Linear(2, 3), tmp_path)
     assert not list(tmp_path.iterdir())  # nothing is touched before all is known
     (tmp_path / "file").touch()
@@ -499,7 +499,7 @@ def test_a_bias_that_has_no_place() -> None:
     names = MISTRAL | {"layers.{i+1}.attention.q.*": "model.layers.{i}.self_attn.q_proj.*"}  # type: ignore[operator]
     layers = llama_layers(LlamaConfig(61, 32, 32, 3, 8, 2, intermediate_size=44, rms_norm_eps=1e-6))
     fake = _Fake({"model_type": "mine", "num_hidden_layers": 3}, weights)
-    complaint = r"q_proj.bias, and here there is no layers.2.attention.q.bias to take it"
+    complaint = r"q_proj.bias, but the model has no layers.2.attention.q.bias to take it"
     with pytest.raises(ValueError, match=complaint):
         triax.PipelineModule(load_hf(fake, layers, names=names), grid=Grid())
     module = triax.PipelineModule(layers, grid=Grid())
@@ -545,7 +545,7 @@ def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None
     assert first[0].startswith("FileExistsError") and second[0].startswith("RuntimeError: on another rank: FileExists")
     for said in (first[1], second[1]):
         assert "rank 0 could not write" in said and "no space left" in said
-    assert second[2].startswith("ValueError: names do not say what layers.stray (of a PipelineModule) is")
+    assert second[2].startswith("ValueError: names have no entry for layers.stray (of a PipelineModule)")
     assert first[2] == f"RuntimeError: on another rank: {second[2]}"
 
 
