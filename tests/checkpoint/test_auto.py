@@ -55,7 +55,7 @@ def behind(folder: str, cell: Cell, job: Job) -> bool:
 
 @pytest.mark.parametrize("cell", [Cell((1, 2, 1), stage=2), Cell((2, 1, 1), "zb-v", 2, 3)])
 def test_what_is_written_behind_is_what_was_there(ranks: Any, tmp_path: Path, cell: Cell) -> None:
-    """Each save has the state at its call, though training goes on meanwhile; a rank holds one copy."""
+    """Each asynchronous save has the state at its call while training continues; a rank holds one copy."""
     assert all(ranks(2, behind, str(tmp_path), cell, Job(), timeout=90))
     for step in range(4):
         one, other = tensors(tmp_path / "behind" / f"{step}"), tensors(tmp_path / "before" / f"{step}")
@@ -134,7 +134,7 @@ def run(cell: Cell, folder: str, steps: int, kill: tuple[int, float] | None, vic
 
 
 def survive(ranks: Any, folder: Path, cells: list[Cell], kills: int, steps: int, seed: int) -> int:
-    """Kill a rank again and again; the run goes on, on a grid of the list, and ends as if nothing had been."""
+    """Kill a rank repeatedly; the run resumes on a grid of the list, and ends like a run without failures."""
     draw, died = random.Random(seed), 0
     for attempt in range(kills + 1):
         cell = cells[attempt % len(cells)]

@@ -135,7 +135,7 @@ def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -
 
 
 def test_bytes_written_are_the_models_own(saved: Path) -> None:
-    """Under float64, 8 bytes each of value and AdamW's three moments; every element once, on all ranks alike."""
+    """Bytes under float64: 8 each for the value and AdamW's three moments; each element once, evenly over the ranks."""
     index = read_index(saved / "there")
     weights = [entry for name, entry in index.tensors.items() if name.startswith("weights/")]
     own = sum(entry.bytes for name, entry in index.tensors.items() if name.split("/")[0] in ("weights", "optimizer"))
@@ -328,7 +328,7 @@ def linear(optimizer: dict[str, Any], frozen: bool = False) -> Any:
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -> None:
-    """Adam's state is loaded by AdamW, and the other way, as torch's own do: each goes on as what it is."""
+    """AdamW loads Adam's state and the reverse, as in torch; each keeps its own kind of weight decay."""
     params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": False}
     adam, adamw = {"type": "Adam", "params": params}, {"type": "AdamW", "params": {**params, "adam_w_mode": True}}
     assert linear(adam if decoupled else adamw).save_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints between grids: what is saved on one loads on any other, bitwise, and training goes on as if nothing had
+"""Checkpoints between grids: saved on one, loaded on any other, bitwise, and training continues as if nothing had
 happened."""
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def wait_until(folder: Path, process: Any, world: int, step: int) -> None:
 
 
 def check(folder: Path, steps: int, left: int) -> None:
-    """Every step's loss, however often it was taken, is that of the run that nobody disturbed; none is left out.
+    """Check that each step's loss, also of repeated steps, equals the undisturbed run's, and that no step is missing.
 
     But for those steps after which the ranks were told to go, ``left`` times at the most: they are in a checkpoint, and
     train_batch did not return.

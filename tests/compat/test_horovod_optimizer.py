@@ -1,4 +1,4 @@
-"""``triax.DistributedOptimizer`` and what starts ranks alike: against torch's own optimizers in one process."""
+"""Horovod's ``DistributedOptimizer`` and the broadcasts at the start, against torch's optimizers in one process."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def test_gradients_of_the_step_before_are_not_sent_again(ranks: Any) -> None:
 
 
 def by_hand() -> list[float]:
-    """Gradients that the script writes itself come without a backward pass: in place, and anew."""
+    """Step with gradients that the script writes without a backward pass, in place and as new tensors."""
     with started():
         weight = nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
@@ -476,7 +476,7 @@ def test_losses_of_their_own_and_parameters_added_later(ranks: Any) -> None:
 
 
 def alike(kind: str) -> bool:
-    """Rank 1 has the weights, the state and the options; rank 0, with none, gets them."""
+    """Broadcast weights, state and options from rank 1 to rank 0, which has none."""
     with started():
         model = net(hvd.rank())
         optimizer = MAKERS[kind](groups(model))

@@ -82,7 +82,7 @@ def model_of(case: str) -> Any:
 
 
 def trainer_of(case: str, out: str, replicas: int, config: Any = None, **options: Any) -> Any:
-    """A Trainer of the same run on so many replicas; transformers' own where there is no configuration."""
+    """Trainer of the same run on a number of replicas; transformers' own Trainer without a configuration."""
     import transformers
 
     model = model_of(case)
@@ -139,7 +139,7 @@ def run(
 
 
 def near(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """The whole history: of a run that was resumed, the first part is the first run's."""
+    """Compare whole histories; the first part of a resumed run's history is that of the first run."""
     for key, count in (("loss", STEPS), ("grad_norm", STEPS), ("learning_rate", STEPS), ("eval_loss", STEPS // 5)):
         assert len(found[key]) == len(wanted[key]) == count
         assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
@@ -220,7 +220,7 @@ SWEEP = [
 def test_every_grid_and_stage(
     ranks: Any, plain: Any, tmp_path: Path, case: str, grid: tuple[int, int], stage: int
 ) -> None:
-    """Each goes on on another one: in the next stage, with another number of replicas and tensor ranks."""
+    """Each run resumes in the next stage, with other numbers of replicas and tensor ranks."""
     others = [other for other in ((1, 1), (2, 1), (2, 2), (1, 2), (4, 1)) if other != grid]
     data, tensor = others[(stage + len(case)) % len(others)]
     check(ranks, plain, tmp_path, case, grid, stage, (data, tensor, (stage + 1) % 4))
@@ -319,7 +319,7 @@ def test_other_arguments_act_as_ever(
 
 
 def twice(out: str, replicas: int, config: Any) -> Any:
-    """A second call of train() goes on with weights and moments, and a new schedule."""
+    """Result of a second train(), which continues with weights and moments, and a new schedule."""
     trainer = trainer_of("llama", out, replicas, config, max_steps=6, save_strategy="no", eval_strategy="no")
     trainer.train()
     first = told(trainer)["loss"]

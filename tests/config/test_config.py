@@ -1,4 +1,4 @@
-"""The configuration's dialect: what it takes, what it says of what does nothing, what it refuses; and what acts."""
+"""The configuration file: accepted keys, warnings of keys without effect, refused values, and effects."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_values_that_cannot_be_right_are_refused(given: dict[str, Any], message:
 
 
 def test_every_key_acts_or_says_why_not() -> None:
-    """Whoever adds a key describes it; what is refused says what to write, and takes what asks for nothing."""
+    """Every key has a description; a refused key says what to write, and its default value is accepted."""
     statuses: dict[str, int] = {}
     for key, field in keys():
         status = (field.json_schema_extra or {}).get("x-status", "acts")

@@ -1,4 +1,4 @@
-"""The loader of training data: its order on any grid, where it is, and how it goes on from there."""
+"""Loader of training data: order on any grid, position, and resuming from a position."""
 
 from __future__ import annotations
 

@@ -367,7 +367,7 @@ def test_outputs_that_cannot_be_looked_into() -> None:
 @pytest.mark.parametrize("way", ["plain", "first", "second", "scale", "other scale"])
 @pytest.mark.parametrize("powers", [(4, 7), (None, 7), (7, None)])
 def test_loss_scales_of_engines_in_a_row(way: str, powers: tuple[int | None, int | None]) -> None:
-    """Inside each its own scale alone; outside that of whoever began the pass."""
+    """A module of an engine uses this engine's loss scale; outside, that of the engine that began the pass."""
     scales = [None if power is None else {**HALF, "initial_scale_power": power} for power in powers]
     settings = [config() if scale is None else config(fp16=scale) for scale in scales]
     first, second = (initialize(model=net().float(), config=each)[0] for each in settings)

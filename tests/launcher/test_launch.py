@@ -83,7 +83,7 @@ def test_killed_rank_is_named(run: Any) -> None:
 
 
 def test_killed_first_rank_is_named(run: Any) -> None:
-    """Rank 0 may hold the store: its end must not look like everybody's."""
+    """Rank 0 may hold the store, but its end must not look like a failure of all ranks."""
     code, _, err = run("if grid.rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\nforever()")
     assert code == 128 + signal.SIGSEGV
     assert last_line(err).startswith("rank 0 (pipe 0, data 0, tensor 0) died: SIGSEGV")

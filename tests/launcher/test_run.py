@@ -194,7 +194,7 @@ def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -
 
 
 class Loopback:
-    """Two hosts that are this one, for where nobody may make network namespaces: a lost host is a stopped process."""
+    """Two simulated hosts on this machine, for use without network namespaces: a lost host is a stopped process."""
 
     hosts = ("127.0.0.2", "127.0.0.3")
     template = ELSEWHERE

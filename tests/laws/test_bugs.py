@@ -1,4 +1,4 @@
-"""Bugs that were here once, each with its story in a line."""
+"""Fixed bugs of triax, each described in a line."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def behind_the_counters() -> str:
 
 
 def test_stages_do_not_move_when_weights_were_set_through_data(ranks: Any) -> None:
-    """Version counters do not see `parameter.data`: stages that moved were built anew, without what was set."""
+    """Stages that moved were built again without the values set by `parameter.data`, which no version counter sees."""
     assert all("was changed since it was built" in message for message in ranks(2, behind_the_counters))
 
 

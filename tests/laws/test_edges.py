@@ -156,5 +156,5 @@ def abandoned(stage: int) -> int:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_that_nobody_needs_goes_with_its_grid(ranks: Any, stage: int) -> None:
-    """Parameters' hooks kept it, unseen by the collector: in a notebook, sockets and threads added up."""
+    """Hooks of parameters kept the engine alive, unseen by the garbage collector: sockets and threads added up."""
     assert ranks(4, abandoned, stage) == [0] * 4

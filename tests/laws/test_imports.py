@@ -97,7 +97,7 @@ def bad_names_aside(root: Path) -> Iterator[str]:
 
 
 def bad_dependencies(root: Path) -> Iterator[str]:
-    """Torch where it must not be; packages that nobody declared; extras that are not lazy."""
+    """Imports of torch where it is forbidden, of undeclared packages, and of extras at import time."""
     for file in library(root):
         for found in imports(root, file):
             where = f"{file}:{found.line} imports {found.target}"

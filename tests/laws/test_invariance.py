@@ -183,7 +183,7 @@ def train(grid: tuple[int, int, int], cells: list[Cell], microbatch: int = 1) ->
 
 
 def held(engine: Any, what: str) -> dict[str, Shard]:
-    """This rank's parts; one replica's are enough, the others are compared with it. Whoever reads puts them together:
+    """Parts of this rank, from the first replica only, as the others are compared with it. The reader joins them:
     there are thousands of cells, and a gather among eight processes costs more than their two steps."""
     parts = engine.shards(what)
     return {k: (layout, part.clone()) for k, (layout, part) in parts.items()} if engine.grid.data.is_first else {}

@@ -384,7 +384,7 @@ def test_18_nests_booleans_and_tensors_without_gradients_travel(two_stages: Any)
 
 
 def test_22_eval_batch_returns_every_microbatch_to_every_rank(two_stages: Any) -> None:
-    """DeepSpeed's did not return the outputs of all microbatches to whoever asked."""
+    """DeepSpeed's eval_batch did not return the outputs of all microbatches to all ranks."""
     module = model([linear(), linear()])
     wanted = [module(part).detach() for part in batch()[0][:6].split([1, 3, 2])]
     for rank in two_stages:

@@ -34,7 +34,7 @@ DOCUMENTS = torch.tensor([[0] * 12, [0] * 3 + [1] * 4 + [2] * 5, [7] * 11 + [8]]
 
 
 def build(config: GPTConfig, grid: Grid) -> list[nn.Module]:
-    """The layers in order, as whoever runs them builds them; a tie's second spec gives the first one's layer."""
+    """Build the layers in order, as a PipelineModule does; a tie's second spec gives the first one's layer."""
     torch.manual_seed(11)
     built: list[nn.Module] = []
     ties: dict[str, nn.Module] = {}

@@ -31,7 +31,7 @@ from pool import RankFailure
 
 
 class Noise(nn.Module):
-    """Randomness that nobody keys: torch's generator, and nn.Dropout's."""
+    """Layer with random numbers of torch's generator and of nn.Dropout, which have no key."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

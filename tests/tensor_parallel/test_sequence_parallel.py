@@ -116,7 +116,7 @@ def named_gradients(layer: nn.Module) -> dict[str, tuple[Layout, Tensor | None]]
 
 
 def whole(found: list[dict[str, tuple[Layout, Tensor]]]) -> dict[str, Tensor]:
-    """Gradients from every tensor rank's: sharded ones assembled, partial ones summed, the others alike."""
+    """Whole gradients from every tensor rank's: sharded ones assembled, partial ones summed, the others equal."""
     made = {}
     for name, (layout, gradient) in found[0].items():
         parts = [one[name][1] for one in found]

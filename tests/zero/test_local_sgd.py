@@ -784,7 +784,7 @@ def bounded(staleness: int) -> Any:
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_the_bound_holds_and_nobody_is_waited_for_who_left(ranks: Any, staleness: int) -> None:
-    """The slow one leaves first; the others have more rounds to go, and all end with the same weights."""
+    """The slow replica leaves first, the others have more rounds to run, and all end with the same weights."""
     found = ranks(4, bounded, staleness)
     for complete, lag, present, meetings, weights in found:
         assert complete and lag <= staleness and 1 <= present <= 4
