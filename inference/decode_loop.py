@@ -181,7 +181,8 @@ class DecodeLoop:
         logits = []
         for number, forward in enumerate(forwards):
             if hop:  # hidden states of the previous hop
-                x = unflatten(self._channels[stages[0]].schemas[forward.shape], receives[number].wait())
+                tensors = receives[number].wait()  # also brings the schema of a new shape
+                x = unflatten(self._channels[stages[0]].schemas[forward.shape], tensors)
             else:
                 x = torch.tensor(forward.tokens, device=self._grid.device)  # ids (B, T)
             self._layers_run = 0

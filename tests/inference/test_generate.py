@@ -147,9 +147,9 @@ def test_what_cannot_be_is_one_line(folder: Path, words: list[str], message: str
     ("options", "message"),
     [
         ({"max_new_tokens": 48}, "pass max_new_tokens=47 at most"),
-        ({"prompt": "x" * 48}, "prompt 0 has 48 tokens; with 1 new ones that is 49, and max_length is 48"),
+        ({"prompt": "x" * 48}, "prompt 0 has 48 tokens and gets 1 new ones, which makes 49, but max_length is 48"),
         ({"dtype": "int8"}, "--dtype int8 is none of float32, float64, bfloat16 and float16"),
-        ({"temperature": -1.0}, "temperature is -1.0; give 0"),
+        ({"temperature": -1.0}, "temperature is -1.0. Give 0"),
     ],
 )
 def test_what_the_model_cannot_do(folder: Path, capsys: Any, options: dict[str, Any], message: str) -> None:

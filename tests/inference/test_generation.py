@@ -214,7 +214,7 @@ def test_between_the_steps_of_training(ranks: Any, sizes: tuple[int, int, int], 
     for result in ranks(math.prod(sizes), trained, sizes, zero):
         assert result["texts"] == wanted["texts"]
         assert result["loss"] == pytest.approx(wanted["loss"], rel=1e-10)
-        assert ("pass the engine, triax.init_inference(engine, ...)" in result["refusal"]) == (zero == 3)
+        assert ("Pass the engine, triax.init_inference(engine, ...)" in result["refusal"]) == (zero == 3)
 
 
 def streamed(sizes: tuple[int, int, int]) -> dict[str, Any]:
