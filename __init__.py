@@ -4,8 +4,9 @@ This is the front door and nothing else. `import triax` costs nothing and needs 
 imported from its own module when it is first used.
 """
 
+from .grid import VERSION
 from .grid.lazy import attach
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

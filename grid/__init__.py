@@ -22,4 +22,6 @@
 
 from .lazy import attach
 
+VERSION = "0.1.0"  # here, because a checkout that is not installed has no metadata to ask
+
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

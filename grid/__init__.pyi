@@ -9,3 +9,5 @@ from .layout import layout_of as layout_of
 from .layout import set_layout as set_layout
 from .ranges import split as split
 from .topology import Topology as Topology
+
+VERSION: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from ..grid import VERSION
 from .files import RUN, replace_file
 from .protocol import RunRecord
 
@@ -16,16 +16,9 @@ from .protocol import RunRecord
 def write_run(folder: Path, record: RunRecord) -> None:
     """Write the description of a run into its folder, which is made where it does not exist."""
     header = {
-        "triax": _version(),
+        "triax": VERSION,
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / RUN, json.dumps(header | vars(record), indent=1, default=str))
-
-
-def _version() -> str | None:
-    try:
-        return version("triax")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from ...checkpoint.matching import Shape
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import random_states
 from ...checkpoint.reader import LoadOptions
-from ...grid import Grid, layout_of
+from ...grid import VERSION, Grid, layout_of
 from ...grid.layout import FlatRange
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
@@ -119,7 +118,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         "tag": tag,
         "step": engine.global_steps,
         "written": time.time(),
-        "versions": {"triax": version("triax"), "torch": torch.__version__},
+        "versions": {"triax": VERSION, "torch": torch.__version__},
         "grid": engine.grid.topology.axes,
         "config": engine.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "dtype": str(engine.data_axis.options.weight_dtype or "").removeprefix("torch.") or None,

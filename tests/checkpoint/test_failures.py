@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,16 @@ def test_a_folder_that_nobody_may_write_to(ranks: Any) -> None:
         for done, said, steps in ranks(2, read_only, folder, timeout=60):
             assert done and "rank 0 (pipe 0, data 0, tensor 0): Permission denied" in said and steps == 2
         assert not [*Path(folder).iterdir()]
+
+
+def test_a_source_tree_that_is_not_installed_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on PYTHONPATH trained for hours; its first save asked for the metadata of an installed package."""
+
+    def not_installed(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(Distribution, "from_name", not_installed)
+    trained = engine()
+    train(trained)
+    assert trained.save_checkpoint(tmp_path)
+    assert read_index(tmp_path / "global_step1").head["versions"]["triax"] == triax.__version__
