@@ -395,7 +395,7 @@ def build_wrongly(what: str, grid: Grid) -> None:
             "ColumnParallelLinear: out_features is 10, which tensor=4 does not divide. Make it 8 or 12, or give the",
         ),
         ("part", "one of the parts is 6, which tensor=4 does not divide. Make it 4 or 8"),
-        ("parts", "parts (4, 4) add up to 8, but dim 0 of (12, 8) is 12 long"),
+        ("parts", "parts=(4, 4) add up to 8, but dim 0 of the shape (12, 8) is 12 long"),
         ("row", "RowParallelLinear: in_features is 2, which tensor=4 does not divide. Make it 4, or"),
         ("vocabulary", "num_embeddings is 3, but tensor=4 needs at least 4. Give tensor=3 at most."),
     ],
