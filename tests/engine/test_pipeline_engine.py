@@ -332,7 +332,7 @@ def bad_loss(value: Any) -> str:
 def test_losses_refused() -> None:
     assert "is a tensor of shape (2,): return a mean" in bad_loss(torch.ones(2, requires_grad=True))
     assert "that loss_fn returned is a float" in bad_loss(1.0)
-    assert "the batch's weight is 0.0" in bad_loss((torch.ones((), requires_grad=True), 0))
+    assert "its weight is 0.0: none of its labels counts" in bad_loss((torch.ones((), requires_grad=True), 0))
 
 
 def moved(change: bool) -> Any:
