@@ -85,16 +85,16 @@ def export(
     from ..grid.dtypes import TORCH_NAMES
 
     if dtype is not None and (dtype not in TORCH_NAMES or not TORCH_NAMES[dtype].is_floating_point):
-        raise ConfigError(f"--dtype {dtype} is none of float32, float64, bfloat16 and float16")
+        raise ConfigError(f"--dtype is {dtype}, but it must be float32, float64, bfloat16 or float16.")
     plain, kept = format == "safetensors", None if dtype is None else TORCH_NAMES[dtype]
     make = None if plain else exporter(format)
     if plain and target.suffix != ".safetensors":
         raise ConfigError(
-            f"{target}: the format is safetensors: give {target.with_suffix('.safetensors')}, or "
-            "--format hf for a folder"
+            f"The format safetensors writes one file, but {target} does not end in .safetensors. Give "
+            f"{target.with_suffix('.safetensors')}, or --format hf for a folder."
         )
     if plain and config is not None:
-        raise ConfigError("--config is for --format hf")
+        raise ConfigError("You gave --config, but it is used only with --format hf. Leave it out, or add --format hf.")
     reader = _open(path)
     for problem in problems(reader.path, reader.index):
         raise ConfigError(problem)
@@ -130,7 +130,7 @@ def prune(
     from ..checkpoint.format.folder import prunable, remove
 
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder")
+        raise ConfigError(f"{folder} is not a folder. Give a folder of checkpoints.")
     gone = prunable(folder, keep)
     for tag in gone:
         if not dry_run:
@@ -163,11 +163,13 @@ def import_(
     source, is_dcp = _foreign(source)
     renames = dict(word.split("=", 1) for word in rename or [] if "=" in word)
     if len(renames) != len(rename or []):
-        raise ConfigError(f"--rename {' --rename '.join(rename or [])}: write OLD=NEW, each OLD once")
+        raise ConfigError(
+            f"--rename {' --rename '.join(rename or [])} is not valid. Write OLD=NEW, and give each OLD once."
+        )
     if not unpickle:
         what = f"{source / '.metadata'} is a pickle" if is_dcp else f"the files of {source} are pickles"
         raise ConfigError(
-            f"{what}, and reading one runs whatever code it holds: if you trust whoever wrote it, pass --unpickle"
+            f"{what}, and reading a pickle may run code that is in it. If you trust its author, pass --unpickle."
         )
     from ..checkpoint.convert.from_dcp import import_dcp
     from ..checkpoint.convert.from_deepspeed import import_universal
@@ -194,13 +196,13 @@ def _foreign(source: Path) -> tuple[Path, bool]:
         return source, False
     if [*source.glob("*_optim_states.pt")]:
         raise ConfigError(
-            f"{source} is as DeepSpeed's ranks wrote it: make it universal first, python -m "
-            f"deepspeed.checkpoint.ds_to_universal --input_folder {source} --output_folder {source}_universal, and "
-            "import that"
+            f"{source} has the files of DeepSpeed's ranks, but only DeepSpeed's universal format can be imported. Type "
+            f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {source} --output_folder "
+            f"{source}_universal, and import {source}_universal."
         )
     raise ConfigError(
-        f"{source} is no folder of torch.distributed.checkpoint, which has a file .metadata, and none in DeepSpeed's "
-        "universal format, which has a folder zero"
+        f"{source} is not a checkpoint that can be imported. A checkpoint of torch.distributed.checkpoint has a file "
+        ".metadata, and one in DeepSpeed's universal format has a folder zero."
     )
 
 
@@ -226,7 +228,7 @@ def differences(a: Snapshot, b: Snapshot) -> list[str]:
             lines.append(f"{name}: {first.shape} | {second.shape}")
         else:
             x, y = first.read_all(), second.read_all()
-            dtypes = "" if x.dtype == y.dtype else f", {_dtype(x)} | {_dtype(y)}"
+            dtypes = "" if x.dtype == y.dtype else f", {x.dtype} | {y.dtype}".replace("torch.", "")
             if dtypes or not torch.equal(x, y):
                 wide = (x.double() - y.double()).abs() if x.is_floating_point() or x.dtype != torch.bool else x ^ y
                 most = float(wide.max()) if wide.numel() else 0.0
@@ -234,10 +236,6 @@ def differences(a: Snapshot, b: Snapshot) -> list[str]:
                     f"{name}: {int((wide != 0).sum())} of {x.numel()} differ, by {most:.3g} at the most{dtypes}"
                 )
     return lines
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _open(path: Path) -> Reader:
@@ -250,7 +248,7 @@ def _open(path: Path) -> Reader:
     if not (path / NAME).is_file():
         tag = latest(path) if path.is_dir() else None
         if tag is None:
-            raise ConfigError(f"{path} is no checkpoint (it has no {NAME}), and has no file 'latest' that names one")
+            raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
         found = readable_path(path, tag)
     try:
         return Reader(found, read_index(found))

@@ -23,7 +23,7 @@ def config(
 ) -> None:
     """Check a configuration, and print it with every default and all three batch sizes filled in."""
     if sum((file is not None, schema, table)) != 1:
-        raise ConfigError("triax config takes a FILE to check, or --schema, or --table")
+        raise ConfigError("Give one of a FILE to check, --schema and --table.")
     if schema:
         typer.echo(json.dumps(json_schema(), indent=2))
     elif table:

@@ -74,7 +74,7 @@ def generate(
 ) -> None:
     """Continue a prompt and print it token by token, on --pipe x --tensor processes, its own or torchrun's."""
     if not prompt:
-        raise ConfigError("--prompt is empty: the text needs something to follow")
+        raise ConfigError("--prompt is empty, but the model needs a text to continue. Give at least one character.")
     folder = find_model(run)
     family(folder)  # before any process starts
     environment = read_environment()
@@ -102,7 +102,7 @@ def generate_on_rank(options: GenerateOptions) -> None:
         grid = Grid(pipe=options.pipe, tensor=options.tensor)
         dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
         if options.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"--dtype {options.dtype} is none of float32, float64, bfloat16 and float16")
+            raise ValueError(f"--dtype is {options.dtype}, but it must be float32, float64, bfloat16 or float16.")
         text = open_text(options.folder)
         layers = family(options.folder)(options.folder)
         engine = init_inference(PipelineModule(layers, grid=grid, dtype=dtype), max_batch=1)
@@ -146,8 +146,8 @@ def find_model(run: Path) -> Path:
     for folder in (run, run / "model"):
         if (folder / "config.json").is_file():
             return folder
-    there = "is no such folder" if not run.is_dir() else "has neither config.json nor model/config.json"
-    raise ConfigError(f"{run} {there}: give a folder as transformers saves it, or a run of examples/train_gpt.py")
+    reason = "has neither config.json nor model/config.json" if run.is_dir() else "does not exist"
+    raise ConfigError(f"{run} {reason}. Give a folder as transformers saves it, or a run of examples/train_gpt.py.")
 
 
 def family(folder: Path) -> Any:
@@ -159,10 +159,10 @@ def family(folder: Path) -> Any:
     model_type = _read(folder / "config.json").get("model_type")
     known = entry_points(group=_MODELS)
     if model_type not in known.names:
-        names = ", ".join(sorted(known.names)) or "none: install triax again, pip install -e ."
+        names = ", ".join(sorted(known.names)) or "none (install triax again with pip install -e .)"
         raise ConfigError(
-            f"{folder / 'config.json'} has model_type {model_type!r}, and those installed are {names}. A package adds "
-            f'one with the entry point [project.entry-points."{_MODELS}"] {model_type} = "package.module:function"'
+            f"{folder / 'config.json'} has model_type {model_type!r}, but the installed ones are {names}. A package "
+            f'adds one with the entry point [project.entry-points."{_MODELS}"] {model_type} = "package.module:function"'
         )
     return known[model_type].load()
 
@@ -206,7 +206,7 @@ class TokenizerText:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ValueError(f"{folder} has a tokenizer, which needs transformers: pip install 'triax[hf]'") from error
+            raise ValueError(f"{folder} has a tokenizer. It needs pip install 'triax[hf]'.") from error
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.ends = list(ends)
         self._ids: list[int] = []
@@ -247,8 +247,8 @@ def open_text(folder: Path) -> Text:
     if config.get("vocab_size") == 256:
         return ByteText(ends)
     raise ValueError(
-        f"{folder} has no tokenizer.json, and a vocabulary of {config.get('vocab_size')}, not the 256 bytes: copy the "
-        "model's tokenizer files there"
+        f"{folder} has no tokenizer.json, and its vocabulary has {config.get('vocab_size')} entries. Only a vocabulary "
+        "of the 256 bytes needs no tokenizer. Copy the model's tokenizer files there."
     )
 
 

@@ -85,7 +85,7 @@ def run(
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
     target: Path | Module = Module(script) if module else Path(script)
     if isinstance(target, Path) and not target.is_file():
-        raise ConfigError(f"there is no file {script}: give a Python file, or -m and a module")
+        raise ConfigError(f"There is no file {script}. Give a Python file, or -m and the name of a module.")
     least, most = parse_nodes(nnodes) if nnodes else (1, 1)
     elastic = least != most or (rdzv_backend or "static") != "static" or bool(rdzv_endpoint or rdzv_id or rdzv_conf)
     shown = parse_ranks(tee, "--tee")
@@ -93,7 +93,7 @@ def run(
     slots = _slots(hostfile, include, exclude, nnodes, nproc)
     if slots is not None and (elastic or standalone):
         raise ConfigError(
-            "--hostfile is a fixed list of hosts: leave out --standalone, --nnodes MIN:MAX and --rdzv-..."
+            "--hostfile is a fixed list of hosts. Leave out --standalone, --nnodes MIN:MAX and --rdzv-..."
         )
     if slots is not None and list(slots) == ["localhost"]:
         chosen = slots["localhost"]
@@ -142,7 +142,7 @@ def _first_address(slots: Slots, master_addr: str) -> str:
     """Return the address of the first host, which every other host connects to."""
     address = master_addr or next(iter(slots))
     if len(slots) > 1 and not master_addr and address in ("localhost", "127.0.0.1"):
-        raise ConfigError("the first host is localhost, which the others cannot reach: give its --master-addr")
+        raise ConfigError("The first host is localhost, which the others cannot reach. Give --master-addr.")
     return address
 
 
@@ -178,11 +178,11 @@ def _node_rank(node_rank: int | None, hosts: int, nnodes: str, master_addr: str)
     """
     if node_rank is None or not master_addr:
         raise ConfigError(
-            f"--nnodes {nnodes} needs --hostfile, which starts them all; or, started on each host by hand, "
-            "--node-rank and --master-addr"
+            f"--nnodes {nnodes} needs --hostfile, to start all hosts from here. To start each host by hand, give "
+            "--node-rank and --master-addr on each."
         )
     if node_rank >= hosts:
-        raise ConfigError(f"--node-rank {node_rank} of {hosts} hosts: they count from 0 to {hosts - 1}")
+        raise ConfigError(f"You gave --node-rank {node_rank}, but {hosts} hosts count from 0 to {hosts - 1}.")
     return node_rank
 
 
@@ -218,15 +218,15 @@ def _slots(hostfile: Path | None, include: str, exclude: str, nnodes: str, nproc
         try:
             text = hostfile.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the hostfile {hostfile} cannot be read: {error}") from error
+            raise ConfigError(f"The hostfile {hostfile} cannot be read because of this error: {error}") from error
         hosts = parse_hostfile(text, str(hostfile))
     slots = select(hosts, include, exclude)
     if nproc is not None and not nproc.isdecimal():
         raise ConfigError(
-            f"--nproc {nproc}: the hostfile says how many slots a host has; give a number, or leave it out"
+            f"You gave --nproc {nproc}, but the hostfile has the slots of each host. Give a number, or leave it out."
         )
     if ":" in nnodes:
-        raise ConfigError(f"--nnodes {nnodes}: the hostfile is a fixed list of hosts; give a number, or leave it out")
+        raise ConfigError(f"--nnodes is {nnodes}, but the hostfile is a fixed list. Give a number, or leave it out.")
     return limit_slots(slots, parse_nodes(nnodes)[0] if nnodes else None, int(nproc) if nproc else None)
 
 
@@ -237,12 +237,12 @@ def _processes(nproc: str | None) -> int:
     if nproc == "cpu":
         return cores()
     if nproc not in (None, "gpu", "auto"):
-        raise ConfigError(f"--nproc {nproc!r}: write a number of at least 1, or gpu, cpu or auto")
+        raise ConfigError(f"--nproc is {nproc!r}, but it must be a number of at least 1, or gpu, cpu or auto.")
     from ..grid.grid import gpus
 
     found = gpus()
     if nproc == "gpu" and not found:
-        raise ConfigError("--nproc gpu, and this host has none: give a number, or cpu")
+        raise ConfigError("You gave --nproc gpu, but this host has no GPU. Give a number, or cpu.")
     return found or (cores() if nproc == "auto" else 1)
 
 
@@ -252,12 +252,12 @@ def _rendezvous(
     """Return the arguments of torch's rendezvous, through which hosts join and leave an elastic run."""
     endpoint = endpoint or address
     if not endpoint:
-        raise ConfigError("--rdzv-endpoint is missing: give host:port, the same on every host")
+        raise ConfigError("--rdzv-endpoint is missing. Give host:port, and the same one on every host.")
     given = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--rdzv-conf {setting!r}: write key=value,key=value")
+            raise ConfigError(f"--rdzv-conf has {setting!r}, which has no value. Write key=value,key=value.")
         given[key.strip()] = value.strip()
     return {
         "backend": backend or "c10d",

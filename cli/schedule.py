@@ -56,19 +56,16 @@ def schedule(
     """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
     try:
         if [name is not None, compare, file is not None].count(True) != 1:
-            raise ValueError(f"give a schedule's name, or --compare, or --file; the names are {', '.join(NAMES)}")
+            raise ValueError(f"Give one of a schedule's name, --compare and --file. The names are {', '.join(NAMES)}.")
         parsed = parse_costs(costs)
         if file is not None:
             chosen = read_schedule(file)
-            for given, value, option in (
-                (pipe, chosen.pipe, "pipe"),
-                (microbatches, chosen.microbatches, "microbatches"),
-            ):
-                if given not in (None, value):
-                    raise ValueError(f"{file} has {option}={value}: leave out --{option} {given}")
+            for option, given in (("pipe", pipe), ("microbatches", microbatches)):
+                if given not in (None, value := getattr(chosen, option)):
+                    raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
         else:
             if pipe is None or microbatches is None:
-                raise ValueError("say for what size: --pipe 4 --microbatches 8")
+                raise ValueError("The size is missing. Give it, for instance as --pipe 4 --microbatches 8.")
             passes = pipe * microbatches * (chunks or 1)
             if passes > LARGEST:
                 raise ValueError(
@@ -100,20 +97,25 @@ def parse_costs(text_: str) -> Costs:
     except ValueError:
         values = []
     if len(values) not in (3, 4, 5):
-        raise ValueError(f"--costs {text_} is not F,I,W[,COMM[,GATHER]]: for instance --costs 1,1,1,0.05")
+        raise ValueError(f"--costs is {text_}, but it must be F,I,W[,COMM[,GATHER]]. An example is 1,1,1,0.05.")
     return Costs(*values)
 
 
 def report(chosen: Schedule, result: Simulation) -> dict[str, Any]:
     """Return the object that --json prints."""
-    out = chosen.to_dict() | {
+    out = chosen.to_dict() | figures(result)
+    if isinstance(chosen, Found):
+        out |= {"lower_bound": chosen.lower_bound, "best_named": chosen.best_named}
+    return out
+
+
+def figures(result: Simulation) -> dict[str, Any]:
+    """Return the numbers of a simulation that --json prints."""
+    return {
         "makespan": result.makespan,
         "bubble": result.bubble,
         "peak_activations": list(result.peak_activations),
     }
-    if isinstance(chosen, Found):
-        out |= {"lower_bound": chosen.lower_bound, "best_named": chosen.best_named}
-    return out
 
 
 def sends(chosen: Schedule) -> int:
@@ -167,23 +169,16 @@ def _compare(
             rows.append((chosen, result))
     if not rows:
         limit = "" if memory is None else f" within --memory {memory:g}"
-        raise ValueError(f"no named schedule runs at this size{limit}: triax schedule auto searches for one")
+        raise ValueError(f"No named schedule runs at this size{limit}. Search for one with triax schedule auto.")
     rows.sort(key=lambda row: row[1].makespan)
     if plot is not None:
         _plot(plot, [result for _, result in rows], [chosen.name for chosen, _ in rows])
     if as_json:
-        figures = [
-            {
-                "name": chosen.name,
-                "chunks": chosen.chunks,
-                "makespan": result.makespan,
-                "bubble": result.bubble,
-                "peak_activations": list(result.peak_activations),
-                "sends": sends(chosen),
-            }
+        entries = [
+            {"name": chosen.name, "chunks": chosen.chunks, **figures(result), "sends": sends(chosen)}
             for chosen, result in rows
         ]
-        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "schedules": figures}))
+        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "schedules": entries}))
         return
     table = Table(title=f"pipe {pipe}, microbatches {microbatches}", title_justify="left")
     table.add_column("schedule")
@@ -204,9 +199,9 @@ def _compare(
 def _plot(path: Path, results: list[Simulation], names: list[str]) -> None:
     if path.suffix == ".json":
         if len(results) > 1:
-            raise ValueError(f"{path} would hold one trace, not {len(results)}: give a schedule's name, or a .png")
+            raise ValueError(f"{path} holds one trace, not {len(results)}. Give a schedule's name, or a .png.")
         path.write_text(json.dumps(chrome_trace(results[0].timeline)), encoding="utf-8")
     elif path.suffix in (".png", ".svg", ".pdf"):
         picture([result.timeline for result in results], path, names)
     else:
-        raise ValueError(f"--plot {path}: end it in .png, .svg, .pdf, or .json for a trace")
+        raise ValueError(f"--plot is {path}, but it must end in .png, .svg, .pdf, or .json for a trace.")

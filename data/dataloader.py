@@ -41,7 +41,7 @@ class BatchOrder(Sampler[list[int]]):
         self, samples: int, train: int, micro: int, replica: int, replicas: int, seed: int, drop_last: bool = True
     ) -> None:
         if samples < train:
-            raise ValueError(f"training_data has {samples} samples, less than one global batch of {train}")
+            raise ValueError(f"training_data has {samples} samples, less than one global batch of {train}.")
         self.samples, self.train, self.micro = samples, train, micro
         self.replica, self.replicas, self.seed = replica, replicas, seed
         self.batches = samples // train if drop_last else -(-samples // train)
@@ -138,24 +138,24 @@ class Loader(DataLoader[Any]):
         """Start the next iterator with the microbatches of this step, counted from 0, to resume a run.
 
         Raises:
-            ValueError: for a stream, whose epochs have no known length; ``load_state_dict`` works.
+            ValueError: the data set is a stream, whose epochs have no known length. Use ``load_state_dict`` instead.
         """
         if self._order.batches is None:
             raise ValueError(
-                "seek(step) needs the length of an epoch, and an IterableDataset has none: save state_dict() and load "
-                "it with load_state_dict()"
+                "seek(step) needs the length of an epoch, but an IterableDataset has none. Save state_dict() and load "
+                "it with load_state_dict()."
             )
         self._seek(*divmod(step, self._order.batches))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the start of the next global batch, in plain numbers; of a batch that was read in part, its start."""
+        """Return the start of the next global batch, or of the one that was read in part, in plain numbers."""
         epoch, batches, order = self._epoch, self._read // self._batch_length, self._order
         if batches == order.batches:
             epoch, batches = epoch + 1, 0
         return {"epoch": epoch, "sample": batches * order.train, "samples": order.samples, "seed": order.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Set the position. The number of replicas, and the batch size, may be others if a batch starts there.
+        """Set the position. The grid and the batch size may differ from the saved ones if a global batch starts there.
 
         Raises:
             ValueError: a state of another data set or seed, or in the middle of a global batch of this size.
@@ -163,12 +163,12 @@ class Loader(DataLoader[Any]):
         order = self._order
         for key, mine in (("samples", order.samples), ("seed", order.seed)):
             if state[key] != mine:
-                raise ValueError(f"the position is of training_data with {key} {state[key]}, and here it is {mine}")
+                raise ValueError(f"The position is of training_data with {key} {state[key]}, but here it is {mine}.")
         first, middle = divmod(state["sample"], order.train)
         if middle:
             raise ValueError(
-                f"{state['sample']} samples of epoch {state['epoch']} were read, which is no multiple of the global "
-                f"batch of {order.train}: set train_batch_size to what it was, or to a divisor of that"
+                f"{state['sample']} samples of epoch {state['epoch']} were read, which is not a multiple of the global "
+                f"batch of {order.train}. Set train_batch_size to its former value, or to a divisor of it."
             )
         if order.batches is not None and first >= order.batches:
             self._seek(state["epoch"] + 1, 0)
@@ -243,14 +243,14 @@ def make_loader(
     if isinstance(dataset, IterableDataset):
         if workers > 1:
             raise ValueError(
-                f"{workers} workers would each read the whole IterableDataset: give num_local_io_workers=1, which "
-                "reads ahead, or a data set with a length"
+                f"{workers} workers would each read the whole IterableDataset. Give num_local_io_workers=1, which "
+                "reads ahead, or a data set with a length."
             )
         options["collate_fn"] = collate or default_collate
         return Loader(dataset, Stream(dataset, train, micro, replica, replicas), **options)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"training_data is a {type(dataset).__name__}: give a data set with a length and indices, or an "
-            "IterableDataset"
+            f"training_data is a {type(dataset).__name__}, which has no length or no indices. Give a data set with "
+            "both, or an IterableDataset."
         )
     return Loader(dataset, BatchOrder(len(dataset), train, micro, replica, replicas, seed, drop_last), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from ..grid import Grid
@@ -32,7 +33,7 @@ class PartMeans:
             seconds = sum(step.get(axis, {}).get(part, 0.0) for step, _ in steps)
             parts.setdefault(axis, {})[part] = seconds / len(steps)
         bubbles = [bubble for _, bubble in steps if bubble is not None]
-        return {"steps": len(steps), "parts": parts, "bubble": _mean(bubbles) if bubbles else None}
+        return {"steps": len(steps), "parts": parts, "bubble": fmean(bubbles) if bubbles else None}
 
 
 def table(means: Sequence[Mapping[str, Any]], stages: Sequence[int], step: int) -> Any:
@@ -53,8 +54,8 @@ def table(means: Sequence[Mapping[str, Any]], stages: Sequence[int], step: int) 
 
     def cells(numbers: Sequence[float]) -> Iterable[str]:
         largest = max(range(len(numbers)), key=numbers.__getitem__)
-        shown = [_mean([n for n, stage in zip(numbers, stages, strict=True) if stage == c]) for c in columns]
-        return (*(f"{1e3 * seconds:.2f}" for seconds in (*shown, _mean(numbers), numbers[largest])), str(largest))
+        shown = [fmean([n for n, stage in zip(numbers, stages, strict=True) if stage == c]) for c in columns]
+        return (*(f"{1e3 * seconds:.2f}" for seconds in (*shown, fmean(numbers), numbers[largest])), str(largest))
 
     made = Table()
     for head in ("axis", ""):
@@ -99,7 +100,3 @@ def deepspeed_times(parts: Parts) -> dict[str, float]:
         "backward_allreduce": reduce,
         "step": compute.get("optimizer", 0.0) + data.get("gather", 0.0),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -91,7 +91,8 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
 def _require(package: str, install: str) -> None:
     if not _installed(package):
         raise ConfigError(
-            f"{package}.enabled: the package {package} is not installed: pip install '{install}', or use csv_monitor"
+            f"{package}.enabled is true, but the package {package} is not installed. Type pip install '{install}', or "
+            "use csv_monitor."
         )
 
 

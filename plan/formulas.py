@@ -9,6 +9,7 @@ Adam and gradients in fp16:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -74,15 +75,13 @@ def model_states(
         ValueError: the stage, precision or optimizer does not exist; the message lists those that do.
     """
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage {stage}: the stages of ZeRO are 0, 1, 2 and 3")
+        raise ValueError(f"stage is {stage}, but the stages of ZeRO are 0, 1, 2 and 3.")
     if data < 1 or parameters < 0:
-        raise ValueError(f"{parameters:g} parameters on {data} replicas: give at least 0 parameters and 1 replica")
-    for name in (precision, gradients):
-        if name is not None and name not in BYTES:
-            raise ValueError(f"precision {name!r}: known are {', '.join(BYTES)}")
+        raise ValueError(f"parameters is {parameters:g} and data is {data}, but they must be at least 0 and 1.")
+    _known("precision", precision, BYTES)
+    _known("gradients", gradients or precision, BYTES)
     if isinstance(optimizer, str):
-        if optimizer.lower() not in STATES:
-            raise ValueError(f"optimizer {optimizer!r}: known are {', '.join(STATES)}")
+        _known("optimizer", optimizer.lower(), STATES)
         optimizer = STATES[optimizer.lower()]
     half = BYTES[precision] == 2
     wide = 4 if half else BYTES[precision]
@@ -200,7 +199,7 @@ def gpt_activations(
         ValueError: the precision or the kind of recomputation does not exist.
     """
     _known("recompute", recompute, RECOMPUTE)
-    _known("precision", precision, tuple(BYTES))
+    _known("precision", precision, BYTES)
     size = BYTES[precision]
     one = sequence * batch * width
     apart = tensor if sequence_parallel else 1  # ranks that share the hidden states
@@ -219,6 +218,6 @@ def gpt_activations(
     return outside / apart + products + activation - (statistics if recompute == "selective" else 0.0)
 
 
-def _known(kind: str, name: str, names: tuple[str, ...]) -> None:
+def _known(kind: str, name: str, names: Collection[str]) -> None:
     if name not in names:
-        raise ValueError(f"{kind} {name!r}: known are {', '.join(names)}")
+        raise ValueError(f"{kind} is {name!r}, but it must be one of {', '.join(names)}.")

@@ -24,8 +24,8 @@ class FlopsProfiler:
 
     Args:
         model: any module.
-        ds_engine, recompute_fwd_factor: arguments of DeepSpeed's class, without effect here. ``flops_profiler`` in the
-            configuration profiles a step of an engine.
+        ds_engine, recompute_fwd_factor: arguments of DeepSpeed's class, without effect here. To profile a step of an
+            engine, set ``flops_profiler`` in the configuration.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -148,9 +148,9 @@ def get_model_profile(
         ValueError: both or neither of inputs and their shape are given, or the mode is not known.
     """
     if (input_shape is None) == (not args and not kwargs):
-        raise ValueError("get_model_profile takes input_shape=, or args= and kwargs=: give one of the two")
+        raise ValueError("Give either input_shape, or args and kwargs, to get_model_profile.")
     if mode not in ("forward", "generate"):
-        raise ValueError(f"mode is 'forward' or 'generate', not {mode!r}")
+        raise ValueError(f"mode is {mode!r}, but it must be 'forward' or 'generate'.")
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(0))
         args = (torch.ones(input_shape, dtype=like.dtype, device=like.device),)

@@ -38,16 +38,13 @@ def clock_name() -> str:
     return f"process {os.getpid()}"
 
 
-def clock_offsets(
-    grid: Grid, name: str | None = None, now: Callable[[], float] = time.perf_counter, exchanges: int = _EXCHANGES
-) -> list[Offset]:
+def clock_offsets(grid: Grid, name: str | None = None, now: Callable[[], float] = time.perf_counter) -> list[Offset]:
     """Return the offset of each rank's clock, on every rank. Collective.
 
     Args:
         grid: the ranks. They exchange messages, one host after the other.
         name: name of this rank's clock; None: ``clock_name()``.
         now: reads the clock.
-        exchanges: number of exchanges with each clock.
     """
     names: list[str] = grid.world.all_gather_object(clock_name() if name is None else name)
     found = {names[0]: Offset(0.0, 0.0)}
@@ -57,7 +54,7 @@ def clock_offsets(
         mine = Offset(0.0, float("inf"))
         reading = torch.zeros(1, dtype=torch.float64, device=grid.device)
         if grid.world.is_first:
-            for _ in range(exchanges):
+            for _ in range(_EXCHANGES):
                 sent = now()
                 grid.world.send(reading, rank, _TAG).wait()
                 grid.world.receive(reading, rank, _TAG).wait()
@@ -65,7 +62,7 @@ def clock_offsets(
                 if (back - sent) / 2 < mine.error:
                     mine = Offset(theirs - (sent + back) / 2, (back - sent) / 2)
         elif grid.world.rank == rank:
-            for _ in range(exchanges):
+            for _ in range(_EXCHANGES):
                 grid.world.receive(reading, 0, _TAG).wait()
                 float(reading)
                 reading.fill_(now())

@@ -69,7 +69,7 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
     """
     log = grid.observer(CommsLog)
     if log is None:
-        raise ConfigError('nothing was logged: set "comms_logger": {"enabled": true} in the configuration')
+        raise ConfigError('No communication was logged. Set "comms_logger": {"enabled": true} in the configuration.')
     # A copy, without the exchange between ranks that follows.
     taken = {call: list(seconds) for call, seconds in log.seconds.items()}
     waits = stragglers(taken, grid.world.all_gather_object(taken)) if show_straggler else None

@@ -107,8 +107,8 @@ def recorded(file: Path | None, node: int) -> Iterator[dict[str, str]]:
         yield {TIMELINE: folder}
     finally:
         if not merge(Path(folder), file):
-            reason = "is empty, because no rank made a triax.Grid: it records the communication of grids"
-            print(f"triax run: --timeline {file} {reason} (triax.init() makes one)", file=sys.stderr)
+            reason = "It records the communication of grids, but no rank made a triax.Grid (triax.init() makes one)."
+            print(f"triax run: --timeline {file} is empty. {reason}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -130,7 +130,9 @@ def merged(texts: Iterable[str]) -> dict[str, Any]:
         arrived = {rank: call.start for rank, call in group.items()}
         for call in group.values():
             call.arrived = arrived
-    begin = min((entry for part in parts for entry in _starts(part)), default=0.0)
+    starts = [start for part in parts for _, _, start, _, _ in part.spans]
+    starts += [call.start for part in parts for call in part.calls.values()]
+    begin = min(starts, default=0.0)
     trace = ChromeTrace()
     unfinished: list[dict[str, Any]] = []
     names: dict[int, str] = {}
@@ -188,8 +190,8 @@ def _read(text: str) -> RankTimeline | None:
     return part
 
 
-def _collectives(parts: Iterable[RankTimeline]) -> Iterator[dict[int, TimelineCall]]:
-    """Yield each collective as rank -> its call."""
+def _collectives(parts: Iterable[RankTimeline]) -> Iterable[dict[int, TimelineCall]]:
+    """Return each collective as rank -> its call."""
     found: dict[Any, dict[int, TimelineCall]] = {}
     for part in parts:
         counts: dict[int, int] = {}
@@ -197,7 +199,7 @@ def _collectives(parts: Iterable[RankTimeline]) -> Iterator[dict[int, TimelineCa
             if call.op not in _MESSAGES:
                 counts[call.axis] = counts.get(call.axis, -1) + 1
                 found.setdefault((part.axes[call.axis], counts[call.axis]), {})[part.rank] = call
-    yield from found.values()
+    return found.values()
 
 
 def _add_phases(
@@ -234,8 +236,3 @@ def _add_phases(
 def _horovod_name(call: TimelineCall) -> str:
     """Return Horovod's name of an operation: ``ALLREDUCE`` for ``all_reduce``."""
     return call.op.replace("all_", "all").replace("to_all", "toall").replace("reduce_scatter", "reducescatter").upper()
-
-
-def _starts(part: RankTimeline) -> Iterator[float]:
-    yield from (span[2] for span in part.spans)
-    yield from (call.start for call in part.calls.values())

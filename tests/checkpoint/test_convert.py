@@ -182,11 +182,14 @@ def test_a_pickle_that_runs_code_does_not(tmp_path: Path) -> None:
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    assert "make it universal first" in command("import", tmp_path, tmp_path / "runs", "--unpickle")[1]
+    assert (
+        "only DeepSpeed's universal format can be imported"
+        in command("import", tmp_path, tmp_path / "runs", "--unpickle")[1]
+    )
     assert "has a folder zero" in command("import", tmp_path / "nothing", tmp_path / "runs", "--unpickle")[1]
     (tmp_path / "zero").mkdir()
     assert "no folder of a parameter" in command("import", tmp_path, tmp_path / "runs", "--unpickle")[1]
-    assert "write OLD=NEW" in command("import", tmp_path, tmp_path / "runs", "--unpickle", "--rename", "a")[1]
+    assert "Write OLD=NEW" in command("import", tmp_path, tmp_path / "runs", "--unpickle", "--rename", "a")[1]
 
 
 # ---------------------------------------------------------------------------------------------------- torch's DCP
@@ -315,12 +318,15 @@ def test_exports_refused(tmp_path: Path) -> None:
     engine = triax.initialize(model=nn.Linear(4, 4), config=config)[0]
     assert engine.save_checkpoint(tmp_path / "runs")
     words = ("export", tmp_path / "runs", tmp_path / "hf")
-    assert "give " in command(*words)[1] and "--format hf for a folder" in command(*words)[1]
+    assert "Give " in command(*words)[1] and "--format hf for a folder" in command(*words)[1]
     assert "give one of safetensors, hf" in command(*words, "--format", "gguf")[1]
     assert "does not tell the model's configuration. Pass --config" in command(*words, "--format", "hf")[1]
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     said = command(*words, "--format", "hf", "--config", tmp_path / "config.json")[1]
     assert "names have no entry for bias" in said
     file = tmp_path / "m.safetensors"
-    assert "--config is for --format hf" in command(*words[:2], file, "--config", tmp_path / "config.json")[1]
+    assert (
+        "--config, but it is used only with --format hf"
+        in command(*words[:2], file, "--config", tmp_path / "config.json")[1]
+    )
     shutil.rmtree(tmp_path / "runs")

@@ -132,7 +132,7 @@ def test_the_same_text_from_every_start(folder: Path) -> None:
     [
         (
             ["nowhere", "--prompt", "x"],
-            "nowhere is no such folder: give a folder as transformers saves it, or a run of",
+            "nowhere does not exist. Give a folder as transformers saves it, or a run of",
         ),
         (["{run}", "--prompt", "x", "--tensor", "3"], "num_attention_heads is 2, but tensor=3 needs at least 3"),
     ],
@@ -148,7 +148,7 @@ def test_what_cannot_be_is_one_line(folder: Path, words: list[str], message: str
     [
         ({"max_new_tokens": 48}, "pass max_new_tokens=47 at most"),
         ({"prompt": "x" * 48}, "prompt 0 has 48 tokens and gets 1 new ones, which makes 49, but max_length is 48"),
-        ({"dtype": "int8"}, "--dtype int8 is none of float32, float64, bfloat16 and float16"),
+        ({"dtype": "int8"}, "--dtype is int8, but it must be float32, float64, bfloat16 or float16"),
         ({"temperature": -1.0}, "temperature is -1.0. Give 0"),
     ],
 )
@@ -157,16 +157,16 @@ def test_what_the_model_cannot_do(folder: Path, capsys: Any, options: dict[str, 
         generate(folder, **{"prompt": "x", **options})
     said = capsys.readouterr()
     assert left.value.code == 2 and not said.out and message in said.err and said.err.count("\n") == 1
-    with pytest.raises(ConfigError, match="--prompt is empty: the text needs something to follow"):
+    with pytest.raises(ConfigError, match="--prompt is empty, but the model needs a text to continue"):
         generate(folder, prompt="")
 
 
 def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 300}))
     assert find_model(tmp_path) == tmp_path
-    with pytest.raises(ConfigError, match=r"model_type 'mamba', and those installed are gpt2, llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match=r"model_type 'mamba', but the installed ones are gpt2, llama, qwen2, qwen3"):
         family(tmp_path)
-    with pytest.raises(ValueError, match=r"no tokenizer.json, and a vocabulary of 300, not the 256 bytes"):
+    with pytest.raises(ValueError, match=r"no tokenizer.json, and its vocabulary has 300 entries"):
         open_text(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json is not JSON"):

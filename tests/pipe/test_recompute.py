@@ -793,7 +793,7 @@ def test_the_papers_table() -> None:
         apart = tensor if parallel else 1
         beside = 4 * 2048 * 96 / tensor + 8 * 2048 / apart  # the softmax's sums, the norms' numbers
         assert ours - beside == paper_activations(*shape, tensor, parallel, "selective")
-    with pytest.raises(ValueError, match="known are none, selective, matmul, full"):
+    with pytest.raises(ValueError, match="one of none, selective, matmul, full"):
         gpt_activations(1, 1, 1, 1, recompute="some")
 
 

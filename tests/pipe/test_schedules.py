@@ -298,7 +298,7 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
     ("words", "message"),
     [
         (["1f1b"], "--pipe 4 --microbatches 8"),
-        ([], "give a schedule's name"),
+        ([], "Give one of a schedule's name"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
         (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),
         (["zb-v", "--pipe", "4", "--microbatches", "8", "--chunks", "3"], "chunks=2"),
