@@ -134,9 +134,12 @@ class Engine:
         return self.batch.train, self.batch.micro, self.batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step from the next step on, by the number of microbatches; their size stays.
+        """Set the samples per step from the next step on. The number of microbatches changes, their size does not.
 
         Every rank calls this, between two steps.
+
+        Args:
+            train_batch_size: samples per step, over all replicas.
 
         Raises:
             ConfigError: if the size is not a whole number of microbatches, if the schedule does not run that many, or
@@ -204,14 +207,21 @@ class Engine:
         return self.replicas.common_weights()
 
     def traffic_report(self) -> dict[str, Any]:
-        """Return ``local`` under ``local_updates``: what this rank sends to other replicas. Else {}.
+        """Return what this rank sends to other replicas under ``local_updates``, in the entry ``local``. {} without it.
 
-        ``steps`` and ``meetings`` so far; ``sent``: bytes since this process began, or loaded a checkpoint, and
-        ``per_step`` on average; ``formula``: bytes of a synchronization by the formula of an all-reduce, divided by the
-        steps between two; ``uncompressed``: bytes of a step that all-reduces gradients in the masters' dtype (steps
-        before ``start_step`` do, in ``communication_data_type``). ``async_diloco`` sends each replica a message of its
-        own, N/2 times the formula, and adds ``staleness``, the rounds that the slowest was behind at the last
-        synchronization, and ``waited_s``, seconds at the bound.
+        | entry of ``local`` | meaning |
+        |---|---|
+        | ``steps``, ``meetings`` | steps and synchronizations so far |
+        | ``sent`` | bytes since this process began or loaded a checkpoint |
+        | ``per_step`` | ``sent`` divided by the steps in that time |
+        | ``formula`` | bytes of one synchronization by an all-reduce, divided by the steps between two |
+        | ``uncompressed`` | bytes of a step that all-reduces the gradients in the masters' dtype |
+        | ``staleness`` | ``async_diloco``: rounds that the slowest replica was behind at the last synchronization |
+        | ``waited_s`` | ``async_diloco``: seconds spent waiting because of ``max_staleness`` |
+
+        The steps before ``start_step`` all-reduce gradients in ``communication_data_type``. ``async_diloco`` sends each
+        other replica a message of its own, which is N/2 times the formula for N replicas. The entry ``formula`` of the
+        result is {"data": ``formula``}.
         """
         return self.replicas.traffic()
 
@@ -258,7 +268,8 @@ class Engine:
 
         Args:
             parameter: a parameter of this rank's module.
-            value: the new values of this tensor rank's shard of the parameter, in any dtype.
+            value: the new values, in the parameter's shape and any dtype. If the tensor axis shards the parameter,
+                these are the values of this rank's shard.
 
         Raises:
             ValueError: if the value and the parameter have different shapes.
@@ -319,11 +330,11 @@ class Engine:
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's whole gradient, before clipping; None before the first step.
+        """Return the norm of the last step's whole gradient before clipping. None before the first step.
 
-        A single process computes it in the step if clipping, fp16 or a monitor needs it, else in this call. Call this
-        before the first forward pass of the next step. The first later call returns None, and then every step computes
-        the norm.
+        On several processes each step computes the norm. On a single process a step computes it only if clipping, fp16,
+        compression or a monitor needs it. Otherwise this call computes it from the gradients, which exist until the
+        next step begins. A call after that returns None, and from then on each step computes the norm.
         """
         return self.optimizer_step.global_norm() if self.global_steps else None
 
@@ -336,7 +347,14 @@ class Engine:
         return self.config.gradient_clipping
 
     def log_summary(self, show_straggler: bool = False) -> str:
-        """Print on rank 0, and return, the table of ``comms_logger`` on this rank."""
+        """Return this rank's table of logged communication (``comms_logger``). Rank 0 also prints its own.
+
+        Args:
+            show_straggler: add a column with the time spent waiting for the slowest rank. Collective if it is set.
+
+        Raises:
+            ConfigError: if ``comms_logger`` is not enabled.
+        """
         return comms.summary(self.grid, show_straggler)
 
     @property
@@ -388,9 +406,10 @@ class Engine:
         return True
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
-        """Context for a call: if a rank fails inside it, this rank reports the error and leaves the process group.
+        """Return a context for a call that all ranks make: an error on one rank ends the call on every rank.
 
-        The other ranks then stop with an error and do not hang.
+        The failed rank reports its error and leaves the process group, so that the other ranks stop with an error and
+        do not hang.
 
         Args:
             call: name of the call, for the message.
@@ -543,4 +562,4 @@ class Engine:
         self._samples_before = samples
 
     def _reschedule(self, microbatches: int) -> None:
-        """Run this number of microbatches per step from now on. Subclasses override it where that takes more."""
+        """Set up steps of this number of microbatches. Subclasses override it if they have to change more."""

@@ -161,10 +161,11 @@ def _place_model(model: nn.Module, grid: Grid, config: Config, microbatches: int
 
 
 def _pipeline_notes(config: Config) -> list[str]:
-    """Return notes on the keys that do nothing for a model that is no ``PipelineModule``.
+    """Return notes on the keys that have no effect on a model that is not a ``PipelineModule``.
 
     Raises:
-        ConfigError: recomputation, asked for by keys that DeepSpeed's scripts do not have.
+        ConfigError: if a key of triax asks for recomputation, such as ``activation_checkpointing.interval``.
+            DeepSpeed's own keys of this section are only noted.
     """
     section = config.activation_checkpointing
     how = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward"

@@ -150,9 +150,12 @@ class LocalReplicas:
     def _on(self, grid: Grid) -> Iterator[Grid]:
         """Context for a call that all ranks of a grid make together.
 
+        An ``AgreedError`` is one that every rank of a grid raises, with no state changed, so that training can
+        continue.
+
         Raises:
-            RuntimeError: in place of an ``AgreedError`` that only this replica's ranks raised. Because the other
-                replicas would wait for these ranks, they leave the process group, as a failed rank does.
+            RuntimeError: in place of an ``AgreedError`` that only the ranks of this replica raised. The other replicas
+                would wait for them. So they leave the process group, as a failed rank does.
         """
         try:
             yield grid
@@ -242,5 +245,5 @@ class LocalReplicas:
 
 
 def _sent(report: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the bytes sent over the data axis."""
+    """Return the bytes sent over the data axis, from a traffic report (axis -> collective -> calls and bytes)."""
     return float(sum(entry.bytes for entry in report.get("data", {}).values()))

@@ -50,7 +50,7 @@ class BackwardScales:
 
     @contextmanager
     def running(self, scale: float) -> Iterator[None]:
-        """Context for a backward pass whose loss was multiplied by ``scale``."""
+        """Context for the backward pass that ``engine.backward`` runs on a loss multiplied by ``scale``."""
         self._running.append(scale)
         try:
             yield
@@ -71,12 +71,14 @@ class BackwardScales:
         self._scaled_by_user.setdefault(task, set()).add(scale)
 
     def missing(self, scale: float, scaled_by_user: bool) -> float:
-        """Return the factor that gradients still need where they enter a module in a backward pass.
+        """Return the factor by which gradients must still be multiplied where they enter a module in a backward pass.
+
+        The factor is the module's loss scale, divided by the scale that the loss of this backward pass already has.
 
         Args:
             scale: the loss scale of the module's engine.
-            scaled_by_user: True if the user multiplied a loss by this scale through ``scaled``. If it is not known by
-                what the loss of this backward pass was multiplied, it is taken to be that loss.
+            scaled_by_user: True if the user multiplied a loss by this scale through ``scaled``. If the loss of this
+                backward pass is not known to have another scale, it is taken to be that loss.
         """
         scales = self._scaled_by_user.get(torch._C._current_graph_task_id(), set())
         if len(scales) == 1:
@@ -158,16 +160,18 @@ def rescaled(
     leaving: bool = False,
     copies: Callable[[Tensor], bool] = lambda tensor: tensor.dim() == 0,
 ) -> tuple[Any, bool]:
-    """Return a module's outputs, whose gradients are multiplied by ``factor()``, and True if that is all of them.
+    """Return a module's outputs with a factor on their gradients, and True if every tensor among them was found.
 
-    The second result is False if the outputs contain an object that is not a nest of tensors. A value that needs no
-    change is returned without a copy.
+    The outputs have the same values. In the backward pass their gradients are multiplied by ``factor()``. The second
+    result is False if the outputs contain an object other than a nest of tensors and plain values, because tensors in
+    it would be missed. A value that needs no change is returned without a copy.
 
     Args:
         value: a nest of tensors.
         factor: called in the backward pass.
         leaving: True if the value is the module's inputs, whose gradients are divided by the factor.
-        copies: returns True for tensors to copy, so that they may be changed in place, as losses often are.
+        copies: returns True for a tensor that must be copied, so that the user can change it in place. By default
+            these are the 0-dim tensors, such as losses.
     """
     if isinstance(value, Tensor):
         wanted = value.requires_grad and value.is_floating_point()
@@ -189,9 +193,10 @@ def rescaled(
 
 
 class _Rescale(torch.autograd.Function):
-    """Identity whose backward pass multiplies the gradient, or divides it if ``leaving``.
+    """Identity whose backward pass multiplies the gradient by a factor, or divides it if ``leaving``.
 
-    In a backward pass through a backward pass (a gradient penalty) the two places change roles.
+    In a double backward pass (a gradient penalty) the second pass runs in the opposite direction through this function,
+    so there it divides, or multiplies if ``leaving``.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@
 engine, *_ = triax.initialize(model=model, config=config)
 for batch in batches:
     loss = engine(*batch)
-    engine.backward(loss)  # gradients are reduced while the last microbatch's runs
+    engine.backward(loss)  # in the last microbatch of a step, gradients are reduced during this call
     engine.step()          # acts once in gradient_accumulation_steps
 """
 
@@ -44,7 +44,8 @@ class ModuleEngine(Engine):
     Args:
         module: the module, on the grid's device.
         grid: a grid without a pipe axis. The first replica's parameters and buffers are broadcast to all replicas.
-            Tensor ranks keep their own shards; unsharded tensors are broadcast from the first tensor rank.
+            Within a tensor-parallel group each rank keeps its shards, and unsharded tensors are broadcast from the
+            group's first rank.
         config: the checked configuration.
         parts: optimizer, learning-rate schedule and data.
 

@@ -139,7 +139,7 @@ class StepObserver:
         raise NotImplementedError
 
     def _ops(self) -> list[OpMarks]:
-        """Return the marks of the program's ops in this step."""
+        """Return the times at which each op of this step's program began and ended. Empty for a plain module."""
         return []
 
     def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
@@ -277,7 +277,11 @@ class PipelineObserver(StepObserver):
         return self._executor.marks
 
     def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
-        """Return ``Timeline.bubble`` of this replica's pipe ranks, from three numbers of each rank."""
+        """Return ``Timeline.bubble`` of this replica's pipe ranks: idle share of the busiest. Collective over pipe.
+
+        Each rank contributes the time of its passes, the end of its last pass and the start of its first pass. The
+        maximum busy time over the ranks is divided by the time from the first start to the last end.
+        """
         spans = [s for s in record.slices if s.kind in COMPUTE]
         origin = clock.at(self._executor.origin)
         mine = [sum(s.end - s.start for s in spans), spans[-1].end - origin, origin - spans[0].start]
@@ -334,8 +338,13 @@ class ModuleObserver(StepObserver):
 def make_monitor(config: Config, grid: Grid, batch: int) -> Monitor:
     """Return the monitor of a run: with writers on rank 0, an empty one elsewhere. Collective if numbers are written.
 
+    Args:
+        config: the configuration, which names the monitors.
+        grid: the ranks.
+        batch: samples per step, over all replicas.
+
     Raises:
-        ConfigError: on every rank: a package is not installed, or a folder cannot be made.
+        ConfigError: on every rank, if a package is not installed or a folder cannot be made.
     """
     first, writers = grid.rank == 0, []
     folders = (
@@ -358,6 +367,11 @@ def _trace_file(config: Config) -> Path:
 
 def require_writable(file: Path, what: str, grid: Grid) -> Path:
     """Make the folder of a file that rank 0 writes later, check that it can write, and return the path. Collective.
+
+    Args:
+        file: path of the file.
+        what: name of the file or of its configuration key, for the message.
+        grid: the ranks.
 
     Raises:
         ConfigError: on every rank, if the file cannot be written.

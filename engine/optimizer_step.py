@@ -1,10 +1,10 @@
 """The end of a training step, on both engines: from the gradients of the batch to the new weights.
 
 sum over all ranks    loss, weight and |gradient|^2, in one all-reduce          ``totals``
-divide                by the weight of the batch, once; so also the norm         ``take``
-leave out             a loss or a norm that is not finite (``nan_loss``), an overflow in fp16
-exchange              compressed gradients are summed over the replicas only here
-clip                  gradient_clipping / norm
+divide                loss, gradients and norm by the batch's weight             ``take``, as all that follows
+skip                  the step, if loss or norm is not finite (``nan_loss``) or gradients overflow in fp16
+exchange              with gradient compression: sum the compressed gradients over the replicas, only now
+clip                  multiply the gradients by gradient_clipping / norm
 update                the optimizer, the learning-rate schedule, fp16's loss scale
 """
 
@@ -55,9 +55,17 @@ class OptimizerStep:
         return 1.0 if self._loss_scaler is None else self._loss_scaler.scale
 
     def totals(self, grid: Grid, values: Sequence[Tensor | float]) -> list[float]:
-        """Sum numbers over all ranks of a grid, together with the square of the gradient's norm. Collective.
+        """Sum numbers over all ranks of a grid, and with them the square of the gradient's norm. Collective.
 
-        One process computes the norm only if clipping, fp16, compression or ``global_norm`` needs it.
+        The square is kept for ``take``. A single process computes it only if clipping, fp16 or compression needs it, or
+        if ``global_norm`` was called too late before.
+
+        Args:
+            grid: the grid whose ranks take the step together.
+            values: this rank's numbers, such as its loss and weight.
+
+        Returns:
+            The sums of ``values``.
         """
         wanted = grid.size > 1 or self._clipping or self._loss_scaler is not None or self._norm_wanted_late
         self._squares = [self._data_axis.squares()] if wanted or self._data_axis.exchange is not None else []
@@ -121,7 +129,11 @@ class OptimizerStep:
         return self.norm
 
     def _exchange(self, grid: Grid, divisor: float) -> float:
-        """Sum compressed gradients over the replicas. Returns the factor that gradients still need. Collective."""
+        """Sum compressed gradients over the replicas, divided by ``divisor``. Collective.
+
+        Returns:
+            The factor by which gradients must still be multiplied: 1, or 1 / ``divisor`` without compression.
+        """
         if self._data_axis.exchange is None:
             return 1.0 / divisor
         self._data_axis.exchange_gradients(1.0 / divisor)

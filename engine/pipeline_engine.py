@@ -277,7 +277,7 @@ class PipelineEngine(Engine):
         return program
 
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
-        """Broadcast the last stage's outputs to every stage."""
+        """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""
         pipe, source = self.grid.pipe, self.module.placement[-1]
         tensors, schema = flatten(outputs) if self.module.is_last else ([], None)
         encoded = pipe.all_gather_object(schema.encode() if schema else None)[source]
@@ -332,7 +332,10 @@ def training_schedule(module: PipelineModule, config: PipelineConfig, microbatch
 
 
 def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:
-    """Return the loss and the weight that this rank adds to the batch's sums."""
+    """Return the loss and the weight that this rank adds to the batch's sums.
+
+    They are 0 on ranks other than the first of the tensor axis, because all ranks of that axis hold the same loss.
+    """
     # Tensor ranks hold the same loss: the first one counts.
     return [number * float(grid.tensor.is_first) for number in result.sums()]
 

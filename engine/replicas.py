@@ -17,8 +17,7 @@ class SynchronousReplicas:
         grid: the engine's grid.
 
     Attributes:
-        just_synchronized: True if the last step ended with a synchronization of the replicas' weights under local
-            updates.
+        just_synchronized: always False here. ``LocalReplicas`` sets it to True after a synchronization of weights.
         collective_grid: grid for collectives of the whole run, such as an evaluation or a table of times.
     """
 
@@ -48,7 +47,7 @@ class SynchronousReplicas:
         """Do nothing, because the replicas' weights are always equal in this strategy."""
 
     def leave(self) -> bool:
-        """End this replica's training; returns True if all replicas have left, and they end together."""
+        """Return True: replicas that take every step together also end together."""
         return True
 
     def common_weights(self) -> AbstractContextManager[None]:

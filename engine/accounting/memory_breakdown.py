@@ -1,7 +1,10 @@
 """``memory_breakdown``: prints the bytes that every rank holds around forward, backward and step, by kind.
 
-The kinds are those of ``PipelineEngine.memory_report``: what is held between two steps (parameters, gradients, masters,
-optimizer, buffers), activations (all that autograd saved), and working: other memory that a step made and still holds.
+The kinds are those of ``PipelineEngine.memory_report``:
+
+- parameters, gradients, masters, optimizer, buffers: memory held between two steps
+- activations: tensors that autograd saved
+- working: all other memory that the step allocated and has not freed
 """
 
 from __future__ import annotations
@@ -65,7 +68,12 @@ class MemoryBreakdown:
         self.rows[point] = row
 
     def end_step(self, step: int, print_every: int | None) -> None:
-        """Print the step's table on rank 0 if one is due, then delete the records. Collective if a table is due."""
+        """Print the step's table on rank 0 if one is due, then delete the records. Collective if a table is due.
+
+        Args:
+            step: number of the step that ended.
+            print_every: ``steps_per_print``: a table is due every so many steps. None: after every step.
+        """
         self.note("after step")
         if print_every is None or step % print_every == 0:
             everyone = self._grid.world.all_gather_object(self.rows)
@@ -75,7 +83,13 @@ class MemoryBreakdown:
 
 
 def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
-    """Return a text with a line for each rank and point, and a column for each kind."""
+    """Return a text with a line for each rank and point of the step, and a column for each kind of memory.
+
+    Args:
+        step: number of the step, for the title.
+        grid: the ranks.
+        everyone: ``MemoryBreakdown.rows`` of each rank.
+    """
     kinds = list(next(row for rows in everyone for row in rows.values()))
     width = max(len(point) for rows in everyone for point in rows) + 2
     lines = [f"memory at step {step}, by kind", " " * width + "".join(f"{kind:>14}" for kind in kinds)]
@@ -87,7 +101,7 @@ def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
 
 
 def install(engine: PipelineEngine | ModuleEngine) -> None:
-    """Record and print the bytes held in each step of an engine."""
+    """Install hooks that record the bytes held in each step, and print them every ``steps_per_print`` steps."""
     breakdown = MemoryBreakdown(engine.grid, engine.data_axis, engine.module)
     if isinstance(engine, PipelineEngine):
         _observe_pipeline(engine, breakdown)
@@ -96,9 +110,10 @@ def install(engine: PipelineEngine | ModuleEngine) -> None:
 
 
 def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> None:
-    """Record the bytes held around each op of the pipeline program.
+    """Install the hooks on ``train_batch`` and on the executor's compute ops.
 
-    Of all forward passes in a step, only the bytes after the one with the most activations are kept.
+    The bytes are recorded after each op. Of all forward passes in a step, only the record with the most activations is
+    kept.
     """
 
     @contextmanager
@@ -124,9 +139,10 @@ def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> Non
 
 
 def _observe_module(engine: ModuleEngine, breakdown: MemoryBreakdown) -> None:
-    """Record the bytes held around the passes of a step's last microbatch.
+    """Install the hooks on ``forward``, ``backward`` and ``step``.
 
-    Tensors made outside the engine's calls, such as the loss, do not count.
+    Each microbatch replaces the records of the one before. Tensors made outside the engine's calls, such as the loss,
+    do not count.
     """
     meters: list[MemoryMeter] = []  # the meter of this step, from its first forward pass on
 

@@ -63,7 +63,10 @@ class StepProfile:
         self.active = False
 
     def microbatch(self, index: int) -> AbstractContextManager[None]:
-        """Return the context in which a microbatch's forward pass is counted or timed."""
+        """Return the context for a microbatch's forward pass: microbatch 0 counts FLOPs, the others are timed.
+
+        The only microbatch of a step is both counted and timed.
+        """
         if not self.active:
             return nullcontext()
         return self.modules.measured(flops=index == 0, seconds=self.times(index))
@@ -105,7 +108,7 @@ class StepProfile:
 
 
 def install(engine: PipelineEngine | ModuleEngine) -> None:
-    """Profile one step of an engine."""
+    """Install hooks on an engine that profile the step ``flops_profiler.profile_step`` and no other step."""
     if isinstance(engine, PipelineEngine):
         _profile_pipeline(engine)
     else:
@@ -113,7 +116,7 @@ def install(engine: PipelineEngine | ModuleEngine) -> None:
 
 
 def _profile_pipeline(engine: PipelineEngine) -> None:
-    """Profile a call of ``train_batch``."""
+    """Install the hooks that profile one call of ``train_batch``."""
     profile = StepProfile(engine)
 
     def run_stage(call: Callable[..., Any], *args: Any) -> Any:
@@ -154,7 +157,7 @@ def _profile_pipeline(engine: PipelineEngine) -> None:
 
 
 def _profile_module(engine: ModuleEngine) -> None:
-    """Profile a step of ``forward``, ``backward`` and ``step``."""
+    """Install the hooks that profile one step, which consists of calls of ``forward``, ``backward`` and ``step``."""
     profile = StepProfile(engine)
 
     def trains() -> bool:

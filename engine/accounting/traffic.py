@@ -67,14 +67,26 @@ def zero_formula(
 
 
 def zeropp_formula(data_axis: ZeroDataAxis, passes: Counter[int]) -> dict[str, float]:
-    """Return ZeRO++'s bytes by axis: Wang et al. 2023 (arXiv:2306.10209), with the scales of quantization blocks.
+    """Return the bytes that each rank sends in one step under ZeRO++: axis -> bytes.
 
-    Of M bytes of fp16 weights, ZeRO's stage 3 sends 3 M per microbatch, and (N-1)/N of it from each of N replicas: two
-    all-gathers, before the forward and the backward pass, and a reduce-scatter. Quantized, an all-gather is M / 2 and a
-    reduce-scatter M / 4 (of fp32 gradients, an eighth). With secondary shards one all-gather per step is on ``data``
-    and the others are on ``data within``. A reduction in two hops over hosts of L ranks sends (L-1)/L of its bytes on
-    ``data within``, and of the rest one part per host on ``data between``. It is less where weights stay gathered from
-    one pass to the next, as in ``plan.formulas.zero_traffic``.
+    The formulas are those of Wang et al. 2023, arXiv:2306.10209. For M bytes of fp16 weights in stage 3, per
+    microbatch; each of N replicas sends (N-1)/N of these bytes:
+
+    | collective | ZeRO | ZeRO++ |
+    |---|---|---|
+    | all-gather before the forward pass | M | M / 2, weights in 8 bits |
+    | all-gather before the backward pass | M | M / 2, weights in 8 bits |
+    | reduce-scatter of gradients | M | M / 4, gradients in 4 bits |
+
+    The scales of the quantization blocks are added. Two options move bytes to other axes:
+
+    - Secondary shards: the step's first all-gather is on ``data``, all others are on ``data within``.
+    - Reduction in two hops, over hosts of L ranks: (L-1)/L of the bytes are sent on ``data within``. The rest is summed
+      within the host, and one part per host is sent on ``data between``.
+
+    Args:
+        data_axis: this rank's buckets.
+        passes: stage of the pipeline -> its backward passes in one step.
     """
     size = data_axis.axis.size
     total: dict[str, float] = {"data": 0.0}

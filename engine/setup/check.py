@@ -46,7 +46,7 @@ def resolve_config(config: Config, batch: BatchSizes) -> dict[str, Any]:
 
 
 def _try_out(config: Config) -> None:
-    """Make the optimizer and the schedule over one number, and take a few steps with them."""
+    """Make the optimizer and the schedule over a parameter of one element, and take a few steps with them."""
     optimizer, scheduler = config.optimizer, config.scheduler
     if optimizer is not None:
         cls, _ = optimizers.resolve(optimizer.type, optimizer.params, ONE_BIT)

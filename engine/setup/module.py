@@ -15,7 +15,11 @@ from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 
 
 class ModuleOptimizer(ZeroModuleOptimizer):
-    """Optimizer of a ``ModuleEngine``: for learning-rate schedules, for its state, and for ``zero_grad``."""
+    """Optimizer of a ``ModuleEngine``, over ZeRO's shards, with the interface of a torch optimizer.
+
+    Users and learning-rate schedules read and set its parameter groups and state, and call ``zero_grad``. Only the
+    engine may call ``step``.
+    """
 
     _next: tuple[float, Collection[Tensor]] | None = None  # arguments of the engine's ``update``
 
@@ -29,10 +33,10 @@ class ModuleOptimizer(ZeroModuleOptimizer):
         self.step()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Called by ``update`` only.
+        """Run the optimizer. Only ``update`` calls this method.
 
         Raises:
-            RuntimeError: called by other code: gradients would be neither reduced nor divided.
+            RuntimeError: if other code calls it, because the gradients would be neither reduced nor divided.
         """
         if self._next is None:
             raise RuntimeError(
@@ -57,7 +61,14 @@ def bind_dropout(module: nn.Module, seed: int) -> DropoutState | None:
 
 
 def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int) -> None:
-    """Key the dropout masks by the step and by the samples' indices in the global batch, from ``first`` on."""
+    """Set the keys of the dropout masks: the step, and the indices of the microbatch's samples in the global batch.
+
+    Args:
+        state: the key that the module's dropouts share.
+        inputs: the module's inputs. The size of dim 0 of the first tensor is the number of samples.
+        first: index of the microbatch's first sample in the global batch.
+        step: number of the step.
+    """
     tensors: list[Tensor] = []
     map_tensors(tensors.append, inputs)
     state.step = step
@@ -66,9 +77,12 @@ def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int)
 
 @torch.no_grad()
 def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]) -> None:
-    """Broadcast parameters and buffers from the first replica, and unsharded ones from the first tensor rank.
+    """Broadcast parameters and buffers from the first replica; along the tensor axis, only unsharded ones. Collective.
 
-    Replicas do not receive the parameters in ``laid_out``: they receive them when these are put into buckets.
+    Args:
+        module: the module.
+        grid: the grid.
+        laid_out: parameters that are not broadcast over the replicas here, because ZeRO does it when it makes buckets.
     """
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         if tensor.device != grid.device:

@@ -63,7 +63,7 @@ def choose_scheduler(lr_scheduler: Any, optimizer: Any, config: Config, stepped:
             is None, the schedule is the one named in the configuration.
         optimizer: the argument of ``triax.initialize``.
         config: the configuration, which may name a schedule.
-        stepped: True if there is an optimizer.
+        stepped: True if the engine has an optimizer.
 
     Raises:
         ConfigError: if there is a schedule but no optimizer.
@@ -157,5 +157,8 @@ def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def _with_stepper(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
-    """Mark the function with the stepper that its optimizer needs."""
+    """Return the function, marked with the class that runs the update (the stepper) if it is not the default one.
+
+    Optimizers on unsharded tensors and 1-bit optimizers have steppers of their own. Others step on ZeRO's flat shards.
+    """
     return WholeTensors(make) if cls.__name__ in optimizers.WHOLE_TENSOR else stepped_by(cls, make)

@@ -106,7 +106,7 @@ def _description(parameter: Tensor, group: int | None) -> str:
 
 @functools.cache
 def _package() -> str:
-    """Return a hash of triax's own files, computed once: a process does not load them again."""
+    """Return a hash of triax's own files. It is computed once, because a process does not load the files again."""
     digest = hashlib.sha256()
     folders = (each.parent for each in _PACKAGE.glob("*/__init__.py"))  # tests, examples and benchmarks have none
     for file in sorted(file for folder in folders for file in folder.rglob("*.py")):

@@ -60,7 +60,7 @@ def configure_recomputation(
 
 
 def max_inputs_held(module: PipelineModule, recompute: Recompute, schedule: Schedule) -> int:
-    """Return the largest number of groups whose inputs this rank holds at the same time."""
+    """Return the largest number of recomputed groups of layers whose inputs this rank holds at the same time."""
     counts = {stage: sum(g.recomputed for g in recompute.groups(module, stage)) for stage in module.stages}
     held = most = 0
     for op in schedule.orders[module.grid.pipe.rank]:
@@ -80,7 +80,10 @@ def log_profile(module: PipelineModule) -> None:
 
 
 def _interval(module: PipelineModule, section: ActivationCheckpointingConfig) -> int:
-    """Return the layers of a group, from the configuration or the model; 1 if only a granularity is given."""
+    """Return the number of layers of a recomputed group, from the configuration or the model. 0: not set.
+
+    If only a granularity is given, a group is one layer.
+    """
     given, own = section.interval, module.activation_checkpoint_interval
     contradictions = {
         "granularity selective": section.granularity == "selective",

@@ -69,7 +69,12 @@ class ReplicaState(Protocol):
         """
 
     def may_save_after(self, step: int, every: int) -> bool:
-        """Return True if an automatic checkpoint may be saved, and signals are checked, after this step."""
+        """Return True if an automatic checkpoint may be saved, and a received SIGTERM handled, after this step.
+
+        Args:
+            step: number of steps so far.
+            every: ``checkpoint.every``, the steps between two automatic checkpoints.
+        """
 
 
 class Checkpointed(Protocol):
@@ -176,8 +181,12 @@ def _remove_frozen(snapshot: Snapshot, shards: StateShards) -> None:
 def buffers(module: nn.Module, rank: int) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield a module's persistent buffers.
 
+    Args:
+        module: the module.
+        rank: this rank's position on the pipe axis.
+
     Yields:
-        Name in the whole model, buffer, and True if this pipe rank writes the buffer to the checkpoint.
+        Name in the whole model, buffer, and True if this position of the pipe axis writes the buffer to the checkpoint.
     """
     if not isinstance(module, PipelineModule):
         yield from ((name, buffer, True) for name, buffer in _persistent(module))

@@ -129,9 +129,10 @@ class Checkpointer:
         )
 
     def may_save(self) -> bool:
-        """Return True if an automatic checkpoint may be saved now.
+        """Return True if an automatic checkpoint may be saved after the step that just ended.
 
-        Under local updates it may be saved only after a synchronization, or after every ``checkpoint.every`` steps.
+        Without local updates it always may. Under local updates it may be saved after a synchronization of the weights,
+        and after every ``checkpoint.every``-th step.
         """
         engine = self._engine
         every = engine.config.checkpoint.every
@@ -143,7 +144,12 @@ class Checkpointer:
         return LoadOptions(verify=engine.config.checkpoint.verify, local=engine.replica_state is not None, **options)
 
     def _rendezvous(self, call: str, *arguments: str) -> str:
-        """Wait until every rank has made the same call. Returns rank 0's last argument, which all ranks then use."""
+        """Wait until every rank has made the same call, and return the tag that all ranks use. Collective.
+
+        Args:
+            call: name of the call.
+            arguments: folder and tag that the user gave. The tag is the last one; rank 0's is used.
+        """
         engine, settings = self._engine, self._engine.config.checkpoint
         given = rendezvous(engine.grid, settings.patience, call, *arguments)
         return agreed_tag(engine.grid, given, settings.tag_validation.lower())

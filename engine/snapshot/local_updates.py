@@ -175,5 +175,8 @@ class ReplicaCheckpoints:
             set_schedule(engine, kept)
 
     def may_save_after(self, step: int, every: int) -> bool:
-        """Return True if an automatic checkpoint may be saved, and signals are checked, after this step."""
+        """Return True after a synchronization of the weights, and after every ``every``-th step.
+
+        At other steps no checkpoint is saved and no signal is checked, because both would make the replicas wait.
+        """
         return self._local.just_synchronized or step % every == 0

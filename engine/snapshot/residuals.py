@@ -23,13 +23,17 @@ from ...zero.state_shards import StateShards
 
 
 def ranges(grid: Grid, shards: StateShards) -> Iterator[tuple[str, FlatRange]]:
-    """Yield this replica's residuals that this rank writes, as (checkpoint name, flat range of the parameter)."""
+    """Yield this replica's compression residuals that this rank writes: (checkpoint name, flat range of values)."""
     for key, part in shards.residuals():
         yield f"{EXCHANGE}/{key}/{grid.data.rank:05}/{part.name}", part
 
 
 def whole_tensors(grid: Grid, shards: StateShards) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, tensor) for the compressor's replicated tensors that this rank writes."""
+    """Yield the compressor's tensors that are equal on all replicas and that this rank writes.
+
+    Yields:
+        Name in the checkpoint, and tensor.
+    """
     for kept in _replicated(shards.data_axis):
         if shards.writes(kept.member.layout.name):
             yield _name(grid.tensor, kept), kept.value
@@ -46,7 +50,7 @@ def numbers(grid: Grid, data_axis: ZeroDataAxis) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: Snapshot) -> list[str]:
-    """Load a compressor's residuals and replicated tensors from a snapshot. Collective.
+    """Load a compressor's residuals, and its tensors that are equal on all replicas, from a snapshot. Collective.
 
     Returns:
         Notes about the tensors that could not be loaded.
@@ -95,7 +99,7 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
 
 
 def _replicated(data_axis: ZeroDataAxis) -> Iterator[ReplicatedTensor]:
-    """Yield the compressor's tensors that are replicated over the data axis."""
+    """Yield the compressor's tensors that are equal on all replicas."""
     if isinstance(data_axis.exchange, Compressor):
         yield from data_axis.exchange.replicated()
 
@@ -103,8 +107,8 @@ def _replicated(data_axis: ZeroDataAxis) -> Iterator[ReplicatedTensor]:
 def _name(axis: Axis, kept: ReplicatedTensor) -> str:
     """Return the checkpoint name of a compressor's tensor that does not have the shape of a parameter.
 
-    For a tensor-parallel shard the name contains the tensor rank and the tensor degree. With another tensor degree the
-    name is therefore not found, and the tensor starts from zero.
+    If the tensor belongs to a tensor-parallel shard, the name contains the index of the shard and the size of the
+    tensor axis. With another size the name is therefore not found, and the tensor starts from zero.
     """
     layout = kept.member.layout
     of = f".{axis.rank}of{axis.size}" if layout.sharded and axis.size > 1 else ""

@@ -97,7 +97,14 @@ def read_weights(engine: Checkpointed, shards: StateShards, snapshot: Snapshot, 
 
 
 def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape], axis: Axis) -> None:
-    """Load the optimizer state of the parameters named in ``usable``; all other parameters start with empty state."""
+    """Load the optimizer state of the parameters named in ``usable``; all other parameters start with empty state.
+
+    Args:
+        shards: this rank's shards of the optimizer state, which are overwritten.
+        snapshot: read from a checkpoint.
+        usable: name -> shape of the snapshot's weights and buffers that the model has.
+        axis: the tensor axis.
+    """
     tensors = snapshot.tensors
     shapes = {name.partition("/")[2]: shape for name, shape in usable.items() if name.startswith(f"{WEIGHTS}/")}
     keys = list(dict.fromkeys(name.split("/", 2)[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")))
@@ -177,7 +184,12 @@ def set_position(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
 def _set_options(engine: Checkpointed, run: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[str]:
     """Load the wanted options of the parameter groups of all optimizers. Returns notes about values that did not fit.
 
-    They are the user's optimizer, the optimizer that steps, and the optimizer of the schedule.
+    The optimizers are the user's, the one over ZeRO's shards, and the one to which the schedule refers.
+
+    Args:
+        engine: the engine.
+        run: the entry ``run`` of the snapshot's header, with the saved groups.
+        wanted: returns True for the name of an option to load.
     """
     notes: list[str] = []
     saved, schedule = decode(run.get("param_groups") or []), engine.lr_scheduler
