@@ -31,7 +31,9 @@ class AgreeingGrid(Protocol):
 
 
 def totals(grid: AgreeingGrid, values: Sequence[Tensor | float]) -> list[float]:
-    """Sum each value over all ranks, in float64 and in one message. Collective; it waits for the device once.
+    """Sum each value over all ranks of the grid, in float64 and in one all-reduce. Collective.
+
+    On a GPU the call waits once for the device, to return the sums as Python floats.
 
     Args:
         grid: the grid over whose ranks the values are summed.
@@ -46,15 +48,21 @@ def totals(grid: AgreeingGrid, values: Sequence[Tensor | float]) -> list[float]:
 
 
 def number(value: Tensor) -> Tensor | float:
-    """Copy the value of a one-element tensor, in float64: a float on a CPU, a 0-dim tensor on a GPU, without a wait.
+    """Copy the value of a one-element tensor, in float64: a float on a CPU, a 0-dim tensor on a GPU.
 
-    A copy, because scripts reduce their losses in place, to print them.
+    On a GPU nothing waits for the device. The result shares no memory with ``value``, because training scripts often
+    reduce a loss tensor in place after the step, in order to print it.
     """
     return float(value) if value.device.type == "cpu" else value.to(torch.float64, copy=True).reshape(())
 
 
 def mean(grid: AgreeingGrid, total: float, weight: float) -> Tensor:
-    """Return ``total / weight`` as a 0-dim float64 tensor on the grid's device; NaN if the weight is 0."""
+    """Return ``total / weight`` as a 0-dim float64 tensor on the grid's device; NaN if the weight is 0.
+
+    Args:
+        grid: gives the device.
+        total, weight: sums over all ranks, as ``totals`` returns them, e.g. of losses and of their weights.
+    """
     return torch.tensor(total / weight if weight else math.nan, dtype=torch.float64, device=grid.device)
 
 
@@ -81,13 +89,17 @@ def require_equal(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str]) -> N
 
 
 def difference(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str], over: Axis) -> str | None:
-    """Return how the ranks of an axis differ in their facts, or None if they do not. Collective over ``over``.
+    """Describe how the ranks of an axis differ in their facts; None if all are equal. Collective over ``over``.
 
     Args:
         grid: grid of the ranks.
         axis: the axis whose ranks must have equal facts.
-        facts: name -> value, as text.
+        facts: name -> value, as text, on this rank.
         over: the ranks that get the result: the axis itself, or an axis that contains it.
+
+    Returns:
+        A text for an error message, with the rank that differs, the fact and both values; equal on all ranks of
+        ``over``.
     """
     differs = torch.tensor([0 if same(axis, sorted(facts.items()), grid.device) else 1], device=grid.device)
     with over.traffic.uncounted():
@@ -106,7 +118,15 @@ def difference(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str], over: A
 
 
 def _differences(grid: AgreeingGrid, facts: Mapping[int, Mapping[str, str]], different: Sequence[str]) -> str:
-    """Return which rank differs from the majority, or else from the first rank, and in what."""
+    """Describe which rank differs, and in which facts.
+
+    The rank is one that differs from the majority or, if there is no majority, from the first rank.
+
+    Args:
+        grid: gives the ranks' names.
+        facts: rank -> its facts.
+        different: the names of the facts that are not equal on all ranks.
+    """
     lines = []
     for name in different[:_SHOWN]:
         values = {rank: theirs.get(name) for rank, theirs in facts.items()}

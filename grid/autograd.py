@@ -18,8 +18,9 @@ def mark(value: Any, action: Callable[[], None], exact: bool = False) -> Any:
     """Return a copy of a nest of tensors; the backward pass calls ``action`` once all their gradients are computed.
 
     Args:
-        value: the nest.
-        action: called before the gradients are passed on.
+        value: the nest of tensors, for example a layer's output.
+        action: function without arguments. The backward pass calls it before it passes the gradients on to the nodes
+            that made the tensors.
         exact: do not look inside subclasses of tuple, list and dict, as in ``map_tensors``.
     """
     tensors: list[Tensor] = []
@@ -47,10 +48,11 @@ class _Mark(torch.autograd.Function):
 
 
 def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Make a parameter's hook of a method, without keeping the method's owner alive; it does nothing afterwards.
+    """Return a hook for a parameter that calls a method, but does not keep the method's object alive.
 
-    Python's garbage collector does not see through the hooks of a tensor that C++ refers to as well. An owner that
-    they held would never be freed, nor would its grid's sockets and threads.
+    Once the object is freed, the hook does nothing. A hook that held the object would keep it alive forever, together
+    with its grid's sockets and threads, because Python's garbage collector does not follow hooks of tensors that C++
+    also refers to.
     """
     reference = WeakMethod(method)
 
@@ -64,8 +66,9 @@ def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 def product_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes products with ``x``; None outside of autocast.
 
-    Autocast casts where a product is called, so that autograd sees the casts. A custom function is called once, and
-    its backward pass runs outside of autocast: it must cast to the dtype that was in force in its forward pass.
+    Under autocast torch casts the arguments of ``F.linear`` and similar functions at the call, and autograd records the
+    casts. The backward pass of a custom autograd function runs outside of autocast. Such a function must therefore
+    store this dtype in its forward pass and cast with ``cast`` in its backward pass.
     """
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -19,7 +19,10 @@ TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of 
 
 @dataclass(frozen=True)
 class Environment:
-    """Rank and rendezvous address of this process, as its launcher set them."""
+    """Rank and rendezvous address of this process, as its launcher set them.
+
+    ``restarts`` counts torchrun's restarts of the workers, and ``launcher`` is the launcher's name for messages.
+    """
 
     rank: int
     world_size: int
@@ -65,7 +68,15 @@ def _environment(
     address: str = "127.0.0.1",
     port: int = 29500,
 ) -> Environment:
-    """Read a launcher's variables, whose names are given; ``address`` and ``port`` are used if it sets none."""
+    """Read the variables of one launcher.
+
+    Args:
+        env: the environment variables.
+        launcher: the launcher's name.
+        rank, size, local_rank: the names of its variables for these numbers.
+        restarts: the number of restarts, as text.
+        address, port: used if MASTER_ADDR and MASTER_PORT are not set.
+    """
     return Environment(
         rank=int(env[rank]),
         world_size=int(env[size]),
@@ -97,7 +108,7 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
 
 
 def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return this process's rank on its host and the number of ranks there; None if no launcher sets both.
+    """Return (this process's rank on its host, number of ranks on this host); None if the launcher does not set both.
 
     Slurm lists the tasks of all hosts: ``2(x3),1`` means 2 on each of three hosts and 1 on the fourth.
     """

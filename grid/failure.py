@@ -11,14 +11,15 @@ from .grid import Grid
 
 
 def all_or_none(grid: Grid, abandon: Callable[[], object], what: str) -> AbstractContextManager[None]:
-    """Context in which an error on this rank alone makes it report the error and leave the process group.
+    """Return a context in which an error on this rank alone stops the other ranks too.
 
-    Two errors pass through: ``AgreedError``, which every rank raises, so that none has to leave; and ``GeneratorExit``,
-    which means that a generator's reader stopped early, and no failure.
+    On such an error the rank reports the error in the store and leaves the process group, so that ranks that wait for
+    it fail at once. Two errors pass through: ``AgreedError``, which every rank raises, so that none has to leave; and
+    ``GeneratorExit``, which is no failure: the reader of a generator stopped early.
 
     Args:
-        grid: its process group is left.
-        abandon: drops all pending messages.
+        grid: the grid whose process group is left.
+        abandon: function that drops all pending messages.
         what: the name of the call, for error messages.
     """
     return nullcontext() if grid.size == 1 else _guarded(grid, abandon, what)
@@ -39,7 +40,10 @@ def _guarded(grid: Grid, abandon: Callable[[], object], what: str) -> Iterator[N
 
 
 def _left(error: BaseException, grid: Grid, abandon: Callable[[], object]) -> BaseException:
-    """Leave the process group; return the error to raise."""
+    """Report an error, leave the process group, and return the error to raise.
+
+    The returned error names this rank and its call, or the rank that failed first and so caused the error here.
+    """
     raised, me = error, grid.describe()
     if not str(error).startswith(me):  # otherwise the executor has named the op that failed
         reported = grid.failure_cause(error)

@@ -43,17 +43,17 @@ class Grid:
     process group.
 
     Args:
-        pipe: stages of layers.
-        data: replicas; None: the number of processes divided by pipe x tensor.
-        tensor: shards of one layer.
-        order: the axes, outermost first. Groups of the last axis are consecutive ranks.
-        device: of this rank; by default its GPU, or the CPU if there is none.
+        pipe: size of the pipe axis, along which the list of layers is cut into stages.
+        data: number of replicas; None: the number of processes divided by pipe x tensor.
+        tensor: number of shards of each layer.
+        order: names of the axes, outermost first. Groups of the last axis are consecutive ranks.
+        device: device of this rank; by default its GPU, or the CPU if there is none.
         timeout: seconds after which any wait fails.
 
     Attributes:
         pipe, data, tensor: the ``Axis`` of that name: ``.rank``, ``.size``, ``.group``, ``.ranks``.
         world: the ``Axis`` of all ranks.
-        rank, size: of this process, and the number of processes.
+        rank, size: rank of this process, and number of processes.
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
         activity: the op or call that this rank executes; an engine writes it, the hang watch reports it.
@@ -112,12 +112,12 @@ class Grid:
 
     @property
     def replica(self) -> int:
-        """Index of this replica: it selects the samples of a batch that this rank trains on."""
+        """Index of this replica, which selects the samples of a batch that this rank trains on."""
         return self.data.rank
 
     @property
     def replicas(self) -> int:
-        """Number of replicas, whether or not they communicate at every step."""
+        """Number of replicas, including replicas that synchronize only every few steps (local SGD)."""
         return self.data.size
 
     def axis(self, name: str) -> Axis:
@@ -145,10 +145,16 @@ class Grid:
         return joint
 
     def subgroup(self, axis: str, members: Sequence[int], purpose: str = "") -> Axis | None:
-        """Return the ranks at positions ``members`` of an axis, e.g. the stages that hold a tie; None on other ranks.
+        """Return the axis of the ranks at positions ``members`` of an axis, e.g. of the stages that hold a tied weight.
 
-        Collective when it makes a group: every rank of the grid must call this, in the same order. Another ``purpose``
-        makes another group of the same ranks, whose operations do not wait for those of this group.
+        None on ranks that are not among them. Collective when it makes a group: every rank of the grid must call this,
+        in the same order. A call with the same arguments returns the same axis again.
+
+        Args:
+            axis: pipe, data or tensor.
+            members: positions on that axis.
+            purpose: a name. Another purpose makes another group of the same ranks, whose operations do not wait for
+                those of this group.
         """
         key = (axis + purpose, tuple(members))
         if key not in self._subgroups:
@@ -202,7 +208,7 @@ class Grid:
             torch.cuda.set_rng_state(state, self.device)
 
     def report_failure(self, message: str) -> None:
-        """Publish the reason for which this rank stops. The first message of any rank is kept."""
+        """Write to the store the reason for which this rank stops. The first message of any rank is kept."""
         store = self._store
         if store is not None:
             # The process that held the store may have ended: then no rank can read the message.
@@ -210,7 +216,7 @@ class Grid:
                 with_timeout(_STORE, lambda: store.compare_set(_FAILURE, "", message))
 
     def reported_failure(self) -> str | None:
-        """Return the message of the first rank that failed; None if no rank did, or if the store is gone."""
+        """Return the message of the first rank that reported a failure; None if none did, or if the store is gone."""
         store = self._store
         with contextlib.suppress(RuntimeError, TimeoutError):
             if store is not None and with_timeout(_STORE, lambda: store.check([_FAILURE])):
@@ -223,23 +229,32 @@ class Grid:
             self._watch = HangWatch(self, self._store)
 
     def failure_cause(self, error: BaseException) -> str | None:
-        """Return a message about the rank that caused an error here, by failing first or hanging; None: this one."""
+        """Return a message about the other rank that caused an error on this one; None if this rank failed by itself.
+
+        The other rank reported a failure first or, if ``error`` is an expired time limit, is found to hang.
+        """
         reported = self.reported_failure()
         if reported is None and self._watch is not None and timed_out(error):
             reported = self._watch.find_cause()
         return reported
 
     def barrier_name(self) -> str:
-        """Return a name for the next store barrier, equal on all ranks if they ask in the same order."""
+        """Return a new name for ``store_barrier``, equal on all ranks if they ask in the same order."""
         if not self._number and self._store is not None:
             self._number = self._store.add(f"triax/grids/{self.rank}", 1)  # several grids may share a store
         self._barriers += 1
         return f"triax/barriers/{self._number}/{self._barriers}"
 
     def store_barrier(self, name: str, text: str, seconds: float) -> list[str | None]:
-        """Exchange texts with all ranks; None for those that do not arrive within ``seconds``, or after a failure.
+        """Exchange texts with all ranks through the store; return the text of each rank, in rank order.
 
-        Not a collective: it may run in a thread beside the training, under a name of its own.
+        The text is None for ranks that do not arrive within ``seconds``, or after a rank has reported a failure. It
+        uses no process group, so it may run in a thread beside the training.
+
+        Args:
+            name: name of this barrier, from ``barrier_name``.
+            text: the text that this rank sends.
+            seconds: time limit.
         """
         if self._store is None:
             return [text]
@@ -249,7 +264,7 @@ class Grid:
     def close(self) -> None:
         """Leave the process group. Called at exit if the grid initialized it, and when a step fails.
 
-        A connection closes when nothing refers to its group any more. Ranks that wait on it then stop at once.
+        A connection closes once nothing refers to its group any more. Ranks that wait for this one then stop at once.
         """
         if self._watch is not None:
             self._watch.end()

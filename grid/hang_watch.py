@@ -42,11 +42,11 @@ _WAITS = re.compile(r"wait\(|recv\(|barrier\(|all_reduce|all_gather|reduce_scatt
 
 
 class Activity:
-    """The op or call that a rank executes now. The executor writes its op here, an engine its call.
+    """Record of the op or call that a rank executes now. The executor writes its op here, an engine its call.
 
     Attributes:
-        what: printed for the user; None between two calls, in the training script's own code.
-        since: when it began, as of ``time.perf_counter``.
+        what: object that prints as the op or call; None between two calls, while the training script's own code runs.
+        since: time of ``time.perf_counter`` at which it began.
     """
 
     __slots__ = ("since", "what")
@@ -56,12 +56,12 @@ class Activity:
         self.since = time.perf_counter()
 
     def start(self, what: object) -> None:
-        """Note that the rank begins something else."""
+        """Record that the rank begins another op or call now."""
         self.what, self.since = what, time.perf_counter()
 
 
 class WatchedGrid(Protocol):
-    """The part of a ``Grid`` that a watch uses: its ranks by name, and the first failure that a rank reported."""
+    """Protocol: the attributes and methods of a ``Grid`` that ``HangWatch`` uses."""
 
     rank: int
     size: int
@@ -74,11 +74,12 @@ class WatchedGrid(Protocol):
 
 
 class HangWatch:
-    """The watching thread of one rank. It runs until its grid is closed.
+    """Watching thread of one rank. It runs until its grid is closed.
 
     Args:
-        grid: of this rank. The watch must be made on the thread that does the rank's work.
-        store: the grid's.
+        grid: the grid of the rank. The watch must be made on the thread that does the rank's work, whose line it
+            reports.
+        store: the grid's store, through which the ranks ask and answer.
     """
 
     def __init__(self, grid: WatchedGrid, store: Store) -> None:
@@ -97,7 +98,10 @@ class HangWatch:
         self._over.set()
 
     def find_cause(self) -> str | None:
-        """Ask all ranks, after this one waited too long; return a message that names the rank that hangs."""
+        """Ask all ranks after a wait of this rank has expired; return a message that names the rank that hangs.
+
+        None if the store does not answer.
+        """
         grid = self._grid()
         if grid is None:
             return None
@@ -127,11 +131,14 @@ class HangWatch:
         return False
 
     def _verdict(self, grid: WatchedGrid, waits: bool | None) -> str | None:
-        """Publish what this rank executes, read what the others do, and report the rank that hangs.
+        """Publish the line that this rank executes, read the lines of the others, and report the rank that hangs.
 
         Args:
-            grid: of the ranks.
-            waits: True if this rank is known to wait; None: find out.
+            grid: the grid of the ranks.
+            waits: True if this rank is known to wait for another; None: look at the line that it executes.
+
+        Returns:
+            The message of the first rank that reported a failure, or None.
         """
         if not self._said:
             self._said = True
@@ -188,7 +195,14 @@ class HangWatch:
         return waits, f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} ({shown.f_code.co_name})"
 
     def _leave_if_stuck(self, activity: Activity, since: float) -> None:
-        """End this process if its work does not end by itself: the other ranks have ended, and nothing waits for it."""
+        """End this process if its work does not go on within a time limit after a rank was found to hang.
+
+        The other ranks have stopped then, so nothing waits for this process.
+
+        Args:
+            activity: the rank's activity.
+            since: ``activity.since`` of the op or call that may be stuck.
+        """
         deadline = time.monotonic() + _LEAVE
         while time.monotonic() < deadline:
             # A grid that no longer exists has no work that could be stuck: the script caught the error and goes on.

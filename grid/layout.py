@@ -38,7 +38,7 @@ class Layout:
         shape: the unsharded shape of the parameter.
         name: the whole-model name, e.g. ``layers.7.attention.qkv.weight``, on every stage; empty until a
             ``PipelineModule`` places the layer.
-        shard_dim: the dim that the tensor axis shards; None: every tensor rank holds the whole parameter.
+        shard_dim: the dim that the tensor axis shards; None: every tensor-parallel rank holds the whole parameter.
         parts: lengths of fused parts along ``shard_dim`` (q, k and v, for instance), each sharded on its own; None
             is one part. A length need not be a multiple of the tensor axis's size: see ``ranges.split``.
         unit: rows along ``shard_dim`` that stay together, e.g. those of a head. It divides each part (or the dim).
@@ -89,7 +89,12 @@ class Layout:
         return self.shard_dim is not None
 
     def boxes(self, rank: int, size: int) -> list[Box]:
-        """Return the boxes of the whole tensor that tensor rank ``rank`` of ``size`` holds, one for each fused part."""
+        """Return the boxes of the unsharded tensor that one rank of the tensor axis holds, one for each fused part.
+
+        Args:
+            rank: rank on the tensor axis.
+            size: size of the tensor axis.
+        """
         everything = tuple(slice(0, length) for length in self.shape)
         if self.shard_dim is None:
             return [Box(everything, everything)]
@@ -105,18 +110,21 @@ class Layout:
         return boxes
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Return the shape of the part of tensor rank ``rank`` of ``size``."""
+        """Return the shape of the shard of rank ``rank`` on a tensor axis of size ``size``."""
         if self.shard_dim is None:
             return self.shape
         length = sum(self.lengths(rank, size))
         return (*self.shape[: self.shard_dim], length, *self.shape[self.shard_dim + 1 :])
 
     def lengths(self, rank: int, size: int) -> list[int]:
-        """Return the length of each fused part on tensor rank ``rank`` of ``size``."""
+        """Return the length of each fused part in the shard of rank ``rank`` on a tensor axis of size ``size``."""
         return [stop - start for start, stop in (split(n, size, rank, self.unit) for n in self._parts)]
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Return the shard of tensor rank ``rank``: a view of the unsharded tensor if it is one box, else a copy."""
+        """Return the shard of rank ``rank`` on a tensor axis of size ``size``.
+
+        It is a view of the unsharded tensor if it is one box, else a copy.
+        """
         if tuple(whole.shape) != self.shape:
             raise ValueError(
                 f"the tensor to shard has the shape {tuple(whole.shape)}, but {self.name or 'the parameter'} has the "
@@ -128,7 +136,7 @@ class Layout:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.shard_dim)
 
     def gather(self, axis: Axis, mine: Tensor) -> Tensor:
-        """All-gather the shards and return the unsharded tensor on every tensor rank. Collective over the axis.
+        """All-gather the shards and return the unsharded tensor on every rank of the axis. Collective over the axis.
 
         Args:
             axis: the tensor axis.
@@ -145,7 +153,7 @@ class Layout:
         return self.assemble([flat[: shape.numel()].view(shape) for flat, shape in zip(flats, shapes, strict=True)])
 
     def assemble(self, shards: list[Tensor]) -> Tensor:
-        """Return the whole tensor, given the parts of all tensor ranks in rank order: the inverse of ``shard``."""
+        """Return the unsharded tensor, given the shards of all ranks of the tensor axis: the inverse of ``shard``."""
         if self.shard_dim is None:
             return shards[0]
         whole = shards[0].new_empty(self.shape)
@@ -161,7 +169,7 @@ class Layout:
 
 
 class FlatRange(NamedTuple):
-    """Elements ``start`` to ``stop`` of this tensor rank's part of a tensor, flattened."""
+    """Range of a parameter, with its values: elements ``start`` to ``stop`` of this rank's flattened shard."""
 
     name: str
     layout: Layout
@@ -171,7 +179,7 @@ class FlatRange(NamedTuple):
 
 
 def layout_of(parameter: Tensor) -> Layout:
-    """Return a parameter's layout. A parameter without a layout is taken to be replicated on every tensor rank."""
+    """Return a parameter's layout. A parameter without one is taken to be replicated over the tensor axis."""
     layout = getattr(parameter, _ATTRIBUTE, None)
     return layout if isinstance(layout, Layout) else Layout(tuple(parameter.shape))
 

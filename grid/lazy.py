@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its stub.
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its stub, for the package's ``__init__.py``.
 
     Args:
         package: the package's ``__name__``.

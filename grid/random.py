@@ -3,9 +3,11 @@
 | numbers | key |
 |---|---|
 | weights | (seed, the layer's whole-model name): torch's CPU generator is seeded with it while the layer is built |
-| shards of a weight | one number of that generator, and the block of rows; a shard draws the blocks that it needs |
+| shards of a weight | (one number drawn from that generator, first row of a block of rows) |
 | dropout masks | (seed, step, sample, layer, element) |
-| others, e.g. the order of data | a seed by ``derive`` from whatever it should depend on |
+| others, e.g. the order of data | a seed that ``derive`` makes from the numbers and names on which it should depend |
+
+The values of a whole weight are drawn in blocks of rows. A rank draws only the blocks that its shard needs.
 """
 
 from __future__ import annotations
@@ -70,10 +72,16 @@ class Uniform:
 
 @torch.no_grad()
 def initialize(parameter: Tensor, layout: Layout, rank: int, size: int, init: Normal | Uniform) -> None:
-    """Fill this tensor rank's part of a parameter with its part of the whole tensor's initial values.
+    """Fill this rank's shard of a parameter with its slice of the whole tensor's initial values.
 
     It takes exactly one number from torch's CPU generator, for any shard, so that the numbers drawn next do not depend
     on the grid either. On the meta device it fills nothing.
+
+    Args:
+        parameter: the shard, filled in place.
+        layout: the parameter's layout.
+        rank, size: this process's rank on the tensor axis, and the size of the tensor axis.
+        init: distribution of the values.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     if parameter.is_meta or parameter.numel() == 0:
@@ -93,10 +101,10 @@ def initialize(parameter: Tensor, layout: Layout, rank: int, size: int, init: No
 
 
 class DropoutState:
-    """Step and samples that a model computes now: the part of dropout's key that changes.
+    """Step and samples of the microbatch that a model computes now: the part of dropout's key that changes.
 
     Attributes:
-        seed: of the run.
+        seed: seed of the run.
         step: optimizer steps taken; in a loop without an engine, forward passes.
         samples: the index of each of the microbatch's samples in the global batch; None outside a step of the engine,
             where samples count from 0.
@@ -111,14 +119,18 @@ class DropoutState:
         self._recomputed = (-1, 0)  # autograd's number of a backward pass, and the step of its forward pass
 
     def begin(self) -> None:
-        """Begin a forward pass outside the engine: advance the step, unless the caller has set it since."""
+        """Begin a forward pass without an engine: advance the step by one.
+
+        The step stays if this is the first forward pass, if the caller has set it since the last one, or if a backward
+        pass is running, which recomputes an earlier forward pass.
+        """
         if self._last_step is not None and self.step == self._last_step and _backward() == -1:
             self.step += 1
 
     def end(self, value: Any) -> Any:
-        """End a forward pass outside the engine; return its output.
+        """End a forward pass without an engine; return its output ``value``.
 
-        In the backward pass of the output, layers that ``torch.utils.checkpoint`` recomputes draw the masks of this
+        In the backward pass of this output, layers that ``torch.utils.checkpoint`` recomputes draw the masks of this
         forward pass again.
         """
         if self._drawn and _backward() == -1:
@@ -134,7 +146,7 @@ class DropoutState:
         return value
 
     def draw(self) -> int:
-        """Return the step whose masks are drawn now."""
+        """Return the step that keys the mask drawn now: in a recomputation, the step of the recomputed forward pass."""
         self._drawn = True
         task, step = self._recomputed
         return step if task != -1 and task == _backward() else self.step
@@ -196,16 +208,16 @@ class Dropout(nn.Module):
 
 
 def _backward() -> int:
-    """Return autograd's number of the backward pass that runs in this thread; -1: none."""
+    """Return autograd's number of the backward pass that runs in this thread; -1 if none runs."""
     return torch._C._current_graph_task_id()
 
 
 def uniform(keys: Tensor, elements: Tensor) -> Tensor:
-    """Return a number in (0, 1) for each key and element, a hash of the two, equal on every rank.
+    """Return a number in (0, 1) for each pair of key and element: a hash of the two, equal on every rank.
 
     Args:
-        keys: integers (B,), of ``derive``.
-        elements: integers (N,).
+        keys: integers (B,), as ``derive`` makes them.
+        elements: integers (N,), indices of elements.
 
     Returns:
         (B, N) float64: (k + 1/2) 2**-52 with an integer k, so never 0 or 1.

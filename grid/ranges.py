@@ -12,9 +12,9 @@ Spans = tuple[tuple[int, int], ...]  # a box: (start, stop) for each dim
 
 
 def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """Return the range of part ``index`` of ``parts``: whole units, whose numbers differ by one at most.
+    """Return the range of part ``index``, if a dim is split into ``parts`` parts of whole units, as evenly as possible.
 
-    ``length`` is a multiple of ``unit``.
+    The numbers of units of two parts differ by one at most. ``length`` must be a multiple of ``unit``.
 
     >>> [split(10, 4, i) for i in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
@@ -39,7 +39,9 @@ def check_units(what: str, length: int, unit: int, tensor: int) -> None:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Cut elements ``start`` to ``stop`` of a row-major tensor into n-d boxes, in order: at most 2n - 1 of them.
+    """Cut elements ``start`` to ``stop`` of a flattened (row-major) tensor into boxes of the tensor, in order.
+
+    A tensor of n dims needs at most 2n - 1 boxes.
 
     >>> [*boxes_of_range((4, 3), 2, 9)]
     [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
@@ -69,7 +71,7 @@ def overlap(a: Spans, b: Spans) -> Spans | None:
 
 
 def within(box: Spans, around: Spans) -> tuple[slice, ...]:
-    """Return a box as slices of a tensor that holds the larger box ``around``."""
+    """Return the slices that select a box in a tensor that holds only the larger box ``around``."""
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around, strict=True))
 
 

@@ -19,8 +19,8 @@ class ReplicaGrid(Grid):
     Attributes:
         full_grid: the grid of all replicas; failures, observers and ``close`` are passed on to it.
         world: the axis of the replica's ranks, in the order of ``topology``.
-        data: an axis of this rank alone.
-        rank: on the full grid.
+        data: an axis that contains this rank only.
+        rank: this process's rank on the full grid.
     """
 
     def __init__(self, full_grid: Grid) -> None:

@@ -33,7 +33,10 @@ class ByteRange(NamedTuple):
 
 
 def header(tensors: Announced) -> tuple[bytes, dict[str, int]]:
-    """Make the head of a file.
+    """Make the head of a safetensors file.
+
+    Args:
+        tensors: name -> (shape, dtype) of all tensors, in the order in which the file has them.
 
     Returns:
         The head's bytes, and for each tensor the byte of the file at which it begins.
@@ -64,18 +67,18 @@ def raw(tensor: Tensor) -> Any:
 
 
 class TensorStream:
-    """A safetensors file that is being written.
+    """Writer of one safetensors file, tensor by tensor.
 
     Args:
-        path: of the file.
-        tensors: all that will be written.
-        checksums: compute them.
+        path: path of the file.
+        tensors: name -> (shape, dtype) of all tensors, in the order in which ``write`` will be called.
+        checksums: compute a CRC-32 of each range of bytes that is written.
 
     Attributes:
-        head: the bytes before the first tensor.
+        head: range of the bytes before the first tensor.
 
     Raises:
-        OSError: no room, for instance.
+        OSError: the file cannot be written, for instance because the disk is full.
         ValueError: a dtype that the format does not have.
     """
 
@@ -87,10 +90,10 @@ class TensorStream:
         self.head = self._write(0, memoryview(top))
 
     def write(self, name: str, tensor: Tensor) -> ByteRange:
-        """Write the next tensor; return its range of bytes.
+        """Write the next tensor; return its range of bytes in the file.
 
         Raises:
-            ValueError: it is not the one that was announced.
+            ValueError: name, shape or dtype are not those of the next entry of ``tensors``.
         """
         wanted = next(self._names, None)
         if wanted != name:
@@ -107,7 +110,7 @@ class TensorStream:
         return self._write(self._starts[name], memoryview(raw(tensor)))
 
     def sync(self) -> None:
-        """Have what was written reach the disk."""
+        """Wait until the disk has the bytes written so far (``fsync``)."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -32,11 +32,11 @@ class LoggedCall(NamedTuple):
 class CommsLog(Observer):
     """Observer that keeps durations of collectives and messages, from the call to the end of its wait.
 
-    The duration of an asynchronous operation thus includes the time before it was waited for.
+    The duration of an asynchronous operation thus includes the time between its start and the call of ``wait``.
 
     Args:
-        ops: names of the axis's methods to time.
-        synchronize: waits for the device. It is called before each time is taken.
+        ops: names of the axis's methods to time, e.g. ``all_reduce``.
+        synchronize: function that waits for the device. It is called before each time is taken.
         each: called at the end of every timed call, with the call and the seconds that it took.
         callers: record the name of the function that made each call.
 

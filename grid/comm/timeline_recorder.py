@@ -26,16 +26,17 @@ class TimelineRecorder(Observer):
 
     | line | fields |
     |---|---|
-    | ``["rank", ...]`` | rank, its name, attempt, number of the grid, clock |
+    | ``["rank", ...]`` | rank, its name, number of restarts by torchrun, number of the grid, clock |
     | ``["axis", ...]`` | number, name, ranks, count of the axes before it with the same name and ranks |
     | ``["begin", ...]`` | number, number of the axis, operation, bytes, label, phase, seconds |
     | ``["end", ...]`` | number, start of the wait, seconds, thread |
     | ``["span", ...]`` | name, kind, start, end, thread |
 
-    ``label`` is the name of the communicated tensor, and ``phase`` Horovod's name of the operation's phase, e.g.
-    ``NEGOTIATE_ALLREDUCE``. Both are set by ``labeled`` and may be empty. Seconds are those of ``time.perf_counter``,
-    which on a CPU is one clock for all processes of a host. On a GPU too they are times of the host: when the rank
-    started an operation, and when the host was told of its end.
+    A script may make several grids, which all ranks number in the order in which they make them. Axes and operations
+    are numbered within the file. ``label`` is the name of the communicated tensor, and ``phase`` Horovod's name of the
+    operation's phase, e.g. ``NEGOTIATE_ALLREDUCE``. Both are set by ``labeled`` and may be empty. Clock, start, end and
+    seconds are times of ``time.perf_counter``, which on a CPU is one clock for all processes of a host. On a GPU too
+    they are times of the host: when the rank started an operation, and when the host was told of its end.
 
     Args:
         folder: the folder in which the file is made.
