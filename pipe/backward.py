@@ -54,14 +54,21 @@ class Deferred:
             self.collects = False
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return True if these parameters' gradients may be deferred: only their ``.grad`` depends on them."""
+        """Return True if the gradients of ``weight`` and ``bias`` may be computed later than the gradient of ``x``.
+
+        Each must be a leaf without tensor hooks: then only its own ``.grad`` depends on its gradient.
+        """
         if not torch.is_grad_enabled():
             return False
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
         return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
 
     def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
-        """Queue one contribution to a parameter's gradient."""
+        """Queue one contribution to a parameter's gradient.
+
+        ``accumulate`` is called later with the tensor in which the gradient accumulates, and adds the contribution to
+        it.
+        """
         self._queue.setdefault(parameter, []).append(accumulate)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None, dy: Tensor, x: Callable[[], Tensor]) -> None:
@@ -94,7 +101,7 @@ class Deferred:
 
 
 class SplitBackward(TorchFunctionMode):
-    """Function mode in which layers queue their weight gradients in ``deferred``."""
+    """Function mode in which linears, convolutions and embeddings queue their weight gradients in ``deferred``."""
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()

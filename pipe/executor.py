@@ -102,12 +102,16 @@ class _SavedForBackward(NamedTuple):
 class Executor:
     """Executor of pipeline programs over this rank's stages of a ``PipelineModule``.
 
+    Args:
+        module: the model.
+        data: runs the program's REDUCE, TIED, GATHER and RELEASE ops.
+
     Attributes:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
-        clock: if set, runs record marks of each op; ``marks`` has those of the last run.
-        origin: mark of the start of that run, after a barrier over its pipe ranks.
+        clock: if set, each run records the times of its ops; ``marks`` has those of the last run.
+        origin: time at which that run started, after a barrier over the ranks of this pipeline.
         held: state of each (stage, microbatch) between forward and backward.
-        peak: the largest size of ``held`` in the last run.
+        peak: the largest number of entries that ``held`` had in the last run.
     """
 
     def __init__(self, module: PipelineModule, data: DataAxis) -> None:
@@ -206,7 +210,7 @@ class Executor:
         return self._result
 
     def _marked(self, op: Op) -> None:
-        """Run an op, and record its marks."""
+        """Run an op and append three times to ``marks``: the call, the arrival of its inputs, and its end."""
         assert self.clock is not None
         entered = self._began = self.clock.mark()
         self._handlers[op.kind](op)

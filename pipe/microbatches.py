@@ -115,7 +115,17 @@ class MicrobatchFeed:
         return pairs, formats
 
     def _agree(self, grid: Grid, formats: list[Format], problem: str | None) -> tuple[bool, bool]:
-        """Return two booleans: formats changed on any rank, set of trained parameters changed on any rank. Collective.
+        """Find out whether formats, or the set of trained parameters, changed since the last step. Collective.
+
+        A format is (number of the inputs' schema, number of samples) of one microbatch.
+
+        Args:
+            grid: grid whose ranks run the microbatches.
+            formats: this rank's formats.
+            problem: reason why this rank cannot run the microbatches, or None.
+
+        Returns:
+            (formats changed on any rank, trained parameters changed on any rank), equal on all ranks.
 
         Raises:
             AgreedError: on every rank, if any rank has a problem.
@@ -134,10 +144,10 @@ class MicrobatchFeed:
         return new_formats, new_trained
 
     def _share_formats(self, grid: Grid, pairs: list[Pair], formats: list[Format]) -> None:
-        """Tell all stages the formats, and all replicas the number of samples. Collective.
+        """Send the formats of the first stage to all stages, and the numbers of samples to all replicas. Collective.
 
         Raises:
-            AgreedError: on every rank: the ranks of a tensor group have read microbatches of different shapes.
+            AgreedError: on every rank: the ranks of a tensor-parallel group have read microbatches of different shapes.
         """
         module = self._module
         table = torch.tensor(formats, dtype=torch.int64)
@@ -186,10 +196,12 @@ class MicrobatchFeed:
 
 
 def require_equal_shapes(grid: Grid, inputs: Any) -> None:
-    """Check that all tensor ranks got inputs of the same shapes, for a plain module. Skipped when tensor=1.
+    """Check that all ranks of the tensor-parallel group got inputs of equal shapes. Skipped if tensor=1.
+
+    Plain modules need it, because no ``MicrobatchFeed`` reads their data. Collective over the tensor axis.
 
     Raises:
-        ValueError: on the ranks of the tensor group.
+        ValueError: on the ranks of the tensor-parallel group.
     """
     if grid.tensor.size > 1:
         reason = difference(grid, grid.tensor, {"the shape of the inputs": shapes(inputs)}, grid.tensor)

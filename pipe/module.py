@@ -199,11 +199,12 @@ class PipelineModule(nn.Module):
         """Build the layers of a model of ``device="meta"``, one after the other. Does nothing for other models.
 
         Args:
-            put: called as ``put(parameter, value)`` with each parameter's initial value; returns True if it stored the
-                value elsewhere (a shard of it, for instance). None, or False: the parameter takes the value.
+            put: called as ``put(parameter, value)`` with each placeholder and its initial value; returns True if it
+                stored the value elsewhere (ZeRO-3 keeps only a shard of it). If it returns False, or is None, the
+                parameter takes the value.
 
         Raises:
-            RuntimeError: a placeholder was given values before (``require_untouched``).
+            RuntimeError: ``put`` is None, and a placeholder was given values before (``require_untouched``).
         """
         if put is None:
             self.require_untouched()
@@ -251,7 +252,10 @@ class PipelineModule(nn.Module):
         return x
 
     def modules_of(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
-        """Return (index, module) of the layers ``start`` to ``stop`` of a stage of this rank, without functions."""
+        """Return (index in the list of layers, module) of layers of one of this rank's stages, without plain functions.
+
+        ``start`` and ``stop`` are places in the stage's own list; by default all of it.
+        """
         return [(index, self.layers[key]) for index, key, _ in self._calls[stage][start:stop] if key is not None]
 
     def typenames(self, stage: int) -> list[str]:
@@ -259,7 +263,7 @@ class PipelineModule(nn.Module):
         return [typename(layer) for layer in self._list[self.boundaries[stage] : self.boundaries[stage + 1]]]
 
     def layers_of(self, stage: int) -> list[int]:
-        """Return the indices of a stage's modules, in order, as ``run_hook`` gets them."""
+        """Return the indices of a stage's modules in the list of layers, in order, as ``run_hook`` gets them."""
         return [index for index, key, _ in self._calls[stage] if key is not None]
 
     def forward(self, x: Any) -> Any:
@@ -389,7 +393,10 @@ class PipelineModule(nn.Module):
         self._record_checksums()
 
     def _make(self, source: int) -> nn.Module:
-        """Build one layer, or its placeholders, with the parameters that it shares with others."""
+        """Build the layer whose first index is ``source``, or its placeholders.
+
+        Parameters that it shares with a tied layer of another class are taken from that layer.
+        """
         entry = self._list[source]
         on_meta = self._on_meta and isinstance(entry, LayerSpec)
         layer = self._build_on_meta(source, "leave out device='meta'") if on_meta else self._build_layer(source)
@@ -429,12 +436,18 @@ class PipelineModule(nn.Module):
             raise ValueError(f"{what} ({error}): {otherwise}") from error
 
     def _record_checksums(self) -> None:
-        """Record the initial weights for ``move``. (Their version counters do not see writes through ``p.data``.)"""
+        """Record a checksum of each initial weight, from which ``move`` sees that weights were changed.
+
+        (A parameter's version counter does not count writes through ``p.data``.)
+        """
         known = self.grid.pipe.size > 1 and not self._placeholders
         self._checksums = {p: _checksum(p) for p in self.parameters()} if known else {}
 
     def _tie_axis(self, tie: Tie) -> Axis | None:
-        """Return the axis of the ranks that hold a tie; None if this rank does not, or is the only one. Collective."""
+        """Return the axis of the pipe ranks that hold a tie, over which its gradient is summed. Collective.
+
+        None if this rank does not hold the tie, or is the only one that does.
+        """
         ranks = sorted({self.placement[stage] for stage in tie.stages})
         return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
 

@@ -23,7 +23,7 @@ class Channel:
 
     Args:
         axis: the pipe axis, or a group of the two ranks.
-        peer: the other end's rank on it.
+        peer: rank of the other end on ``axis``.
         tag: number that distinguishes the channels between the same two ranks.
         device: device of received tensors.
     """
@@ -64,10 +64,10 @@ class Channel:
                 self._start(tensor.detach().resolve_conj().resolve_neg().contiguous(), microbatch)
 
     def wait_sent(self, microbatch: int) -> None:
-        """Wait for the sends up to a microbatch, whose answer has arrived, and free their tensors.
+        """Wait for the sends of all microbatches up to ``microbatch``, and free their tensors.
 
-        gloo does not report a send as done before it is waited for. This waits when the other end is known to have
-        received, so the wait is short.
+        It is called when the other end's answer to that microbatch has arrived, so the sends are done and the wait is
+        short. (gloo reports a send as done only when it is waited for.)
         """
         while any(sent == microbatch for sent, _, _ in self._sending):
             self._sending.popleft()[1].wait()
@@ -92,8 +92,10 @@ class Receive:
 
     Args:
         channel: the channel of the message.
-        known_specs: function that returns the specs of the message's tensors, or None while they are not known.
-        receive_schema: function that receives these specs if the message carries its schema.
+        known_specs: function that returns the ``TensorSpec`` of each tensor of the message, or None while they are not
+            known.
+        receive_schema: function that receives the schema in front of the tensors and returns their specs; used if the
+            message carries its schema.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Receive:
 
 
 def receive_value(channel: Channel, kind: Hashable) -> Receive:
-    """Post the receive of a message of ``Channel.send``."""
+    """Post the receive of a message that ``Channel.send`` sends, with a microbatch of this kind."""
 
     def known_specs() -> tuple[TensorSpec, ...] | None:
         schema = channel.schemas.get(kind)
@@ -156,7 +158,13 @@ def receive_value(channel: Channel, kind: Hashable) -> Receive:
 
 
 def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Receive:
-    """Post the receive of the gradients of the tensors that were sent on ``outputs`` and require one."""
+    """Post the receive of the gradients of the tensors that were sent on ``outputs`` and require a gradient.
+
+    Args:
+        channel: the channel of the gradients, in the backward direction.
+        outputs: the channel on which this rank sent the stage's outputs; it knows their shapes.
+        kind: number of the microbatch's kind (see the module's docstring).
+    """
 
     def known_specs() -> tuple[TensorSpec, ...] | None:
         schema = outputs.schemas.get(kind)

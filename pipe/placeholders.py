@@ -21,8 +21,10 @@ Put = Callable[[nn.Parameter, Tensor], bool]
 class Placeholders:
     """Parameters of this rank that have no values yet.
 
+    Layers are named by their ``source``: their first index in the model's list of layers.
+
     Args:
-        build: builds the layer of an index in the list, with its initial values.
+        build: function from a source to the layer, built with its initial values.
     """
 
     def __init__(self, build: Callable[[int], nn.Module]) -> None:
@@ -34,7 +36,7 @@ class Placeholders:
         return bool(self._sources)
 
     def replace(self, source: int, layer: nn.Module, device: torch.device) -> None:
-        """Put placeholders into a layer that was built on the meta device."""
+        """Replace the meta parameters of a layer by placeholders on ``device``."""
         self._sources.add(source)
         memo: dict[nn.Parameter, nn.Parameter] = {}  # a parameter may occur several times in its layer
         for module in layer.modules():
@@ -48,7 +50,7 @@ class Placeholders:
                     module._parameters[name] = memo[old]
 
     def keep(self, parameters: Iterable[nn.Parameter], sources: Iterable[int]) -> None:
-        """Drop the placeholders of layers that moved to another rank."""
+        """Drop the placeholders of all parameters and layers but the given ones: the others moved to other ranks."""
         kept = set(parameters)
         self._elements = {p: element for p, element in self._elements.items() if p in kept}
         self._sources &= set(sources)
@@ -65,7 +67,12 @@ class Placeholders:
         return None
 
     def fill(self, layers: nn.ModuleDict, put: Put) -> None:
-        """Build one layer after the other, pass its values to ``put``, and free it before the next is built."""
+        """Build one layer after the other, pass its values to ``put``, and free it before the next is built.
+
+        Args:
+            layers: source -> layer with placeholders, which get the values.
+            put: as in ``PipelineModule.fill``.
+        """
         wanted: dict[int, dict[str, nn.Parameter]] = {source: {} for source in sorted(self._sources)}
         for parameter in self._elements:
             # A tied parameter is built by the layer that owns it, which may run on another rank only.
@@ -86,7 +93,7 @@ class Placeholders:
 
 
 def _placeholder_value(dtype: torch.dtype) -> float:
-    """Return the element that stands for missing values of a dtype."""
+    """Return the element that a placeholder of a dtype holds: NaN, or another value if the dtype has no NaN."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min

@@ -17,7 +17,7 @@ Node = tuple[str, Any]
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor of a message; ``grad``: a gradient is sent back for it."""
+    """Shape and dtype of one tensor of a message. ``grad`` is True if the receiver sends back a gradient for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

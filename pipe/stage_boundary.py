@@ -48,7 +48,10 @@ class Boundary:
 
 
 class _EnterGraph(torch.autograd.Function):
-    """Passes tensors into the graph, and their gradients to the boundary. ``anchor`` makes autograd call it."""
+    """Autograd function that passes tensors into the graph, and their gradients to the boundary.
+
+    ``anchor`` is an input that requires a gradient: without one autograd would not record the function.
+    """
 
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

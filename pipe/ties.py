@@ -99,7 +99,13 @@ def find_ties(
 
 
 def share(owner: nn.Module, layer: nn.Module, attribute: str, home: Layer, entry: Layer) -> None:
-    """Make ``layer.attribute`` the owner's parameter.
+    """Make ``layer.attribute`` the same parameter as ``owner.attribute``.
+
+    Args:
+        owner: the layer that keeps its parameter.
+        layer: the layer whose parameter is replaced.
+        attribute: name of the parameter in both.
+        home, entry: the entries of the list from which owner and layer were built, for error messages.
 
     Raises:
         ValueError: one of them has no such parameter, or the shapes differ.

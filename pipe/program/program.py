@@ -25,8 +25,12 @@ class Program:
 
 
 def crossing(ties: Ties, placement: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return the ties whose stages lie on more than one rank, which need a collective.
+    """Return index of a tie -> its stages, for the ties whose stages lie on more than one rank.
 
-    Stages of one rank share one parameter, so a tie within a rank needs no sum.
+    Their gradients need a collective. Stages of one rank share one parameter, so a tie within a rank needs no sum.
+
+    Args:
+        ties: for each tie, the stages that hold it.
+        placement: the rank of each stage.
     """
     return {k: tie for k, tie in enumerate(ties) if len({placement[s] for s in tie}) > 1}

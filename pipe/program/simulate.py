@@ -75,7 +75,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of `simulate`."""
+    """Result of `simulate`: the times of all ops, and the makespan, bubble and peak memory that follow from them."""
 
     makespan: float
     bubble: float  # 1 - busy time of the busiest rank / makespan
@@ -100,9 +100,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return the most activations each rank holds at once, in microbatches through 1/pipe of the model.
+    """Return the most activations that each rank holds at once.
 
-    An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during
+    The unit is the activations of one microbatch in 1/pipe of the model, so that schedules with different chunks
+    compare. An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during
     its F only.
     """
     change = {"F": 1, "I": 0, "B": -1, "W": -1}

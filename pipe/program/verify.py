@@ -26,10 +26,16 @@ from .simulate import timeline_of
 
 
 def verify(subject: Schedule | Program, memory: float | Sequence[float] | None = None) -> None:
-    """Raise `ScheduleError` unless `subject` runs to its end.
+    """Check that `subject` runs to its end.
 
-    `memory` limits the activations a rank holds (one number for all ranks, or one for each), in
-    microbatches through 1/pipe of the model, as `simulate` counts them.
+    Args:
+        subject: a schedule or a program.
+        memory: limit on the activations that a rank holds (one number for all ranks, or one for each), in the unit of
+            `peak_activations`: those of one microbatch in 1/pipe of the model. If None, there is no limit.
+
+    Raises:
+        ScheduleError: the subject is incomplete, in a wrong order, exceeds the limit or hangs. The message names the
+            op.
     """
     schedule = subject.schedule if isinstance(subject, Program) else subject
     orders: Orders = schedule.orders

@@ -53,7 +53,7 @@ class Frame:
 
     @property
     def count(self) -> int:
-        """Number of tensors that autograd has saved so far."""
+        """Number of tensors that autograd has saved so far in this run."""
         return len(self._values)
 
     def hooks(self) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """Inputs of recomputed groups between forward and backward: as they are, partitioned, in one buffer, or on the host.
 
-Partitioned activations (a slice per tensor rank): Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1.
+Partitioned activations (a slice per tensor-parallel rank): Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class KeptNest:
     """A nest of tensors that is kept for the backward pass.
 
     Args:
-        inputs: the storage.
-        key: name of the group.
+        inputs: the options with which its tensors are kept.
+        key: name of the group whose input it is.
         nest: the group's input.
     """
 
@@ -101,8 +101,9 @@ class Inputs:
 
     Args:
         grid: grid whose tensor axis partitions the tensors.
-        partition: if all t tensor ranks hold equal tensors, keep a slice of 1/t on each and gather them when needed.
-            Equality is tested the first time (of all bits, by two sums); sequence shards, for instance, differ.
+        partition: if all t ranks of the tensor axis hold equal tensors, keep a slice of 1/t on each and gather them
+            when needed. Equality is tested the first time, by two sums over all bits. Tensors that differ (for example
+            sequence shards) are kept as they are.
         host: keep the tensors in pinned host memory, if the model is on a GPU.
         slots: copy the tensors into one buffer of this many slots, allocated when it is empty; 0: no buffer.
     """
@@ -156,7 +157,10 @@ class Inputs:
         return flat[: part.shape.numel()].view(part.shape).permute(inverse)
 
     def _is_replicated(self, key: Hashable, tensor: Tensor) -> bool:
-        """Return True if all tensor ranks hold equal tensors. Tested once per group, on a non-constant tensor."""
+        """Return True if all ranks of the tensor axis hold equal tensors. Collective the first time.
+
+        It is tested once for each key (a tensor of a group's input), on the first tensor that is not constant.
+        """
         if key in self._replicated:
             return self._replicated[key]
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

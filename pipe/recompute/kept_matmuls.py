@@ -36,10 +36,10 @@ class _Product:
     """Result of one matrix product of the first run.
 
     Attributes:
-        op: the product.
-        before: number of tensors that autograd had saved before it.
+        op: torch's op that computed it, e.g. ``aten.mm.default``.
+        before: number of tensors that autograd had saved before the op ran.
         leaves, spec: the result, flattened.
-        kept: False if it was written to, so that it must be computed again.
+        kept: False if the result was overwritten, so that it must be computed again.
     """
 
     def __init__(self, op: Any, before: int, result: Any) -> None:

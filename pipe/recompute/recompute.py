@@ -54,9 +54,9 @@ class Group(NamedTuple):
 
     Attributes:
         start, stop: their places in the stage.
-        recomputed: True if they are recomputed, as one.
-        name: their name in messages.
-        layers: indices in the model of those that are modules.
+        recomputed: True if they are recomputed, all together.
+        name: name of the group in error messages.
+        layers: indices, in the model's list of layers, of those that are modules (not functions).
         buffers: the modules' buffers.
     """
 
@@ -73,13 +73,13 @@ class Recompute:
 
     Args:
         grid: the module's grid.
-        dropout: the keys of its dropout.
+        dropout: step and samples that key the module's dropout, restored for the second run.
         interval: recompute groups of this many consecutive layers of a stage; 0: none.
         number: cut the layers of this rank into this many groups instead.
         layers: recompute layers of these classes only; None: every group that has parameters.
         granularity: ``full``: keep a group's input only. ``matmul``: keep the results of its matrix products (and of
             attention) too. ``selective``: no groups; every module that has a class attribute ``recompute`` recomputes
-            what it calls through it: the core of attention.
+            the function that it calls through this attribute: the core of attention.
         preserve_rng_state: give torch's generators the state of the first run.
         synchronize: wait for the device before and after each group.
         profile: measure the time, see ``report``.
@@ -116,7 +116,11 @@ class Recompute:
         self._count, self._seconds = 0, 0.0
 
     def groups(self, module: Stages, stage: int) -> Sequence[Group]:
-        """Return the groups of one of this rank's stages: one group, not recomputed, while gradients are off."""
+        """Return the groups of one of this rank's stages.
+
+        While gradients are off, and with granularity ``selective``, it is one group of all layers, which is not
+        recomputed.
+        """
         wanted = self.granularity != "selective" and (self.interval or self.number)
         if not wanted or not torch.is_grad_enabled():
             return (Group(0, module.boundaries[stage + 1] - module.boundaries[stage], False, "", (), ()),)
@@ -129,7 +133,11 @@ class Recompute:
         self._groups.clear()
 
     def install(self, module: nn.Module) -> int:
-        """Set ``recompute`` on the modules whose class has that attribute; return how many there are."""
+        """Set the attribute ``recompute`` of all modules whose class has it; return the number of these modules.
+
+        With granularity ``selective`` it is set to a function that runs its argument with recomputation, otherwise to
+        None.
+        """
         asking = [part for part in module.modules() if getattr(type(part), "recompute", self) is None]
         for part in asking:
             group = Group(0, 0, True, f"a part of {type(part).__name__}", (), ())
@@ -203,7 +211,11 @@ class Recompute:
             self._seconds += time.perf_counter() - start
 
     def _cut(self, module: Stages) -> dict[int, list[Group]]:
-        """Cut this rank's stages into groups: first runs of layers of the wanted classes, then those into groups."""
+        """Cut this rank's stages into groups.
+
+        Each stage is first cut where layers of the wanted classes begin and end. Then each run of wanted layers is cut
+        into groups of ``interval`` layers, or into its share of ``number`` groups.
+        """
         runs: list[tuple[int, int, int, bool]] = []  # stage, start, stop, wanted
         for stage in module.stages:
             flags = [self.names is None or name in self.names for name in module.typenames(stage)]
@@ -235,9 +247,13 @@ class Recompute:
 
 
 def shares(lengths: Sequence[int], number: int) -> list[int]:
-    """Return into how many groups to cut each run of layers, for ``number`` groups in all, the longest one short.
+    """Distribute ``number`` groups over runs of consecutive layers; return the number of groups of each run.
 
-    Each run is at least one group, and a group is at least one layer.
+    The longest group is as short as possible. Each run is at least one group, and a group is at least one layer.
+
+    Args:
+        lengths: the number of layers of each run.
+        number: number of groups in all.
 
     >>> shares([6, 3], 4)
     [3, 1]

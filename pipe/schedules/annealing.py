@@ -21,9 +21,9 @@ Sequences = list[list[int]]
 
 @dataclass
 class Problem:
-    """Placement, size, costs and memory limits for which sequences are timed.
+    """Size, costs and memory limits of a schedule, for which sequences of codes are timed.
 
-    `limits` has for each rank the activations it may hold, in stages.
+    `limits` has for each rank the number of activations it may hold, each of one microbatch in one stage.
     """
 
     placement: tuple[int, ...]
@@ -45,7 +45,12 @@ class Problem:
         self.work = [self.microbatches * x for x in work]
 
     def lower_bound(self) -> float:
-        """Return a makespan that no order beats: a rank waits for its first input, works, then others finish."""
+        """Return a makespan that no order can beat.
+
+        One bound is the way of one microbatch through all stages and back. Each rank gives two more: the time until its
+        first input arrives plus its work; and this without its weight gradients, plus the way of its last gradient to
+        stage 0.
+        """
         f, i = self.per_stage["F"], self.per_stage["I"]
         stages = range(len(self.placement))
         down = sum(f[s] + self.hop_f[s] + i[s] + self.hop_b[s] for s in stages)
@@ -60,7 +65,7 @@ class Problem:
 
 @dataclass
 class Decoded:
-    """Times of decoded sequences."""
+    """Result of `decode`: the makespan and, if asked for, the orders and start times."""
 
     makespan: float
     score: float  # the makespan and a small share of every rank's end, so that a sequence can improve step by step
@@ -71,14 +76,14 @@ class Decoded:
 def decode(
     problem: Problem, sequences: Sequences, patience: Sequence[float], below: float = math.inf, full: bool = False
 ) -> tuple[Decoded | None, int]:
-    """Time sequences.
+    """Simulate sequences of codes: insert the weight gradients, and compute when each op runs.
 
     Args:
-        problem: what they are timed for.
-        sequences: one for each rank.
-        patience: for each rank, by how much a W may delay the next op, as a share of the W's time.
-        below: give up when the makespan must exceed this.
-        full: also return orders and starts.
+        problem: size, costs and memory limits.
+        sequences: for each rank, its codes in order.
+        patience: for each rank, the longest time by which a W may delay the next op, as a share of the W's time.
+        below: give up as soon as the makespan must exceed this.
+        full: also return each rank's ops in order, and the start of each code.
 
     Returns:
         The times (None if the sequences hang, exceed memory, or exceed `below`), and the number of codes decoded.
@@ -189,15 +194,16 @@ def anneal(
     heat: float,
     frozen: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[float, Sequences, list[float]]:
-    """Improve sequences by moving codes (simulated annealing).
+    """Improve sequences by simulated annealing: move one code of one rank, and keep the change if it is good enough.
 
     Args:
-        problem: what they are timed for.
+        problem: size, costs and memory limits.
         sequences, patience: the start, as for `decode`.
-        codes: the work: codes to decode in all. It is counted, not timed, so that all ranks find the same schedule.
-        rng: random numbers.
-        heat: the first temperature, in units of a forward.
-        frozen: for each rank, a range of its sequence that no move may touch.
+        codes: end after this many decoded codes. The work is counted, not timed, so that all ranks find the same
+            schedule.
+        rng: source of random numbers.
+        heat: the first temperature, as a multiple of the mean cost of a forward.
+        frozen: for each rank, a range (start, stop) of its sequence that no move may touch.
 
     Returns:
         (makespan, sequences, patience) of the best found.

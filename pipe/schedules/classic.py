@@ -1,6 +1,9 @@
 """Schedules with a whole backward (B) and a fixed pattern per rank: GPipe, 1F1B, interleaved, breadth-first.
 
-A generator returns the order of every rank. Its docstring shows the output.
+A generator returns the order of every rank. Its docstring has an example of the output, and two figures: the idle time
+of a rank in a step, and the peak of the activations that it holds. In these, p is the number of ranks, m of
+microbatches, v of chunks; F, B, I and W are the times of one microbatch on a rank, all chunks together; and the peak
+counts activations of one microbatch in 1/p of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from .squeeze import StageOp, squeeze
 
 
 def gpipe(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
-    """All forwards, then all backwards (Huang 2019). Idle (p-1)(F+B), peak m.
+    """All forwards, then all backwards (Huang 2019). Idle time (p-1)(F+B), peak m.
 
     rank 0: 0F0 0F1 0F2 0B0 0B1 0B2
     rank 1: 1F0 1F1 1F2 1B0 1B1 1B2
@@ -24,7 +27,7 @@ def gpipe(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
 
 
 def one_f_one_b(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
-    """Each backward as early as possible (Narayanan 2019). Idle (p-1)(F+B), peak of rank r min(p-r, m).
+    """Each backward as early as possible (Narayanan 2019). Idle time (p-1)(F+B), peak of rank r min(p-r, m).
 
     rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
@@ -121,12 +124,24 @@ def group_sizes(microbatches: int, pipe: int, where: str) -> list[int]:
 
 
 def chunk_order(sizes: Sequence[int], chunks: int) -> list[int]:
-    """Return the chunks of a rank in order: each group of microbatches through one chunk, then the next."""
+    """Return the chunk of each forward of a rank in order: each group of microbatches runs through all chunks in turn.
+
+    `sizes` has the number of microbatches of each group.
+
+    >>> chunk_order([2, 2], 2)
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    """
     return [c for size in sizes for c in range(chunks) for _ in range(size)]
 
 
 def number(stage_ops: Sequence[StageOp]) -> list[Op]:
-    """Number the microbatches of each stage's forwards and backwards. A W belongs to the first I that has none yet."""
+    """Number the microbatches: the k-th forward of a stage is of microbatch k, and so is its k-th backward.
+
+    A W belongs to the earliest I of the rank that has no W yet.
+
+    Args:
+        stage_ops: one rank's ops in order, as (kind, stage).
+    """
     count: Counter[tuple[bool, int]] = Counter()
     deferred: deque[Op] = deque()
     order = []
@@ -166,7 +181,10 @@ def forward(pipe: int, microbatches: int, chunks: int) -> Orders:
 
 
 def merge(forwards: list[StageOp], backwards: list[StageOp], ahead: int) -> list[StageOp]:
-    """Return `ahead` forwards, then backward and forward in turn, then the remaining backwards."""
+    """Interleave a rank's forwards and backwards: `ahead` forwards, then a backward and a forward in turn.
+
+    The remaining backwards follow at the end.
+    """
     order = forwards[:ahead]
     for i, stage_op in enumerate(backwards):
         order.append(stage_op)

@@ -3,6 +3,7 @@
     stage   0 1 2 3 4 5 6 7        w = 1, p = 4        rank    0 1 2 3 3 2 1 0
 
 Several patterns are tried on a few microbatches (squeeze.py); the best one is scheduled in full.
+Idle times and peaks are in the terms of classic.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def wave(pipe: int, microbatches: int, chunks: int) -> Orders:
 def candidate_patterns(
     placement: Sequence[int], pipe: int, microbatches: int, limit: int
 ) -> Iterator[tuple[Patterns, bool]]:
-    """Yield (patterns, ahead): candidates, and whether `squeeze` may pull ops ahead in them."""
+    """Yield the patterns to try, as (patterns, ahead); `patterns` has a rough order of ops for each rank.
+
+    `ahead` is the argument of `squeeze`: True if ops may run earlier than in the pattern. `limit` is the number of
+    activations (of one stage) that a rank may hold.
+    """
     for slope, ahead in ((-1, False), (-1, True), (0, True)):
         yield periodic(placement, pipe, microbatches, slope), ahead
     if len(placement) == 2 * pipe:
@@ -59,9 +64,11 @@ def candidate_patterns(
 
 
 def periodic(placement: Sequence[int], pipe: int, microbatches: int, slope: int) -> Patterns:
-    """Return the path of one microbatch, repeated every 3v units without a collision: F takes one unit, B two.
+    """Lay out one microbatch's ops in time, repeat them every 3v units, and return each rank's ops in order of time.
 
-    On rank r all forwards start at slope * r (mod 3), and each unit of a rank's period is used once.
+    F takes one unit and B two, so a rank's work for a microbatch takes 3v units. Each op starts at the first time at
+    which its rank is free in every period and which is slope * r (mod 3) for a forward on rank r. No two ops of a rank
+    overlap.
     """
     stages = len(placement)
     period = 3 * stages // pipe
@@ -84,7 +91,15 @@ def periodic(placement: Sequence[int], pipe: int, microbatches: int, slope: int)
 
 
 def merge_mirrored(forwards: list[list[int]], backwards: list[list[int]], stages: int, limit: int) -> Patterns:
-    """Return forwards up to the limit, then in turn with backwards, whose order is the mirror image of `backwards`."""
+    """Return each rank's pattern: `limit` forwards, then backwards and forwards in turn.
+
+    Args:
+        forwards: for each rank, the stages of its forwards in order.
+        backwards: for each rank, stages in the order of a forward pass. The backwards run in the mirror image: a
+            backward of stage n - 1 - s for stage s, with n = `stages`.
+        stages: number of stages.
+        limit: number of forwards before the first backward.
+    """
     return [
         merge([("F", s) for s in f], [("B", stages - 1 - s) for s in b], limit)
         for f, b in zip(forwards, backwards, strict=True)
@@ -92,7 +107,10 @@ def merge_mirrored(forwards: list[list[int]], backwards: list[list[int]], stages
 
 
 def deepest_first(placement: Sequence[int], pipe: int, microbatches: int, window: int) -> list[list[int]]:
-    """Return the stages each rank runs, deepest first, with at most `window` microbatches in the pipeline."""
+    """Return for each rank the stages of its forwards, in order, if it always runs the deepest stage that is ready.
+
+    At most `window` microbatches are on their way through the stages at any time.
+    """
     stages = len(placement)
     mine = [[s for s in reversed(range(stages)) if placement[s] == r] for r in range(pipe)]
     arrival = [[0] * microbatches] + [[NEVER] * microbatches for _ in range(stages)]

@@ -19,7 +19,7 @@ from . import classic, hanayo, v_shaped, zero_bubble
 
 @dataclass(frozen=True)
 class Recipe:
-    """Generator of a named schedule, the placement of its stages, and the sizes it exists for."""
+    """Entry of the registry: generator of a schedule, placement of its stages, and sizes for which it exists."""
 
     make: Callable[[int, int, int], Orders]  # (pipe, microbatches, chunks) -> the order of each rank
     place: Callable[[int, int], tuple[int, ...]]  # (pipe, chunks) -> the rank of each stage

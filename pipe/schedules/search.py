@@ -30,7 +30,10 @@ Start = tuple[float, Problem, Schedule]
 
 @dataclass(frozen=True)
 class Found(Schedule):
-    """A schedule that was searched for, with its makespan at the costs of the search, and bounds."""
+    """Schedule found by the search, with its makespan and bubble at the costs of the search.
+
+    ``best_named`` is the fastest named schedule within the memory limit, and ``named_makespan`` its makespan.
+    """
 
     makespan: float
     bubble: float
@@ -112,9 +115,10 @@ def find_schedule(
 
 
 def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
-    """Improve a named schedule's order for `costs`, within its own peak memory. Never slower.
+    """Improve a named schedule's order for `costs`, within its own peak memory. The result is never slower.
 
-    The generators of the zero-bubble papers take the costs too: the best order at F = I = W is not best at others.
+    A named schedule is generated for F = I = W, and another order may be better at other costs. `effort` scales the
+    work, as in `find_schedule`.
     """
     peak = round(max(peak_activations(schedule)) * schedule.chunks)
     limits = [peak] * schedule.pipe
@@ -130,7 +134,7 @@ def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
 
 
 def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
-    """Return the chunks to try: the given number, the number that per-stage costs imply, or 1 and 2."""
+    """Return the numbers of chunks to try: the given one, the one that costs per stage imply, or both 1 and 2."""
     if chunks is not None:
         return (chunks,)
     lengths = {len(x) for x in (costs.F, costs.I, costs.W) if isinstance(x, Sequence)}
@@ -138,7 +142,7 @@ def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
 
 
 def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[float] | None) -> list[int]:
-    """Return the activations that each rank may hold, in stages."""
+    """Return for each rank the number of activations that it may hold, each of one microbatch in one stage."""
     if memory is None:
         return [microbatches * chunks] * pipe
     per_rank = [memory] * pipe if isinstance(memory, int | float) else list(memory)
@@ -150,7 +154,7 @@ def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[
 
 
 def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -> list[Schedule]:
-    """Return the schedules to start from: every named one that fits, and one that always fits."""
+    """Return the schedules from which the search starts: each named one within `limits`, and one that always fits."""
     schedules = []
     for name, recipe in RECIPES.items():
         if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
@@ -165,7 +169,10 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
 
 
 def _others(schedule: Schedule) -> list[Schedule]:
-    """Return variants of the schedule that may be better at other costs than F = I = W."""
+    """Return the squeezed variants of a ZB-V, V-Half or V-Min schedule; an empty list for others.
+
+    At other costs than F = I = W a variant may be better than the schedule.
+    """
     if schedule.name not in PATTERNS:
         return []
     return [
@@ -213,11 +220,14 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
 
 
 def _shorten(problem: Problem, sequences: Sequences, drop: int) -> tuple[Problem, Sequences, list[int]] | None:
-    """Cut `drop` periods out of each sequence's steady state.
+    """Cut `drop` microbatches out of a long schedule: the same part out of each rank's steady state.
+
+    A steady state repeats a period, which has the forward and the input gradient of one microbatch in each chunk.
 
     Returns:
-        (problem, sequences, index of a period that stays in each), or None if the sequences have no steady state of
-        that length, or not all at the same time.
+        (problem with fewer microbatches, shorter sequences, for each rank the index of a period of the steady state
+        that stays), or None if a sequence has no steady state of that length, or the steady states are not at the same
+        time.
     """
     if drop < 4:
         return None
@@ -244,7 +254,7 @@ def _shorten(problem: Problem, sequences: Sequences, drop: int) -> tuple[Problem
 
 
 def _steady(sequence: Sequence[int], period: int) -> tuple[int, int]:
-    """Return the longest range of a sequence that repeats with this period."""
+    """Return the longest range (start, stop) of a sequence in which each code equals the one `period` places before."""
     best, start = (0, 0), 0
     for i in range(len(sequence) - period + 1):
         if i == len(sequence) - period or sequence[i] != sequence[i + period]:

@@ -30,15 +30,17 @@ def squeeze(
     ahead: bool,
     hold: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, list[list[Op]]] | None:
-    """Schedule a pattern in unit time.
+    """Run a pattern in unit time (see the module's docstring) and return the resulting orders.
 
     Args:
-        patterns: for each rank, its F, I and B in a rough order.
+        patterns: for each rank, its F, I and B in a rough order, without microbatches. W is added here.
         placement: the rank of each stage.
-        microbatches: microbatches of the step.
-        limits: for each rank, the activations it may hold, in stages.
-        ahead: pull ops ahead; otherwise the pattern's order is kept and only W moves.
-        hold: for each op of the pattern, the time before which it does not start; -1: not before the ops in front.
+        microbatches: number of microbatches of the step.
+        limits: for each rank, the number of activations it may hold, each of one microbatch in one stage.
+        ahead: let a rank run a later op of the pattern while its next op is not ready; otherwise the pattern's order is
+            kept and only W moves.
+        hold: for each op of each rank's pattern, the time in units before which it does not start; -1: it does not
+            start before all ops in front of it in the pattern have.
 
     Returns:
         (makespan in units, orders), or None if the pattern needs more memory than `limits`.

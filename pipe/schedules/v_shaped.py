@@ -6,6 +6,10 @@
 Rank r holds stage r, on the way down, and stage 2p-1-r, on the way up. Rank p-1 holds the two stages of the turn,
 which therefore needs no message. A microbatch's activations are held long on rank 0 and short on rank p-1 on the way
 down, and the other way round on the way up: so all ranks hold equally many.
+
+The patterns of ZB-V, V-Half and V-Min are lists of ops per rank for a steady state. `squeeze` (squeeze.py) runs a
+pattern in unit time, in which each F, I and W takes one unit, and shortens its beginning and end. VARIANTS lists the
+ways to call it. Idle times and peaks are in the terms of classic.py.
 """
 
 from __future__ import annotations
@@ -39,9 +43,10 @@ def zb_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
 
 
 def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
-    """V-Half (Qi 2024): half of 1F1B's memory. Two units per rank down, one up, and the same backward.
+    """V-Half (Qi 2024): half of 1F1B's memory.
 
-    Idle about (p-1)(F+B)/2 at F = I = W, peak p//2 + 1 on every rank.
+    In the steady state a microbatch's F reaches the next rank two units later on the way down, and one unit later on
+    the way up; its I likewise. Idle about (p-1)(F+B)/2 at F = I = W, peak p//2 + 1 on every rank.
 
     rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
@@ -50,8 +55,9 @@ def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
 
 
 def v_min(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
-    """V-Min (Qi 2024): a third of 1F1B's memory. One unit per rank in each direction.
+    """V-Min (Qi 2024): a third of 1F1B's memory.
 
+    In the steady state a microbatch's F and I reach the next rank one unit later, on the way down and on the way up.
     Idle about two thirds of (p-1)(F+B) at F = I = W, more where they differ; peak (p+4)//3.
 
     rank 0: 0F0 0F1 0F2 5F0 5I0 5W0 5F1 0I0 5I1 0W0 5W1 5F2 5I2 0I1 5W2 0W1 0I2 0W2
@@ -91,7 +97,10 @@ def dualpipe_v(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
 
 
 def _zb_v(pipe: int) -> tuple[PatternMaker, int]:
-    """Return the pattern of ZB-V: down and up in turn, as many forwards ahead as memory allows."""
+    """Return (function that makes ZB-V's pattern for a number of microbatches, memory limit in microbatches per rank).
+
+    Each rank runs as many forwards ahead as memory allows, then ops of its two stages in turn.
+    """
 
     def make_pattern(count: int) -> Pattern:
         patterns = []
@@ -125,15 +134,16 @@ PATTERNS: dict[str, Callable[[int], tuple[PatternMaker, int]]] = {"zb-v": _zb_v,
 def repeat_block(
     offsets: Sequence[tuple[int, int, int, int]], microbatches: int
 ) -> tuple[list[list[StageOp]], list[list[int]]]:
-    """Repeat one microbatch's block every period: the pattern of a steady state without idle time.
+    """Repeat the ops of one microbatch every period: the pattern of a steady state without idle time.
 
     Args:
-        offsets: for each rank, when it starts F down, F up, I up, I down.
+        offsets: for each rank, the times in units at which a microbatch's F on the way down, F on the way up, I on the
+            way up and I on the way down start.
         microbatches: the number of repetitions.
 
     Returns:
-        The patterns, and for each op the time before which it must not start, so that the steady state (from rank
-        0's first I down to its last F down) keeps its times.
+        (patterns, hold), as `squeeze` takes them. `hold` keeps the steady state (from rank 0's first I of stage 0 to
+        its last F of stage 0) at its times.
     """
     stages = 2 * len(offsets)
     begin, end = offsets[0][3], offsets[0][0] + PERIOD * (microbatches - 1)
@@ -149,9 +159,15 @@ def repeat_block(
 
 
 def best_squeezed(make_pattern: PatternMaker, memory: int, microbatches: int) -> Orders:
-    """Squeeze a pattern in the variant that is best on a few microbatches.
+    """Squeeze a pattern with the best entry of VARIANTS, and return the orders.
 
-    Of variants that are equal at F = I = W, take the one that loses least at other costs, with messages.
+    Each variant is tried on a few microbatches. The shortest makespan at F = I = W wins; among equals, the shortest at
+    uneven costs with messages.
+
+    Args:
+        make_pattern: number of microbatches -> pattern.
+        memory: limit of each rank, in microbatches through 1/p of the model.
+        microbatches: number of microbatches of the step.
     """
     pipe = len(make_pattern(1)[0])
 
@@ -171,7 +187,10 @@ def best_squeezed(make_pattern: PatternMaker, memory: int, microbatches: int) ->
 
 
 def squeezed_variants(name: str, pipe: int, microbatches: int) -> list[Schedule]:
-    """Return a schedule's pattern squeezed in every variant: which one is best depends on the costs."""
+    """Return a named schedule squeezed with each entry of VARIANTS, and once more with a longer steady state.
+
+    Variants that exceed the memory limit are left out. Which one is best depends on the costs.
+    """
     make_pattern, memory = PATTERNS[name](pipe)
     made = [squeezed(make_pattern, memory, microbatches, variant) for variant in range(len(VARIANTS))]
     held = made[VARIANTS.index((True, "times"))]
@@ -186,7 +205,14 @@ VARIANTS = ((False, "nothing"), (True, "times"), (True, "order"), (True, "nothin
 
 
 def squeezed(make_pattern: PatternMaker, memory: int, microbatches: int, variant: int) -> Schedule | None:
-    """Squeeze a pattern in one variant; None if memory does not suffice."""
+    """Squeeze a pattern as the entry ``variant`` of VARIANTS says; None if it needs more than the memory limit.
+
+    Args:
+        make_pattern: number of microbatches -> pattern.
+        memory: limit of each rank, in microbatches through 1/p of the model.
+        microbatches: number of microbatches of the step.
+        variant: index into VARIANTS.
+    """
     ahead, keep = VARIANTS[variant]
     patterns, hold = make_pattern(microbatches)
     if hold and keep == "order":
@@ -203,7 +229,11 @@ def _squeeze(pattern: Pattern, memory: int, microbatches: int, ahead: bool) -> S
 
 
 def hold_steady_state(times: Timeline) -> Pattern:
-    """Return the pattern of a timeline in units, held from rank 0's first I down to its last F down."""
+    """Return the pattern of a schedule's timeline whose steady state keeps its times when it is squeezed.
+
+    The steady state is from rank 0's first I of stage 0 to its last F of stage 0. Start times are rounded to whole
+    units.
+    """
     start = {span.op: round(span.start) for row in times.rows for span in row if span.op.kind != "W"}
     begin = min(t for op, t in start.items() if op.kind == "I" and op.stage == 0)
     end = max(t for op, t in start.items() if op.kind == "F" and op.stage == 0)

@@ -1,6 +1,7 @@
 """Zero-bubble schedules with one stage per rank: ZB-H1, ZB-H2. The backward is split, and W fills idle time.
 
 I is the input gradient, which the stage before waits for. W is the weight gradient, which no rank waits for.
+Idle times and peaks are in the terms of classic.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def zb_h2(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
 
 
 def defer_weights(stage: int, microbatches: int, ahead: int, late: int) -> list[Op]:
-    """Return `ahead` forwards, then I and F in turn, with each W `late` microbatches after its I."""
+    """Return one stage's order: `ahead` forwards, then I and F in turn, with each W `late` microbatches after its I."""
     order = [Op("F", stage, m) for m in range(min(ahead, microbatches))]
     for m in range(microbatches + late):
         if m < microbatches:
