@@ -401,12 +401,13 @@ class PipelineModule(nn.Module):
         on_meta = self._on_meta and isinstance(entry, LayerSpec)
         layer = self._build_on_meta(source, "leave out device='meta'") if on_meta else self._build_layer(source)
         if isinstance(entry, TiedLayerSpec):
-            for attribute in entry.tied_weight_attr:
-                name, _ = self._shared.get((source, attribute), ("", ""))
-                home = int(name.split(".")[1]) if name else source
+            names = {attribute: name for (i, attribute), (name, _) in self._shared.items() if i == source}
+            for attribute, name in names.items():
+                # Another layer of this rank may have this weight already. If none has, it is built as its home does.
+                held = [i for (i, _), (shared, _) in self._shared.items() if shared == name and str(i) in self.layers]
+                home = held[0] if held else int(name.split(".")[1])
                 if home != source:
-                    # A layer of another class owns this weight: take it from there, or build it as that layer does.
-                    owner = self.layers[str(home)] if str(home) in self.layers else self._make(home)
+                    owner = self.layers[str(home)] if held else self._make(home)
                     share(owner, layer, attribute, self._list[home], entry)
         return layer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,11 @@ class LayerSpec:
                 f"LayerSpec was given a {type(cls).__name__} instead of a class: write LayerSpec(nn.Linear, 64, 256), "
                 "or put a module that is built already into the list as it is"
             )
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+        made_by: Any = cls
+        if isinstance(made_by, partial):  # equal partials are one class with equal arguments
+            made_by, args, kwargs = made_by.func, (*made_by.args, *args), {**made_by.keywords, **kwargs}
+        self.cls: Callable[..., nn.Module] = made_by
+        self.args, self.kwargs = args, kwargs
 
     def build(self, grid: Grid | None = None) -> nn.Module:
         """Build the layer, on the current default device."""
@@ -53,7 +58,8 @@ class TiedLayerSpec(LayerSpec):
 
     Specs of one key and one class are one layer with all its parameters: built from the first spec, and run by
     each spec's own ``forward_fn``. Specs of one key and different classes (an embedding and a linear head) are
-    different layers that share the parameters named by ``tied_weight_attr``.
+    different layers that share the parameters named by ``tied_weight_attr``, and no others. Every function (a lambda)
+    that is given as ``cls`` counts as a class of its own.
 
     Args:
         key: name of the tie.

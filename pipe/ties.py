@@ -85,7 +85,7 @@ def find_ties(
             if any(sources[i] != home for i in holding):
                 for attribute in entry.tied_weight_attr:
                     name = f"layers.{home}.{attribute}"
-                    shared[source, attribute] = (name, name)
+                    shared[source, attribute] = shared[home, attribute] = (name, name)
         elif isinstance(entry, nn.Module):
             for attribute, parameter in entry.named_parameters():
                 home, original = owner.setdefault(id(parameter), (source, attribute))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,6 +124,17 @@ class Pool(nn.Module):
         return x.mean(1, keepdim=True).expand_as(x) + x
 
 
+class Scaled(nn.Linear):
+    """A linear with a parameter of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
 def first(x: Any) -> Tensor:
     return x[0]
 
@@ -133,6 +145,32 @@ def linear() -> LayerSpec:
 
 def attend(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight) + layer.bias.sum()
+
+
+def three_classes() -> list[Any]:
+    """A tie over three classes, of which two are on one rank that is not the first; one of them is listed twice."""
+    return [
+        TiedLayerSpec("t", nn.Embedding, WIDTH, WIDTH, forward_fn=lambda e, x: x @ e.weight),
+        linear(),
+        TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH),
+        TiedLayerSpec("t", Scaled, WIDTH, WIDTH),
+        linear(),
+        TiedLayerSpec("t", Scaled, WIDTH, WIDTH),
+        linear(),
+        linear(),
+    ]
+
+
+def factories() -> list[Any]:
+    """A tie of functions that make the layers: each lambda is a class of its own, equal partials are one class."""
+    return [
+        TiedLayerSpec("t", lambda: nn.Linear(WIDTH, WIDTH)),
+        linear(),
+        TiedLayerSpec("t", lambda: nn.Linear(WIDTH, WIDTH)),
+        TiedLayerSpec("t", lambda: nn.Linear(WIDTH, WIDTH), tied_weight_attr=("weight", "bias")),
+        TiedLayerSpec("t", partial(nn.Linear, WIDTH), WIDTH),
+        TiedLayerSpec("t", partial(nn.Linear, WIDTH), WIDTH, forward_fn=attend),
+    ]
 
 
 def shared_modules() -> list[Any]:
@@ -165,6 +203,8 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
         linear(),
         TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH),
     ],
+    "tied three classes": three_classes,
+    "tied factories": factories,
     "modules": shared_modules,
 }
 
@@ -243,6 +283,13 @@ def test_any_model_in_chunks(ranks: Any, name: str, schedule: str) -> None:
     """Two stages a rank: in a V the first and the last stage, and a tie between them, are on one rank."""
     ragged = name not in ("in place", "convolutions")
     assert_same(ranks(2, pipelined, name, 2, schedule, ragged, 1, chunks=2), plain(name, ragged))
+
+
+def test_a_tied_layer_moves_to_a_rank_that_holds_the_weight(ranks: Any) -> None:
+    """The embedding's stage moves to the rank that keeps a layer tied to it: one weight there, not two."""
+    name = "tied three classes"
+    found = ranks(2, pipelined, name, 2, "interleaved", True, 1, chunks=2, placement=[1, 0, 0, 1])
+    assert_same(found, plain(name, True))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

@@ -50,6 +50,10 @@ class Head(nn.Module):
         return F.linear(x, self.weight) * self.scale
 
 
+class OtherHead(Head):
+    """A third class of the tie."""
+
+
 def odd_layers() -> list[Any]:
     listed_twice = nn.Linear(WIDTH, WIDTH)
     return [
@@ -62,6 +66,7 @@ def odd_layers() -> list[Any]:
         listed_twice,
         TiedLayerSpec("same", nn.Linear, WIDTH, WIDTH, bias=False),
         TiedLayerSpec("ends", Head),
+        TiedLayerSpec("ends", OtherHead),
     ]
 
 
