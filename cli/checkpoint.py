@@ -186,7 +186,7 @@ def import_(
 
 
 def _foreign(source: Path) -> tuple[Path, bool]:
-    """Return the folder of another library's checkpoint, and whether it is DCP's."""
+    """Return the folder of another library's checkpoint, and True for torch's (DCP), False for DeepSpeed's."""
     named = source / "latest_universal"
     if named.is_file():
         source = source / named.read_text(encoding="utf-8").strip()

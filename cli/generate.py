@@ -33,7 +33,7 @@ _MAX_NEW_TOKENS = 200  # default of --max-new-tokens, if the model's context has
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Options of the command, sent to every rank."""
+    """Options of ``triax generate``. The launching process sends them to every rank."""
 
     folder: Path
     prompt: str
@@ -171,7 +171,11 @@ def family(folder: Path) -> Any:
 
 
 class Text(Protocol):
-    """Conversion between text and token ids, also for ids that come one by one."""
+    """Protocol: conversion of text to token ids and back, also token by token.
+
+    ``encode`` returns the ids of a prompt. ``follow`` takes the next generated id and returns the text that is now
+    complete. ``rest`` returns the text of the last ids.
+    """
 
     ends: list[int]  # ids of the tokens that end a text
 

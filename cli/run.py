@@ -171,7 +171,7 @@ def _host_commands(
 
 
 def _node_rank(node_rank: int | None, hosts: int, nnodes: str, master_addr: str) -> int:
-    """Return the rank of this host, of several that are each started by hand.
+    """Return the rank of this host, if the user starts ``triax run`` on each host by hand.
 
     Raises:
         ConfigError: the rank or the first host's address is missing, or the rank is too large.
@@ -196,7 +196,7 @@ def _threads(given: int | None) -> int | None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End this process at once, because Python would wait for unfinished calls to a host that does not answer."""
+    """End this process at once, because a normal exit would wait for unfinished calls to a host without an answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     atexit._run_exitfuncs()
@@ -208,7 +208,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _slots(hostfile: Path | None, include: str, exclude: str, nnodes: str, nproc: str | None) -> Slots | None:
-    """Return the slots to use on each host, or None if the options name no hosts."""
+    """Return the slots to use on each host, host -> indices of slots. None if the options name no hosts."""
     if hostfile is None and not (include or exclude):
         return None
     if hostfile is None:

@@ -120,7 +120,7 @@ def inner_section(annotation: Any) -> type[Section] | None:
 
 
 def check_options_of_type(section: Any, options: Mapping[str, Sequence[str]]) -> None:
-    """Check that a section has no option of a type that is not its own, unless the option has its default value.
+    """Check that a section has only options of its own ``type``. Options of other types must have their default values.
 
     Args:
         section: section of the configuration with a key ``type``.
@@ -138,7 +138,12 @@ def check_options_of_type(section: Any, options: Mapping[str, Sequence[str]]) ->
 
 
 def is_off(value: Any, off: Iterable[Any] = ()) -> bool:
-    """Return True if the value of a refused key switches the feature off, so that the key need not be refused."""
+    """Return True if the value of a refused key switches the feature off, so that the key need not be refused.
+
+    Args:
+        value: the value of the key.
+        off: values that switch this feature off, beside false, null and ``{"enabled": false}``.
+    """
     if value is None or value is False or value == {} or value == []:
         return True
     if isinstance(value, Mapping) and value.get("enabled") is False:

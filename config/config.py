@@ -96,7 +96,12 @@ def _explain(error: Any) -> str:
 
 
 def _no_such_key(place: list[str], key: str) -> str:
-    """Return the error message for an unknown key: the nearest key, or the sections that have one of this name."""
+    """Return the error message for an unknown key: the nearest key, or the sections that have a key of this name.
+
+    Args:
+        place: the names of the sections that lead to the key, from the outermost one.
+        key: the unknown key.
+    """
     known = _names(_section(place))
     sections = [name for name, section in _sections() if key in _names(section)]
     where = ".".join(place) or "the configuration"

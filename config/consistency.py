@@ -126,7 +126,12 @@ def _check_compression(config: Config) -> None:
 
 
 def fp16_of_means(config: Config, method: str) -> str:
-    """Return the error message for fp16 with a method that sums gradients after dividing by the loss scale."""
+    """Return the error message for fp16 communication with a method that sends gradients without a loss scale.
+
+    Args:
+        config: the configuration, which asks for fp16 in one of two keys.
+        method: name of the method, such as a compressor or a 1-bit optimizer.
+    """
     key = "gradient_compression.type" if config.gradient_compression.type == "fp16" else "communication_data_type"
     return (
         f"{method} sums gradients that are means already, without a loss scale, and they are too small for fp16: set "
