@@ -1,6 +1,6 @@
 """Horovod's collectives that move tensors: ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``.
 
-Gradients follow Horovod's conventions:
+All functions are collective, also those that run in the background. Gradients follow Horovod's conventions:
 
 | collective | gradient |
 |---|---|
@@ -87,7 +87,14 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
-    """Return a copy of rank ``root_rank``'s tensor. Differentiable."""
+    """Return a copy of rank ``root_rank``'s tensor. Differentiable.
+
+    Args:
+        tensor: the tensor to send. On other ranks, a tensor of the same shape and dtype, which does not change.
+        root_rank: the rank whose tensor is sent.
+        name: for error messages and the timeline.
+        process_set: None or ``global_process_set``.
+    """
     return _broadcast(tensor, root_rank, name, process_set).differentiable(tensor)
 
 
@@ -328,5 +335,5 @@ def grouped_reducescatter(
 
 
 def _any_rows(tensor: Tensor) -> str:
-    """Return the shape without the number of rows, and the dtype, for a message: ``(any, 3) float32``."""
+    """Return a tensor's shape and dtype for a message, without the number of rows: ``(any, 3) float32``."""
     return f"(any{describe(tensor[:0])[2:]}"

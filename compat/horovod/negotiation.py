@@ -150,7 +150,13 @@ class CollectiveQueue:
 
 
 def gather_counts(axis: Axis, counts: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return the counts of every rank, (ranks, len(counts)): sizes of dim 0, or rows sent to each rank. Collective."""
+    """Return the counts of every rank as (ranks, len(counts)). Collective.
+
+    Args:
+        axis: the ranks.
+        counts: this rank's numbers, such as the size of dim 0 of its tensors, or the rows that it sends to each rank.
+        device: device of the tensors that are sent.
+    """
     table = torch.empty((axis.size, len(counts)), dtype=torch.int64, device=device)
     axis.all_gather(table.view(-1), torch.tensor(counts, dtype=torch.int64, device=device))
     found: list[list[int]] = table.tolist()

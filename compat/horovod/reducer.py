@@ -194,13 +194,13 @@ class Reducer:
             bucket.begin()
 
     def mark_used(self) -> None:
-        """Mark every gradient as used by a step; a later write to it changes its version and so removes the mark."""
+        """Mark all gradients as used by a step. A later write to a gradient, which torch counts, removes its mark."""
         self.done = False
         for gradient in self._gradients():
             gradient._used_at_version = gradient._version  # type: ignore[attr-defined]
 
     def _stale(self) -> bool:
-        """Return True if a step used these gradients and they were not written to since."""
+        """Return True if the last step already used these gradients, because nothing has written to them since."""
         gradients = self._gradients()
         if self.pending or not gradients:
             return False

@@ -27,13 +27,14 @@ T = TypeVar("T")
 
 @dataclass
 class Collective(Generic[T]):
-    """Collective whose arguments were checked.
+    """Collective with checked arguments, which can run in the background or as a differentiable function.
 
     Attributes:
         request: description, compared between the ranks.
-        work: runs it on the axis and returns its result.
-        gradient: returns the gradients of the tensors from those of the result, by a collective of the given name. It
-            must not refer to the tensors: the autograd graph would keep them in memory.
+        work: runs the collective on the axis and returns its result.
+        gradient: function of a name and the gradients of the result. It runs the collective of the backward pass, under
+            this name, and returns the gradients of the tensors. It must not refer to the tensors: the autograd graph
+            would keep them in memory.
     """
 
     request: CollectiveRequest
@@ -41,11 +42,11 @@ class Collective(Generic[T]):
     gradient: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def start(self) -> Handle:
-        """Start it in the background."""
+        """Start the collective in the background, without a gradient."""
         return context().queue.submit(self.request, self.work)
 
     def differentiable(self, *tensors: Tensor) -> T:
-        """Run it as a function of ``tensors`` in the autograd graph; return its result."""
+        """Run the collective as a function of ``tensors`` in the autograd graph, and return its result."""
         result: T = _Differentiable.apply(self, *tensors)
         return result
 
@@ -92,7 +93,12 @@ _AXIS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
 
 class Reduction:
-    """Reduction with its factors, from checked arguments.
+    """Reduction operation with its factors, from the arguments of ``allreduce``, which are checked.
+
+    Args:
+        op, average: the operation; ``average`` is the deprecated form.
+        pre, post: factors of the tensor before and after the reduction.
+        process_set: None or ``global_process_set``.
 
     Raises:
         ValueError: the arguments contradict one another, or ``op`` is Adasum.
@@ -109,7 +115,7 @@ class Reduction:
             raise ValueError(NO_ADASUM)
 
     def check(self, tensor: Tensor) -> None:
-        """Raise an error if the tensor cannot be reduced so."""
+        """Raise a ValueError for a tensor that is sparse or boolean, or that has integers while there are factors."""
         require_tensor(tensor)
         if tensor.dtype == torch.bool:
             raise ValueError("a tensor of torch.bool cannot be reduced: reduce tensor.to(torch.uint8)")
@@ -120,14 +126,17 @@ class Reduction:
             )
 
     def __call__(self, axis: Axis, tensor: Tensor) -> None:
-        """Reduce a contiguous tensor in place."""
+        """Reduce a contiguous tensor over the axis in place, factors included. Collective."""
         if self.pre != 1.0:
             tensor.mul_(self.pre)
         axis.all_reduce(tensor, op=_AXIS[self.op])
         self.finish(axis, tensor)
 
     def finish(self, axis: Axis, tensor: Tensor) -> None:
-        """Scale the sum in place. Averages of integers are rounded towards zero, as in Horovod."""
+        """Turn the sum over the ranks into the result, in place: divide it for ``Average``, apply the factor ``post``.
+
+        Averages of integers are rounded towards zero, as in Horovod.
+        """
         if self.op is Average and not tensor.is_floating_point():
             torch.div(tensor, axis.size, rounding_mode="trunc", out=tensor)
         elif (factor := self.post / axis.size if self.op is Average else self.post) != 1.0:
@@ -268,7 +277,10 @@ def _allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start an all-reduce; its result is a list for ``grouped_allreduce``, otherwise a tensor."""
+    """Start an all-reduce in the background. Arguments as ``allreduce_async``, for one tensor or several.
+
+    The handle's result is a list if ``kind`` is ``grouped_allreduce``, otherwise a tensor.
+    """
     reduction = Reduction(op, average, prescale_factor, postscale_factor, process_set)
     made = _allreduce(kind, name, reduction, tensors, in_place)
     if kind == "grouped_allreduce":

@@ -38,8 +38,9 @@ _REFUSED = {
 class TrainingArguments(transformers.TrainingArguments):
     """``transformers.TrainingArguments`` with ``triax=``, the configuration; see docs/huggingface.md.
 
-    The grid is made in the constructor, before transformers makes a process group: ``tensor_parallel.autotp_size`` (or
-    ``tp_size``) tensor ranks, and replicas for the other processes. Without a launcher it has one process.
+    The grid is made in the constructor, before transformers makes a process group. Its tensor axis has the size
+    ``tensor_parallel.autotp_size`` (or ``tp_size``), and the data axis has the remaining factor of the number of
+    processes. Without a launcher it has one process.
 
     Attributes:
         triax: a dict, the path of a JSON file, or JSON. ``deepspeed=`` is accepted in its place: its value is moved to

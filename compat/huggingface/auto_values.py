@@ -53,7 +53,7 @@ class AutoValues:
 
     @property
     def tensor(self) -> int:
-        """Number of tensor ranks in the configuration; 1 by default."""
+        """Size of the tensor axis in the configuration: ``tensor_parallel.autotp_size`` or ``tp_size``, or 1."""
         section = self.config.get("tensor_parallel")
         section = section if isinstance(section, Mapping) else {}
         for key in ("autotp_size", "tp_size"):
@@ -159,7 +159,13 @@ class AutoValues:
             section[name] = value
 
     def match(self, key: str, value: Any, argument: str) -> None:
-        """Like ``fill``; a different value in the configuration is noted as a mismatch."""
+        """Set a dotted key to a value if it is "auto". If it has a different value, note a mismatch.
+
+        Args:
+            key: the dotted key.
+            value: the value that follows from the Trainer's arguments.
+            argument: name of the argument, for the message.
+        """
         self.fill(key, value)
         found = self.get(key)
         if found is not None and found != value:

@@ -5,7 +5,7 @@ trainer = triax.Trainer(model=model, args=args, train_dataset=...)
 trainer.train()
 
 The loop, logging, callbacks, evaluation and the rotation of checkpoints are transformers' own. The methods replaced are
-those that its DeepSpeed integration replaces: forward, backward and step; saving and loading; with tensor ranks, the
+those that its DeepSpeed integration replaces: forward, backward and step; saving and loading; with a tensor axis, the
 division of samples among processes. The file is imported at the first use of the class: it imports transformers.
 """
 
@@ -77,7 +77,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class Trainer(transformers.Trainer):
-    """``transformers.Trainer`` over a grid of replicas and tensor ranks; see docs/huggingface.md.
+    """``transformers.Trainer`` over a grid with a data axis (replicas) and a tensor axis; see docs/huggingface.md.
 
     Args:
         model, args, others, options: as transformers.Trainer; ``args`` must be ``triax.TrainingArguments``.
@@ -237,7 +237,7 @@ class Trainer(transformers.Trainer):
         return detached
 
     def _copy_schedule(self) -> None:
-        """Copy what a schedule wrote to another optimizer than the engine's, to the engine's optimizer."""
+        """Copy learning rates and other options to the engine's optimizer, if the schedule sets another's."""
         schedule, handle = self.lr_scheduler, self._handle
         if schedule is not None and handle is not None and schedule.optimizer is not handle:
             schedulers.follow(schedule, handle.optimizer)
@@ -263,7 +263,7 @@ class Trainer(transformers.Trainer):
     # ----------------------------------------------------------------- samples, with tensor ranks
 
     def get_tp_size(self) -> int:
-        """Return the number of processes that get the same samples."""
+        """Return the number of processes that get the same samples, which is the size of the tensor axis."""
         return self.grid.tensor.size
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ class Trainer(transformers.Trainer):
         )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as transformers does; samples that tensor ranks share count once."""
+        """Evaluate as transformers does. Samples that all ranks of a tensor-parallel group have count once."""
         if self.grid.tensor.size > 1:
             if self.args.eval_use_gather_object:
                 raise ConfigError("eval_use_gather_object would count the samples of each tensor rank: leave it out")
@@ -295,7 +295,10 @@ class Trainer(transformers.Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _gather(self, data: Any) -> Any:
-        """Gather from the replicas, one tensor rank of each, without the samples that pad the last batch."""
+        """Gather tensors from all replicas, from the first rank of each tensor-parallel group. Collective.
+
+        The samples that pad the last batch are left out.
+        """
         state = self.accelerator.gradient_state
         firsts = [rank for rank in range(self.grid.size) if not self.grid.topology.coordinate(rank).tensor]
         cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
@@ -307,7 +310,11 @@ class Trainer(transformers.Trainer):
         return recursively_apply(once, self.accelerator.gather(data))
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Scale transformers' count, made from this rank's parameters, to a tensor rank's share of the whole model."""
+        """Return this rank's share of the model's FLOPs, because transformers sums them over all processes.
+
+        transformers counts from this rank's parameters. The count is divided by their share of the whole model, and by
+        the size of the tensor axis.
+        """
         share = getattr(self.model, "triax_parameter_share", 1.0)
         return super().floating_point_ops(inputs) / (share * self.grid.tensor.size)
 
