@@ -125,7 +125,10 @@ class Agent(LocalElasticAgent):
 
     @contextmanager
     def _kill_after_limit(self) -> Iterator[None]:
-        """Kill the other ranks after this host's limit when one has failed: torch itself waits for them 30 s."""
+        """Context in which, if a rank of this host has failed, the others are killed after the limit for their end.
+
+        torch itself sends SIGTERM to them, and waits up to 30 s.
+        """
         context: Any = self._pcontext
         processes = context._pc.processes
         if all(process.exitcode in (None, 0) for process in processes):
@@ -153,7 +156,7 @@ class Agent(LocalElasticAgent):
         return self._hosts.end_reason(seconds) if self._hosts is not None else None
 
     def close(self, why: str | None) -> None:
-        """Leave the rendezvous; ``why`` ends the job on the other hosts too."""
+        """Leave the rendezvous. If ``why`` is given, the job ends on the other hosts too, for this reason."""
         if self._hosts is not None and why is not None:
             self._hosts.close(why)
         self._handler.shutdown()

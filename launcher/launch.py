@@ -276,7 +276,13 @@ def _explain(exits: Exits, failures: list[Failure], name: Callable[[int], str], 
 
 
 def _name(folder: str, topology: Topology | None, rank: int) -> str:
-    """Return a rank's name as its grid calls it; without a grid, ``rank 3``."""
+    """Return a rank's name for messages: ``rank 5 (pipe 1, data 0, tensor 1)``; without a grid, ``rank 3``.
+
+    Args:
+        folder: folder of this launch, in which a rank that has made a grid writes its name.
+        topology: topology of the ranks' grid, if ``launch`` was given one.
+        rank: the rank.
+    """
     file = Path(folder, f"name-{rank}")
     if topology is None:
         return file.read_text() if file.exists() else f"rank {rank}"
@@ -335,7 +341,10 @@ def _signals_restored() -> Iterator[None]:
 
 
 def _interface(hosts: Hosts | None) -> str | None:
-    """Return the network interface over which ranks communicate: the loopback on a single host."""
+    """Return the network interface over which ranks communicate: the loopback if all ranks are on this host.
+
+    The result is None if the interface is unknown. The backend then chooses one.
+    """
     names = [name for _, name in socket.if_nameindex()]
     if hosts is None:
         return next((name for name in ("lo", "lo0") if name in names), None)

@@ -20,9 +20,9 @@ class LogTail:
     """Context that shows the log files of some ranks while they grow, and their last lines at its end.
 
     Args:
-        folder: the folder of the log files.
+        folder: the folder of the log files. It may have log files of other hosts too.
         ranks: the ranks whose log files are shown. With several ranks, each line begins with ``[rank 3]``.
-        started: folder in which the ranks of this host write a mark; the log folder may have other hosts' files too.
+        started: folder in which each rank of this host leaves a mark when it starts. Only these ranks are shown.
         to: output stream; by default the standard output.
     """
 

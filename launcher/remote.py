@@ -134,7 +134,7 @@ class _Host:
                 print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def ended(self) -> int | None:
-        """Return the launcher's exit code after all its output was read. None while the launcher runs."""
+        """Return the launcher's exit code, once all its output was read. None while the launcher runs."""
         code = self.process.poll()
         if code is not None:
             for reader in self._readers:

@@ -114,7 +114,7 @@ class HostRendezvous(RendezvousHandler):
         return RendezvousInfo(store, hosts.node, len(hosts.names), RendezvousStoreInfo(*place))
 
     def _join(self, store: Store, least: int) -> int:
-        """Join attempt ``least``, or a later one that another host asks for; return its number."""
+        """Join attempt ``least``, or a later attempt that another host asks for. Returns the attempt's number."""
         known = int(store.compare_set("wanted", "", str(least)))
         if known < least:
             known = int(store.compare_set("wanted", str(known), str(least)))
@@ -124,7 +124,10 @@ class HostRendezvous(RendezvousHandler):
         return known
 
     def _ranks_store(self, store: Store) -> tuple[str, int] | None:
-        """Return address and port of the ranks' store in this attempt; None if the first host has not made it yet."""
+        """Return address and port of the TCPStore through which the ranks themselves meet in this attempt.
+
+        The launcher of the first host makes it. The result is None as long as it has not.
+        """
         key = f"place/{self.attempt}"
         if self._hosts.node == 0 and not store.check([key]):
             self._ranks_server = TCPStore(self._hosts.address, 0, is_master=True, wait_for_workers=False)
@@ -154,7 +157,11 @@ class HostRendezvous(RendezvousHandler):
         return self._heartbeat.lost_host()
 
     def report_done(self, ended: bool = True) -> bool:
-        """Publish in the store if this host's ranks are done; return True if the ranks of every host are done."""
+        """Publish in the store that this host's ranks are done, or are not if ``ended`` is False.
+
+        Returns:
+            True if the ranks of every host are done.
+        """
         self._heartbeat.done = ended
         self._done = ended and self._heartbeat.all_done
         return self._done
@@ -313,7 +320,10 @@ class _Heartbeat:
         self._say_farewell(store)
 
     def _say_farewell(self, store: Store | None) -> None:
-        """Note in the store that this host has read the reason; the first host waits until all reachable hosts have."""
+        """Note in the store that this host leaves, and knows for which reason the job ended.
+
+        The first host, whose process holds the store, waits until all hosts that it can reach have left.
+        """
         nodes = range(len(self._hosts.names))
         try:
             if store is not None:

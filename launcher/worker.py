@@ -112,7 +112,12 @@ def run_rank(job: LaunchJob) -> None:
 
 
 def _wait_for_all_ranks(folder: Path, rank: int) -> None:
-    """Wait until all ranks of this host are done: one that closed its connections early could make another fail."""
+    """Wait until all ranks of this host are done, because a rank that ends early could make another one fail.
+
+    Args:
+        folder: folder in which each rank leaves a mark when it is done.
+        rank: this rank.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     (folder / f"done-{attempt}-{rank}").touch()
     while len(list(folder.glob(f"done-{attempt}-*"))) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
@@ -133,7 +138,16 @@ def _run(job: LaunchJob) -> None:
 
 
 def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:
-    """Write down the failure, wait until the launcher has noticed ranks that were killed, and exit."""
+    """Write down the failure for the launcher, and exit.
+
+    Before it exits it waits a moment. If this error is the consequence of another rank that was killed, the launcher
+    then notices the killed rank first.
+
+    Args:
+        job: the job, with the folder for failures.
+        rank: this rank.
+        error: the error with which the rank ended.
+    """
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         line = error.code if isinstance(error.code, str) else f"sys.exit({error.code!r})"
