@@ -111,7 +111,12 @@ def _lower_priority() -> None:
 
 
 def report_failure(folder: object, tag: str, problem: str | None, stop: bool = False) -> None:
-    """Log on this rank why a checkpoint was not written, or raise it if ``stop`` is set. None: it was written.
+    """Log on this rank the reason why a checkpoint was not written, or raise it as an error.
+
+    Args:
+        folder, tag: the folder of checkpoints, and the checkpoint's name.
+        problem: the reason. None: the checkpoint was written, and nothing is done.
+        stop: raise an error in place of the log message.
 
     Raises:
         CheckpointError: with the reason, if ``stop`` is set.

@@ -62,12 +62,23 @@ class WholeTensor:
                 target[within(common, box)].copy_(held.load()[within(common, held.box)])
 
     def read_range(self, part: FlatRange, axis: Axis) -> None:
-        """Copy the elements of a flat range of this rank's shard into ``part.value``. ``axis``: the tensor axis."""
+        """Copy a flat range of this rank's shard of the tensor into ``part.value``.
+
+        Args:
+            part: the range, with the layout of the parameter.
+            axis: the tensor axis.
+        """
         for box, value in pieces(part, axis.rank, axis.size):
             self.read(box, value)
 
     def read_shard(self, target: Tensor, layout: Layout, axis: Axis) -> None:
-        """Copy this tensor rank's shard, which has that layout, into ``target``."""
+        """Copy this rank's shard of the tensor into ``target``.
+
+        Args:
+            target: has the shard's shape.
+            layout: layout of the parameter: which dim the tensor axis shards.
+            axis: the tensor axis.
+        """
         value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         for box in layout.boxes(axis.rank, axis.size):
             self.read(tuple((each.start, each.stop) for each in box.whole), value[box.local])
@@ -164,9 +175,13 @@ class Snapshot:
 
 
 def pieces(part: FlatRange, rank: int, size: int) -> Iterator[tuple[Spans, Tensor]]:
-    """Yield the boxes of the whole tensor that make up a flat range of the shard of tensor rank ``rank`` of ``size``.
+    """Yield the boxes of the whole tensor that make up a flat range of one shard of it.
 
-    Each comes with its values: a view of the range's, of the box's shape.
+    Each comes with its values: a view of the range's values, in the box's shape.
+
+    Args:
+        part: the range, with the layout of the parameter.
+        rank, size: position of the shard's rank on the tensor axis, and the size of that axis.
     """
     shard = part.layout.boxes(rank, size)
     at = 0

@@ -69,6 +69,10 @@ class Reader:
     def verify(self, kinds: Sequence[str], rank: int, size: int) -> None:
         """Compare this rank's share of the files' bytes with their checksums. All ranks together read each byte once.
 
+        Args:
+            kinds: kinds of tensors to check, as ``Index.byte_ranges``.
+            rank, size: this rank, and the number of ranks that share the work.
+
         Raises:
             CorruptError: naming the file, the tensor and the bytes.
         """

@@ -100,7 +100,13 @@ class Writer:
 
 
 def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
-    """Write one rank's safetensors file, and a JSON file with its part of the index."""
+    """Write one rank's safetensors file, and a JSON file with its part of the index.
+
+    Args:
+        folder: the folder of the checkpoint that is being written.
+        rank: the rank.
+        snapshot: the boxes that this rank writes.
+    """
     file = f"rank-{rank:05}.safetensors"
     boxes = [(name, tensor, each) for name, tensor in snapshot.tensors.items() for each in tensor.boxes]
     keys = [name if each.box == everything(tensor.shape) else box_name(name, each.box) for name, tensor, each in boxes]
@@ -125,7 +131,13 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
 
 
 def merged(folder: Path, size: int, head: dict[str, Any]) -> Index:
-    """Merge the ranks' parts of the index into the index of the checkpoint."""
+    """Return the index of the checkpoint, merged from the JSON files in which the ranks wrote their parts.
+
+    Args:
+        folder: the folder of the checkpoint that is being written.
+        size: number of ranks.
+        head: the run's header. The numbers of the ranks' parts are added to it.
+    """
     whole = Index(head, {}, {})
     numbers: dict[str, Any] = {}
     for rank in range(size):

@@ -156,9 +156,10 @@ def sync(folder: Path, strict: bool = False) -> None:
 
 
 def tags(folder: Path) -> list[str]:
-    """Return the tags of a folder's checkpoints, the oldest first, by the time in the index, which copies keep.
+    """Return the tags of a folder's checkpoints, the oldest first.
 
-    (A run that went back to an earlier checkpoint writes newer ones of fewer steps.)
+    They are ordered by the time in the index, which copying a folder does not change. The number of steps is no order:
+    a run that went back to an earlier checkpoint writes newer ones of fewer steps.
     """
     found = []
     for tag, index in _indices(folder):

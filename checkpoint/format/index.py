@@ -113,7 +113,7 @@ class Index:
                 raise CorruptError(f"{file}: the boxes of {name} hold {elements} of its {numel} elements")
 
     def byte_ranges(self, kinds: Collection[str] = ()) -> list[tuple[str, ByteRange, str]]:
-        """Return the ranges of bytes that have a checksum, in the order of the files: file, range and its name.
+        """Return the ranges of bytes that have a checksum, in the order of the files: file, range, and what it holds.
 
         Args:
             kinds: kinds of tensors, such as ``weights``, which are the first part of a tensor's name. Empty: all kinds.
@@ -128,7 +128,7 @@ class Index:
         return sorted(headers + boxes, key=lambda item: (item[0], item[1].start))
 
     def folder(self, path: Path) -> MappedFiles:
-        """Return the files of the folder ``path``, for reading."""
+        """Return the checkpoint's files for reading. ``path`` is the checkpoint's folder."""
         return MappedFiles(path, {name: file.size for name, file in self.files.items()})
 
 
