@@ -12,8 +12,8 @@ from .writers import Event, Write
 class Monitor:
     """Writes and prints the numbers of steps. Rank 0 has one with writers; on the other ranks it does nothing.
 
-    The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``, over the number of
-    samples. Beside them ``grad_norm`` and the ``timings`` of ``StepMetrics``.
+    The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``. ``grad_norm`` and
+    the ``timings`` of ``StepMetrics`` are written too. The x value of each number is the number of samples so far.
 
     Args:
         writers: called with every number.
@@ -28,7 +28,7 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """True if this rank writes numbers, beside printing lines."""
+        """True if this rank has a writer, and so writes numbers and does not only print lines."""
         return bool(self._writers)
 
     def write_events(self, events: Sequence[Event]) -> None:
@@ -41,7 +41,7 @@ class Monitor:
             self._write([(name, float(value), int(samples)) for name, value, samples in events])
 
     def needs(self, step: int) -> bool:
-        """Return True if ``write_step`` does something with this step."""
+        """Return True if ``write_step`` would write numbers or print a line for this step."""
         return bool(self._writers or (self._print_every and (step % self._print_every == 0 or self._since is None)))
 
     def write_step(self, metrics: StepMetrics) -> None:

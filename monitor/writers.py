@@ -18,7 +18,10 @@ Write = Callable[[Sequence[Event], int], None]  # write(events, step)
 
 
 def csv_writer(folder: Path) -> Write:
-    """Append each number to a file of its own, such as ``Train_Samples_lr.csv``: a header, then one line per step."""
+    """Return a writer that appends each number to a file of its own, such as ``Train_Samples_lr.csv``.
+
+    A file has a header, then a line (samples so far, number) for each step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(events: Sequence[Event], step: int) -> None:
@@ -33,10 +36,10 @@ def csv_writer(folder: Path) -> Write:
 
 
 def json_writer(folder: Path) -> Write:
-    """Append one line to ``metrics.jsonl`` for all numbers written together: {"step", "samples", "time", names...}.
+    """Return a writer that appends one line to ``metrics.jsonl`` for each step: {"step", "samples", "time", names...}.
 
-    ``time`` is in seconds since 1970. A number that is not finite is null. A run whose first line is of step 1 replaces
-    the file; a resumed run appends to it.
+    ``time`` is in seconds since 1970. A number that is not finite is null. A
+    run whose first line is of step 1 replaces the file; a resumed run appends to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, begun = folder / METRICS, False
@@ -53,7 +56,7 @@ def json_writer(folder: Path) -> Write:
 
 
 def tensorboard_writer(folder: Path) -> Write:
-    """Write event files for TensorBoard.
+    """Return a writer of event files for TensorBoard.
 
     Raises:
         ConfigError: the package is not installed.
@@ -72,7 +75,7 @@ def tensorboard_writer(folder: Path) -> Write:
 
 
 def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
-    """Start a run of Weights & Biases and log to it.
+    """Start a run of Weights & Biases, and return a writer that logs to it.
 
     Raises:
         ConfigError: the package is not installed.

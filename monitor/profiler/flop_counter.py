@@ -39,6 +39,12 @@ class _NoModules:
 
 
 def _attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    """softmax(q kᵀ) v: (B, heads, T, dim), (B, kv_heads, S, dim), (B, kv_heads, S, dim_v)."""
+    """Return the FLOPs of attention, softmax(q kᵀ) v, from the shapes of its inputs.
+
+    Args:
+        q: (B, heads, T, dim)
+        k: (B, kv_heads, S, dim)
+        v: (B, kv_heads, S, dim_v)
+    """
     batch, heads, rows, dim = q
     return int(2 * batch * heads * rows * k[2] * (dim + v[3]))

@@ -21,14 +21,14 @@ class MemoryMeter(TorchDispatchMode):
     Each storage counts once, from its allocation until it is freed.
 
     Args:
-        elsewhere: returns the bytes of memory that changes without a dispatched operation, because stage 3 gathers and
-            releases weights.
+        elsewhere: returns the bytes of memory that is resized without a dispatched operation: the weights that stage 3
+            of ZeRO gathers and releases.
 
     Attributes:
         live: bytes of the counted storages that are not freed yet.
         peak: the largest sum so far of ``live`` and the change of ``elsewhere``.
-        saved: bytes that autograd saved for a backward pass.
-        activations: the largest value of ``saved``.
+        saved: bytes that autograd holds now for the backward pass.
+        activations: the largest value of ``saved`` so far.
     """
 
     def __init__(self, elsewhere: Callable[[], int]) -> None:

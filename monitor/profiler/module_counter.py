@@ -18,7 +18,10 @@ from .tree_report import ModuleNode
 
 @runtime_checkable
 class LayerRunner(Protocol):
-    """A module that calls its layers through ``run_hook(stage, layer, call, x)`` if set: ``PipelineModule``."""
+    """Protocol of a model that runs its layers by ``run_hook(stage, layer, call, x)`` if this attribute is set.
+
+    ``PipelineModule`` has it. The hook receives the layer as the function ``call`` and its input ``x``.
+    """
 
     run_hook: Any
 
@@ -69,7 +72,7 @@ class ModuleCounter:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Install hooks on every module for this context."""
+        """Context in which every module has hooks, which ``measured`` needs to tell the modules apart."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 skip = isinstance(module, self.ignored)

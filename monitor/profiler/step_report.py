@@ -85,6 +85,6 @@ def head(
 
 
 def _first_replica(grid: Grid, everyone: list[RankProfile]) -> list[list[RankProfile]]:
-    """Return the profiles of the first replica: for each pipe rank, for each tensor rank."""
+    """Return the profiles of the first replica's ranks, by position on the pipe axis, then on the tensor axis."""
     pipe, tensor = range(grid.pipe.size), range(grid.tensor.size)
     return [[everyone[grid.topology.rank(pipe=p, data=0, tensor=t)] for t in tensor] for p in pipe]

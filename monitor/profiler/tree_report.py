@@ -53,12 +53,12 @@ def tree(modules: Iterable[ModuleNode]) -> ModuleNode:
 def merged(stages: Sequence[Sequence[Sequence[ModuleNode]]]) -> list[ModuleNode]:
     """Return the entries of the whole model from those of its ranks.
 
-    Operations add up. The time of a module is that of the slowest tensor rank; of a module on several stages, the sum
-    over the stages.
+    Operations add up. The time of a module is that of the slowest rank of the tensor-parallel group. For a module on
+    several stages it is the sum over the stages.
 
     Args:
-        stages: for each pipe rank, for each tensor rank, its entries. A parameter counts with its unsharded size on
-            each tensor rank, and on one stage only.
+        stages: entries of each rank, by position on the pipe axis, then on the tensor axis. A parameter counts with its
+            unsharded size on each rank of the tensor axis, and on one stage only.
     """
     found: dict[str, ModuleNode] = {}
     for shards in stages:

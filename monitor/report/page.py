@@ -177,7 +177,10 @@ def _charts(run: Run) -> list[dict[str, Any]]:
 
 
 def _level(run: Run) -> tuple[str, float] | None:
-    """Return a validation number that was written once, as a line for the loss to get below: (name, value)."""
+    """Return a number to compare the loss with, as a dashed line in its chart: (name, value). None if there is none.
+
+    It is a number ``Validation/...`` that the run wrote only once, such as the loss of a bigram model.
+    """
     names = {name for row in run.rows for name in row if name.startswith("Validation/") and name != "Validation/loss"}
     for name in sorted(names):
         if len(found := run.series(name)) == 1:
@@ -238,7 +241,11 @@ def _step(traced: Traced) -> dict[str, Any]:
 
 
 def _comparison(traced: Traced, schedule: Schedule) -> dict[str, Any]:
-    """Return the timeline of the first replica, the simulation with its costs, and the bubble with equal costs."""
+    """Return the values of the comparison of the first replica's measured timeline with a simulation of its schedule.
+
+    The simulation uses the median times of the measured ops. ``even_bubble`` is the bubble of a simulation with equal
+    costs.
+    """
     measured = traced.timeline()
     simulated = simulate(schedule, costs_of([measured], schedule.placement)).timeline
     begin = min(span.start for row in measured.rows for span in row)

@@ -36,7 +36,7 @@ class _RankJson(BaseModel):
 
 
 class _RunJson(BaseModel):
-    """Parts of run.json whose form the page relies on. Their numbers are shown as they are, damaged or not."""
+    """Parts of run.json whose types the page relies on. Single numbers are not checked and are shown as they are."""
 
     grid: dict[str, Any] = {}
     batch: dict[str, Any] | None = None

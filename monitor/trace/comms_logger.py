@@ -57,12 +57,12 @@ def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, f
 
 
 def summary(grid: Grid, show_straggler: bool = False) -> str:
-    """Return the table of the calls that were logged on this rank. Rank 0 prints its own.
+    """Return the table of the calls that were logged on this rank. Rank 0 also prints its own table.
 
     Args:
         grid: a grid that is logged.
         show_straggler: add a column with the time spent waiting for the slowest rank, which is the time beyond that of
-            the rank that waited least in the same call. Collective over the grid.
+            the rank that waited least in the same call. Collective over the grid if it is set.
 
     Raises:
         ConfigError: the grid is not logged.
@@ -80,10 +80,15 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
 
 
 def stragglers(mine: Durations, everyone: Sequence[Durations]) -> dict[LoggedCall, float]:
-    """Return the seconds that this rank waited in each kind of collective for the slowest rank.
+    """Return the seconds that this rank waited for the slowest rank, for each kind of logged collective.
 
-    It waited for the time beyond that of the rank that took least in the same call. Messages are left out, and kinds
-    that were not called equally often on all ranks of their axis.
+    The rank with the shortest duration of a call is taken to be the slowest one, which arrived last and did not wait.
+    The time of this rank beyond that duration is waiting time. Messages are left out, and so are collectives that were
+    not called equally often on all ranks of their axis.
+
+    Args:
+        mine: kind of call -> seconds of each call on this rank.
+        everyone: ``mine`` of each rank.
     """
     waits = {}
     for call, seconds in mine.items():
@@ -94,7 +99,12 @@ def stragglers(mine: Durations, everyone: Sequence[Durations]) -> dict[LoggedCal
 
 
 def table(taken: Durations, waits: dict[LoggedCall, float] | None = None) -> str:
-    """Return a text with a line for each operation on an axis, and below it one for each message size."""
+    """Return a text with a line for each operation on an axis, and below it one for each message size.
+
+    Args:
+        taken: kind of call -> seconds of each call.
+        waits: result of ``stragglers``, for a further column. None: no such column.
+    """
     heads = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "algbw_avg (Gbps)"]
     heads += ["busbw_avg (Gbps)", *(["Straggler(ms)"] if waits is not None else [])]
     lines = ["".join(f"{head:<20}" for head in heads).rstrip()]

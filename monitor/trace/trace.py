@@ -26,7 +26,7 @@ def trace_step(grid: Grid, record: StepRecord, about: Mapping[str, Any], file: P
     Args:
         grid: the ranks whose records are gathered.
         record: the step on this rank.
-        about: entries of ``otherData`` beside those of ``chrome_trace``.
+        about: further entries of ``otherData``, the part of a Chrome trace for the program's own values.
         file: file of the trace.
     """
     offsets = clock_offsets(grid)
