@@ -45,7 +45,8 @@ class Lion(_Elementwise):
     Args:
         params: parameters, or groups of them.
         lr: size of a step; the paper takes 3 to 10 times less than for AdamW.
-        betas: factors of the momentum in the step, and of the momentum that is stored.
+        betas: beta1 mixes the stored momentum with the gradient for the sign of the step; beta2 does so for the
+            momentum that is stored next.
         weight_decay: decoupled, as in AdamW.
     """
 

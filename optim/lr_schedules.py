@@ -24,7 +24,7 @@ class ClosedFormSchedule(LRScheduler):
         last_batch_iteration: index of the last step that was taken, -1 at the start.
 
     Attributes:
-        note: message about a parameter that has no effect, with the reason, or None if all have an effect.
+        note: message for the user about a parameter of the schedule that has no effect here, or None.
     """
 
     note: str | None = None
@@ -41,13 +41,16 @@ class ClosedFormSchedule(LRScheduler):
         return int(self.last_epoch) - 1
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates after an optimizer step, or as if the step of this index had just been taken."""
+        """Set the rates of the next step, after an optimizer step.
+
+        If ``last_batch_iteration`` is given, the rates are set as if the step of this index had just been taken.
+        """
         if last_batch_iteration is not None:
             self.last_epoch = last_batch_iteration
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the index of the last step, under DeepSpeed's name; the configuration has the rest."""
+        """Return the index of the last step, under DeepSpeed's name; the configuration has the other values."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -193,13 +196,13 @@ class OneCycle(ClosedFormSchedule):
         return [(mom, group["betas"][1]) for mom, group in zip(momenta, self.optimizer.param_groups, strict=True)]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates and betas after an optimizer step, as ``ClosedFormSchedule.step``."""
+        """Set the rates and betas of the next step; ``last_batch_iteration`` as in ``ClosedFormSchedule.step``."""
         super().step(last_batch_iteration)
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             group["betas"] = betas
 
     def _height(self) -> float:
-        """Return the position between the lowest rate (0, at the ends of the cycle) and the highest rate (1)."""
+        """Return where the rate lies in the cycle: 0 is the lowest rate (at both ends of the cycle), 1 the highest."""
         at = self.last_epoch % self._total
         up = at <= self._first
         whole = self._first if up else self._total - self._first
@@ -268,7 +271,10 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, then a linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+    """``WarmupLR``, then a linear decay to ``warmup_min_lr``, which is reached at step ``total_num_steps``.
+
+    The other arguments are those of ``WarmupLR``.
+    """
 
     def __init__(
         self,

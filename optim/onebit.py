@@ -25,10 +25,10 @@ WHOLE_TENSOR = {"OneBitLamb": ("its coefficients are of whole tensors", "OneBitA
 
 
 def drop_deepspeed_arguments(params: dict[str, Any]) -> None:
-    """Remove from ``params``, in place, DeepSpeed's arguments that the classes do not take.
+    """Remove from ``params``, in place, the arguments of DeepSpeed's 1-bit optimizers that triax's classes do not take.
 
     Raises:
-        ConfigError: an argument asks for what is not supported, or is of another type.
+        ConfigError: an argument turns on an option that triax does not support, or has a value of another type.
     """
     for key, kind in _IDLE.items():
         value = params.pop(key, kind())

@@ -45,14 +45,14 @@ def resolve(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class that a configuration names, and its arguments under the class's own names.
 
-    As in DeepSpeed, ``Adam`` decouples its weight decay (it is AdamW) unless ``adam_w_mode`` is false; and so do
-    ``FusedAdam`` and ``DeepSpeedCPUAdam``, which are names for it: an update runs fused where torch has a kernel,
-    and on the CPU where the state is offloaded.
+    As in DeepSpeed, ``Adam`` decouples its weight decay (it is AdamW) unless ``adam_w_mode`` is false. ``FusedAdam``
+    and ``DeepSpeedCPUAdam`` are other names for ``Adam``: every optimizer runs fused where torch has a fused kernel,
+    and on the CPU if the optimizer state is offloaded.
 
     Args:
         kind: ``optimizer.type``, in any case of letters.
         params: ``optimizer.params``.
-        classes: the classes of the 1-bit optimizers, by name.
+        classes: name -> class of the 1-bit optimizers, which are in ``zero/onebit/``.
 
     Raises:
         ConfigError: an optimizer or an argument that does not exist, or one that cannot be used.
@@ -94,7 +94,10 @@ def resolve(
 
 
 def resolved(kind: str, params: Mapping[str, Any], classes: Classes) -> dict[str, Any]:
-    """Return the section ``optimizer`` with the class's name and all its arguments, defaults filled in."""
+    """Return the configuration's section ``optimizer`` in full: the class's name and all its arguments.
+
+    Arguments that the configuration leaves out get their defaults. The parameters are those of ``resolve``.
+    """
     cls, given = resolve(kind, params, classes)
     return {"type": cls.__name__, "params": defaults_of(cls, "params") | given}
 
@@ -102,9 +105,15 @@ def resolved(kind: str, params: Mapping[str, Any], classes: Classes) -> dict[str
 def fused(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], params: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Set ``fused=True`` if torch has a fused kernel for the optimizer and the user did not choose an implementation.
+    """Return parameter groups with ``fused=True``, if torch has a fused kernel for the optimizer and these parameters.
 
-    The fused kernel updates a flat range of parameters in one pass.
+    The groups stay as they are if the user chose an implementation (``fused`` or ``foreach`` in ``params``). The fused
+    kernel updates a flat range of parameters in one pass.
+
+    Args:
+        cls: the optimizer's class.
+        groups: its parameter groups.
+        params: its arguments.
     """
     choices = ("fused", "foreach", "capturable", "differentiable")
     if "fused" in inspect.signature(cls).parameters and not any(key in params for key in choices):

@@ -33,7 +33,7 @@ def known() -> dict[str, type[LRScheduler]]:
 
 
 def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler") -> MakeScheduler:
-    """Return a function that makes the schedule over an optimizer.
+    """Check a schedule's name and parameters; return a function from an optimizer to the schedule over it.
 
     Args:
         kind: ``scheduler.type``, in any case of letters.
@@ -71,7 +71,10 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler")
 
 
 def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section ``scheduler`` with the class's name and all its parameters, defaults filled in."""
+    """Return the configuration's section ``scheduler`` in full: the class's name and all its parameters.
+
+    Parameters that the configuration leaves out get their defaults.
+    """
     cls = _class(kind, "scheduler")
     given = {name: value for name, value in params.items() if value != "auto"}
     return {"type": cls.__name__, "params": defaults_of(cls, "optimizer") | given}
@@ -103,7 +106,13 @@ def _has_default(key: str, cls: type[LRScheduler], name: str) -> bool:
 
 
 def advance(scheduler: LRScheduler, loss: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
-    """Set the learning rates after an optimizer step. ReduceLROnPlateau follows ``loss``, that of the step."""
+    """Step a schedule after an optimizer step, and set the learning rates.
+
+    Args:
+        scheduler: the schedule.
+        loss: the step's loss, which ReduceLROnPlateau needs; others ignore it.
+        optimizer: the engine's optimizer, which gets the rates.
+    """
     if isinstance(scheduler, ReduceLROnPlateau):
         assert loss is not None  # the engine refuses such a schedule without a loss
         scheduler.step(float(loss))
@@ -113,7 +122,10 @@ def advance(scheduler: LRScheduler, loss: Tensor | None, optimizer: torch.optim.
 
 
 def follow(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
-    """Copy the options that a schedule set on the user's optimizer to the engine's optimizer."""
+    """Copy learning rates and other options of the parameter groups from a schedule's own optimizer to another one.
+
+    A user's schedule sets them on the user's optimizer, but the engine steps ``optimizer``. No effect if both are one.
+    """
     source = scheduler.optimizer
     if source is not optimizer:
         for mine, its in zip(optimizer.param_groups, source.param_groups, strict=True):
@@ -121,7 +133,11 @@ def follow(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
 
 
 def over_another(scheduler: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], LRScheduler]:
-    """Return a function from an optimizer to the user's schedule, which must be over this optimizer.
+    """Check a schedule that the user passes as an object; return a function that returns it for any optimizer.
+
+    Args:
+        scheduler: the user's schedule.
+        optimizer: the user's optimizer, over which the schedule must be.
 
     Raises:
         TypeError: the schedule is over another optimizer, or is not a schedule.

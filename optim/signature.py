@@ -91,7 +91,10 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _mismatch(value: Any, default: Any, annotation: Any) -> str | None:
-    """Return the expected type in words if a value matches neither the type of the default nor the annotation."""
+    """Return a type in words, for an error message, if a value has neither the default's type nor the annotated one.
+
+    None if the value fits.
+    """
     words = set(re.findall(r"[a-z]+", str(annotation).lower()))
     if value is None:
         return None if default is None or "none" in words else "a value"
