@@ -35,7 +35,7 @@ Weights = Sequence[tuple[Tensor, Tensor | None]]  # (n, K) and (n,) of each laye
 
 
 class Later(Protocol):
-    """Queue of deferred weight gradients, for zero bubble schedules, which split the backward pass.
+    """Protocol: queue of deferred weight gradients, for zero-bubble schedules. ``pipe.backward.Deferred`` is one.
 
     Attributes:
         collects: True while a backward pass runs that defers weight gradients.
@@ -112,10 +112,10 @@ def _products(
 
 
 class _Products(torch.autograd.Function):
-    """Autograd function y = enter(x) W^T + b for each W and b, where ``enter`` is f (a copy) or g (a gather).
+    """Autograd function y = enter(x) W^T + b for each of several layers with the same input.
 
-    If ``dtype`` is given, the weights are cast to it in the forward and again in the backward pass, so that only the
-    weights themselves are saved and not the casts.
+    ``enter`` is f (a copy) or, under sequence parallelism, g (a gather). If ``dtype`` is given, the weights are cast to
+    it in the forward and again in the backward pass, so that only the weights themselves are saved and not the casts.
     """
 
     @staticmethod

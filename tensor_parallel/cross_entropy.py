@@ -42,12 +42,12 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` of sharded logits, with an equal result on every tensor rank.
+    """Compute ``F.cross_entropy`` of sharded logits, with an equal result on every rank of the tensor axis. Collective.
 
     Args:
-        logits: (..., V_local), the logits of this rank's ids ``split(vocab_size, t, tensor rank)``. They are not
-            modified.
-        labels: integers (...), equal on every tensor rank.
+        logits: (..., V_local), the logits of this rank's ids, ``split(vocab_size, axis.size, axis.rank)`` with the
+            tensor axis. They are not modified.
+        labels: integers (...), equal on every tensor-parallel rank.
         grid: grid whose tensor axis shards the vocabulary.
         vocab_size: V, the size of the whole vocabulary.
         ignore_index: label value that counts neither in the loss nor in the mean.

@@ -23,7 +23,7 @@ from .regions import gather_split
 
 
 class VocabSharded(nn.Module):
-    """Embedding made from this rank's rows of the weight: ids (...) -> (..., D), the same on every tensor rank.
+    """Embedding over a sharded vocabulary, made from this rank's rows of the weight.
 
     Args:
         weight: (V_local, D), this rank's rows.
@@ -31,6 +31,9 @@ class VocabSharded(nn.Module):
         num_embeddings: V, the size of the whole vocabulary.
         padding_idx: the row that gets no gradient, as in ``nn.Embedding``, or None.
         sequence_parallel: return on each rank only its shard of the sequence (dim 1).
+
+    Shape:
+        integers (...), equal on every rank of the axis -> (..., D), equal on every rank.
 
     Raises:
         IndexError: in forward, an id is outside [0, V), as in ``VocabParallelEmbedding``.
@@ -83,16 +86,16 @@ class VocabParallelEmbedding(VocabSharded):
         device, dtype: device and dtype of the weight, as for ``nn.Embedding``.
 
     Attributes:
-        weight: (V_local, D), rows ``split(V, t, tensor rank)`` of the whole weight.
+        weight: (V_local, D), rows ``split(V, t, tensor-parallel rank)`` of the whole weight.
 
     Shape:
-        integers (...), the same on every tensor rank -> (..., D), the same on every tensor rank.
+        integers (...), the same on every tensor-parallel rank -> (..., D), the same on every tensor-parallel rank.
         With ``sequence_parallel``: integers (B, T) -> (B, T / t, D).
 
     Raises:
         ValueError: the vocabulary is smaller than the tensor axis; in forward, with ``sequence_parallel``, t does
             not divide T.
-        IndexError: an id is outside [0, V), on every tensor rank. On CUDA it is a device-side assertion,
+        IndexError: an id is outside [0, V), on every tensor-parallel rank. On CUDA it is a device-side assertion,
             which shows at a later call: reading the ids back would stop the device at every step.
     """
 
@@ -117,7 +120,7 @@ class VocabParallelEmbedding(VocabSharded):
         """Compute logits with the embedding's weight as a tied output layer (Press and Wolf 2017, arXiv:1608.05859).
 
         Args:
-            x: (..., D), the same on every tensor rank; with ``sequence_parallel``, (B, T / t, D).
+            x: (..., D), the same on every tensor-parallel rank; with ``sequence_parallel``, (B, T / t, D).
 
         Returns:
             This rank's shard of the logits, (..., V_local). ``gather_logits`` gathers the shards of all ranks.
@@ -145,7 +148,7 @@ class VocabParallelHead(ColumnParallelLinear):
         bias: (V_local,), or None.
 
     Shape:
-        (..., D), the same on every tensor rank -> (..., V_local), this rank's logits.
+        (..., D), the same on every tensor-parallel rank -> (..., V_local), this rank's logits.
         With ``sequence_parallel``: (B, T / t, D) -> (B, T, V_local).
 
     Raises:
@@ -169,7 +172,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def gather_logits(logits: Tensor, *, grid: Grid, vocab_size: int) -> Tensor:
-    """Gather the logits of the whole vocabulary on every tensor rank, for sampling or for a custom loss.
+    """Gather the logits of the whole vocabulary on every tensor-parallel rank, for sampling or for a custom loss.
 
     Args:
         logits: (..., V_local), this rank's shard of the logits.
@@ -177,8 +180,8 @@ def gather_logits(logits: Tensor, *, grid: Grid, vocab_size: int) -> Tensor:
         vocab_size: V, the size of the whole vocabulary.
 
     Returns:
-        The logits, (..., V). Their gradient must be equal on every tensor rank, so every tensor rank must compute the
-        same loss from them.
+        The logits, (..., V). Their gradient must be equal on every tensor-parallel rank, so every tensor-parallel rank
+        must compute the same loss from them.
 
     Raises:
         ValueError: V_local is not the size of this rank's shard of V.

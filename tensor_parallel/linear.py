@@ -93,7 +93,7 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: (N / t,), or None.
 
     Shape:
-        (..., K), the same on every tensor rank -> (..., N / t), or (..., N) if ``gather_output``.
+        (..., K), the same on every tensor-parallel rank -> (..., N / t), or (..., N) if ``gather_output``.
         With ``sequence_parallel``: (B, T / t, K) -> (B, T, N / t), or (B, T, N).
 
     Raises:
@@ -166,7 +166,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: (N,), or None.
 
     Shape:
-        (..., K / t), or (..., K) unless ``input_is_parallel`` -> (..., N), the same on every tensor rank.
+        (..., K / t), or (..., K) unless ``input_is_parallel`` -> (..., N), the same on every tensor-parallel rank.
         With ``sequence_parallel``: (B, T, K / t) -> (B, T / t, N).
 
     Raises:
@@ -201,7 +201,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the product and sum it over the tensor ranks; shapes as in the class's docstring."""
+        """Compute the product and sum it over the tensor-parallel ranks; shapes as in the class's docstring."""
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
@@ -218,7 +218,14 @@ def sharded_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Make the shard of a new parameter for tensor rank ``rank`` of ``size``, with its slice of the initial values."""
+    """Make a new parameter that is one rank's shard, with its slice of the whole tensor's initial values.
+
+    Args:
+        layout: layout of the parameter, which is set on it.
+        init: distribution of the initial values.
+        rank, size: rank on the tensor axis, and size of this axis; 0 and 1 for a replicated parameter.
+        device, dtype: device and dtype of the parameter.
+    """
     parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size), device=device, dtype=dtype))
     set_layout(parameter, layout)
     initialize(parameter, layout, rank, size, init)

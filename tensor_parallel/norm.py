@@ -1,8 +1,8 @@
 """torch's norms for use between tensor-parallel layers, with layouts that mark gradients that are partial.
 
 Under sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) a norm acts on its rank's shard
-of the sequence: the parameters are whole on every tensor rank, and each rank's gradient is one term of a sum over the
-tensor axis.
+of the sequence: the parameters are whole on every tensor-parallel rank, and each rank's gradient is one term of a sum
+over the tensor axis.
 """
 
 from __future__ import annotations

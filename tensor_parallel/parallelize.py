@@ -119,7 +119,7 @@ def _assign(module: nn.Module, plan: Mapping[str, Style]) -> list[tuple[str, Sty
 
 @torch.no_grad()
 def _broadcast(module: nn.Module, grid: Grid) -> None:
-    """Broadcast the module's values from the first tensor rank, because each process may have drawn other values."""
+    """Broadcast the module's values from the first rank of the tensor axis: processes may have drawn other values."""
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         if not tensor.is_meta:
             data = tensor.detach().to(grid.device).contiguous()
@@ -129,7 +129,7 @@ def _broadcast(module: nn.Module, grid: Grid) -> None:
 
 
 class _Sharder:
-    """Replacement of a module's layers by sharded layers. A tied parameter is sharded only once."""
+    """Replacement of a module's layers by sharded layers, for ``parallelize``. It shards a tied parameter only once."""
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
         self.module, self.axis = module, axis
@@ -199,9 +199,14 @@ class _Sharder:
 
 
 def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | None:
-    """Describe a layer that cannot be replaced because it has features that torch's plain layer does not have.
+    """Return an error message for the first layer with features that torch's plain layer does not have.
 
-    Returns None if all layers can be replaced.
+    A sharded layer would lose them: an own ``forward``, a parametrization, hooks or further tensors. None if no layer
+    has any.
+
+    Args:
+        module: the module to shard.
+        work: (name, style) of each layer to replace.
     """
     for name, style in work:
         layer = module.get_submodule(name)
@@ -311,7 +316,13 @@ def _parts(style: Column, length: int) -> tuple[int, ...] | None:
 
 
 def _queries(style: KeyValue, axis: Axis) -> tuple[tuple[int, int], list[int] | None, int]:
-    """Return this rank's range of key/value heads, its query heads' indices into it, and the queries per head."""
+    """Return how this rank's query heads use key/value heads, if the tensor axis does not divide the key/value heads.
+
+    Returns:
+        (first and last + 1 key/value head that this rank needs; index of the key/value head of each of this rank's
+        query heads within these, or None if every key/value head serves equally many on each rank; query heads per
+        returned key/value head).
+    """
     group = style.heads // style.kv_heads
 
     def used(rank: int) -> list[int]:

@@ -34,7 +34,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Style of a linear layer whose inputs are sharded (row-parallel), after a ``Column`` layer of equal ``unit``."""
+    """Style of a linear layer whose inputs are sharded (row-parallel).
+
+    Attributes:
+        unit: number of consecutive inputs that stay on one rank, equal to ``unit`` of the ``Column`` layer in front.
+    """
 
     unit: int = 1
 
@@ -69,7 +73,7 @@ class KeyValue:
 class OnHeads:
     """Style of a replicated layer that is applied to each head, such as a norm of the queries.
 
-    Its gradient is summed over the tensor ranks, because each rank applies the layer only to its own heads.
+    Its gradient is summed over the tensor-parallel ranks, because each rank applies the layer only to its own heads.
     """
 
 

@@ -130,9 +130,14 @@ def border(
     unit: int = 1,
     ours: bool = False,
 ) -> Tensor:
-    """Apply the operation ``forward`` to x, with the operation ``backward`` in the backward pass.
+    """Apply the operation ``forward`` to x, so that the backward pass applies ``backward`` to the gradient.
 
-    The operations' names and ``ours`` are those of ``begin``.
+    Args:
+        forward, backward: names of operations, as for ``begin``.
+        x: the input.
+        axis: the ranks that take part.
+        dim, length, unit: the sharded dim, its whole length and its unit, as for ``gather_split``.
+        ours: True if x may be overwritten.
     """
     if axis.size == 1:
         return x

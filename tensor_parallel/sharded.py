@@ -75,7 +75,11 @@ class Together:
         self._ready: dict[nn.Module, tuple[Tensor, bool, Tensor]] = {}
 
     def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return one layer's output (..., n) for the input x (..., K), computed with the group's or stored earlier."""
+        """Return one layer's output (..., n) for the input x (..., K).
+
+        The first call with an input computes the outputs of the whole group and keeps those of the other layers for
+        their calls.
+        """
         differentiable = torch.is_grad_enabled()
         ready = self._ready.pop(layer, None)
         if ready is not None and ready[0] is x and ready[1] == differentiable:
@@ -86,12 +90,15 @@ class Together:
 
 
 class ColumnSharded(_Linear):
-    """Column-parallel linear layer: (..., K), equal on every tensor rank -> (..., N_local), or (..., N) if gathered.
+    """Column-parallel linear layer made from this rank's shard of an existing weight.
 
     Args:
         weight, bias, axis, transposed: as for ``_Linear``, with this rank's shard of the outputs.
         gathered: N, the number of outputs, if all outputs are returned on every rank; None to return this rank's.
         unit: number of consecutive outputs that stay on one rank; used only to gather the outputs.
+
+    Shape:
+        (..., K), equal on every tensor-parallel rank -> (..., N_local), or (..., N) if gathered.
     """
 
     def __init__(
@@ -113,13 +120,13 @@ class ColumnSharded(_Linear):
 
 
 class RowSharded(_Linear):
-    """Row-parallel linear layer: (..., K_local) -> (..., N), equal on every tensor rank.
+    """Row-parallel linear layer: (..., K_local) -> (..., N), equal on every tensor-parallel rank.
 
     The bias is added once, after the all-reduce.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K_local) -> (..., N)."""
+        """Compute this rank's product and sum it over the axis: (..., K_local) -> (..., N)."""
         y = all_reduce_copy(F.linear(x, self.matrix()), self.axis)  # (..., N)
         return y if self.bias is None else y + self.bias
 
@@ -127,8 +134,8 @@ class RowSharded(_Linear):
 class KeyValueWhole(_Linear):
     """Key or value projection that is replicated because the tensor axis does not divide the key/value heads.
 
-    (..., K), equal on every tensor rank -> (..., heads of this rank x head_dim). Each rank computes only the heads that
-    its query heads use. The backward pass sums the weight's gradient over the ranks.
+    (..., K), equal on every tensor-parallel rank -> (..., heads of this rank x head_dim). Each rank computes only the
+    heads that its query heads use. The backward pass sums the weight's gradient over the ranks.
 
     Args:
         weight, bias, axis, transposed: as for ``_Linear``, with the weight and bias of all key/value heads.
@@ -160,7 +167,7 @@ class KeyValueWhole(_Linear):
         return (whole.t() if self.transposed else whole)[self.rows], bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., heads of this rank x head_dim)."""
+        """Compute this rank's keys or values: (..., K) -> (..., heads of this rank x head_dim)."""
         y = self.product(x)  # (..., heads x head_dim)
         if self.repeat is None:
             return y
