@@ -1,10 +1,10 @@
 """Causal self-attention, sharded by heads over the tensor axis: grouped queries, rotary positions, packed documents.
 
-Query heads are sharded over the tensor ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly if the number
-of ranks does not divide the number of heads. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245) several query
-heads share one key/value head. If the number of ranks divides the number of key/value heads, these are sharded too.
-Otherwise the key/value weights are replicated on every rank: each rank computes only the key/value heads that its query
-heads use, and the gradients of the replicated weights are summed over the tensor axis.
+Query heads are sharded over the tensor-parallel ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly if
+the number of ranks does not divide the number of heads. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245)
+several query heads share one key/value head. If the number of ranks divides the number of key/value heads, these are
+sharded too. Otherwise the key/value weights are replicated on every rank: each rank computes only the key/value heads
+that its query heads use, and the gradients of the replicated weights are summed over the tensor axis.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SelfAttention(nn.Module):
 
     Args:
         width: D, the width of the residual stream.
-        heads: H, the number of query heads, at least the number of tensor ranks.
+        heads: H, the number of query heads, at least the number of tensor-parallel ranks.
         grid: grid whose tensor axis shards the heads.
         head_dim: width of each head; 0 means ``width / heads``.
         kv_heads: number of key/value heads, which must divide ``heads``. If None, it equals ``heads``, and q, k and v
@@ -58,10 +58,11 @@ class SelfAttention(nn.Module):
         recompute: if set, it is called as ``recompute(attend, q, k, v, mask)`` in place of ``attend``.
 
     Shape:
-        (B, T, D) -> (B, T, D), equal on every tensor rank; with ``sequence_parallel``, (B, T / t, D) -> (B, T / t, D).
+        (B, T, D) -> (B, T, D), equal on every tensor-parallel rank.
+        With ``sequence_parallel``: (B, T / t, D) -> (B, T / t, D).
 
     Raises:
-        ValueError: there are fewer heads than tensor ranks, or ``kv_heads`` does not divide ``heads``.
+        ValueError: there are fewer heads than tensor-parallel ranks, or ``kv_heads`` does not divide ``heads``.
     """
 
     cache: Any = None
@@ -185,8 +186,8 @@ class WholeKV(nn.Module):
     Args:
         width: D, the width of the input.
         kv_heads: K, the number of key/value heads of the whole layer.
-        head_dim: width of each head.
-        heads: the key/value heads that this rank's query heads use.
+        head_dim: dim, the width of each head.
+        heads: range of the key/value heads that this rank's query heads use.
         bias: add a bias.
         grid: grid over whose tensor axis the gradients are summed.
         init, bias_init: distributions of the initial weight and bias.
@@ -215,7 +216,7 @@ class WholeKV(nn.Module):
         self.bias = sharded_parameter(Layout((rows,), partial=partial), bias_init, rank=0, size=1) if bias else None
 
     def used(self) -> tuple[Tensor, Tensor | None]:
-        """Rows of weight and bias that this rank uses: (2 n dim, D) and (2 n dim,) for n key/value heads."""
+        """Return the rows of weight and bias of this rank's n key/value heads: (2 n dim, D) and (2 n dim,), or None."""
         return self._rows(self.weight), None if self.bias is None else self._rows(self.bias)
 
     def _rows(self, x: Tensor) -> Tensor:

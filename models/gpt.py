@@ -40,8 +40,8 @@ def gpt_layers(config: GPTConfig, sequence_parallel: bool = False) -> list[Layer
 
     Args:
         config: the model's configuration.
-        sequence_parallel: keep on each tensor rank, between the layers, only its shard (B, T / t, D) of the sequence.
-            The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
+        sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the
+            sequence. The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Returns:
         The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.
@@ -66,7 +66,7 @@ class PositionEmbedding(nn.Module):
             the shard has in the whole sequence.
 
     Attributes:
-        weight: (max_position_embeddings, D), replicated on every tensor rank.
+        weight: (max_position_embeddings, D), replicated on every tensor-parallel rank.
         cache: KV cache with the positions of the new tokens during generation, else None.
 
     Raises:
@@ -121,7 +121,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Run the MLP: (B, T, D) -> (B, T, D)."""
         y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return y
 

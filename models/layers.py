@@ -33,7 +33,7 @@ class TokenEmbedding(VocabParallelEmbedding):
     """
 
     def forward(self, ids: Any) -> Any:
-        """ids (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
+        """Look up the ids: (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
         ids, documents = detach(ids)
         check_documents(ids, documents)
         return attach(super().forward(ids), documents)
@@ -100,7 +100,7 @@ class FinalLayerNorm(LayerNorm):
     """LayerNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
 
     def forward(self, x: Any) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
         return super().forward(detach(x)[0])
 
 
@@ -108,7 +108,7 @@ class FinalRMSNorm(RMSNorm):
     """RMSNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
 
     def forward(self, x: Any) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
         return super().forward(detach(x)[0])
 
 
@@ -139,12 +139,12 @@ class NextTokenLoss:
         """Return the sum of the losses and the number of labels that count.
 
         Args:
-            logits: (B, T, V / t), this tensor rank's shard of the logits.
+            logits: (B, T, V / t), this tensor-parallel rank's shard of the logits.
             labels: integers (B, T), for each position the token that follows it.
 
         Returns:
             The sum, () of the logits' dtype but at least float32, and the number, an integer (). Both are equal on
-            every tensor rank.
+            every tensor-parallel rank.
         """
         total = vocab_parallel_cross_entropy(
             logits,

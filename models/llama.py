@@ -35,8 +35,8 @@ def llama_layers(config: LlamaConfig, sequence_parallel: bool = False) -> list[L
 
     Args:
         config: the model's configuration.
-        sequence_parallel: keep on each tensor rank, between the layers, only its shard (B, T / t, D) of the sequence.
-            The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
+        sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the
+            sequence. The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Returns:
         The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.
@@ -67,7 +67,7 @@ class GatedMLP(nn.Module):
         self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Run the MLP: (B, T, D) -> (B, T, D)."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, hidden / t) each
         y: Tensor = self.down(F.silu(gate) * up)
         return y

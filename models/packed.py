@@ -57,7 +57,7 @@ def pack(texts: Iterable[Sequence[int]], length: int, ignore_index: int = -100) 
 
 
 class Packing(NamedTuple):
-    """Positions and attention mask of packed rows."""
+    """Positions and attention mask of packed rows, as ``packing`` makes them."""
 
     positions: Tensor  # int64 (B, T): the place of each token in its document
     mask: Tensor  # (B, 1, T, T): 0 where a token may look, -inf where not; of the model's dtype

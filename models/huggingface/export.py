@@ -64,7 +64,10 @@ def export(
 
 
 def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[str, Any], str | None]:
-    """Return the content of ``config.json`` without the dtype, and the prefix of the names of a Hugging Face model."""
+    """Return the content of ``config.json`` without the dtype, and the prefix of the parameters' names.
+
+    The prefix is that of a Hugging Face model in the checkpoint, for example ``layers.0.``; None for other models.
+    """
     prefix = model.get("prefix") if model is not None and "hf" in model else None
     if file is not None:
         given: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

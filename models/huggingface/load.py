@@ -148,7 +148,7 @@ class _Loaded:
 
 
 def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[LayerSpec]:
-    """Return the specs with classes that load their own weights."""
+    """Return copies of layers' specs whose layers read their own weights from ``source`` when they are built."""
     entries = expand(names, layer_count(source.config))
     check_all_used(source, entries.values())
     _same(source, specs)
@@ -168,10 +168,16 @@ def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[La
 def _checked(
     module: nn.Module, source: Source, names: Names | None, held: bool
 ) -> dict[nn.Parameter, tuple[str, Entry]]:
-    """Find the source tensors of each parameter of a module, before any tensor is read or written.
+    """Find the source tensors of each parameter of a module, and check them before any tensor is read or written.
 
     Args:
+        module: the module.
+        source: the source of the weights.
+        names: triax's names -> Hugging Face's; None: the table of the model's family.
         held: True if an engine holds the parameters' values, so that the parameters' own tensors may be empty.
+
+    Returns:
+        parameter -> (triax's name, its source tensors).
     """
     own = named(module)
     entries = entries_of(module, names, source.config)
@@ -214,7 +220,11 @@ def _no_more(source: Source, entries: Mapping[str, Entry], own: Mapping[str, Any
 
 
 def _same(source: Source, specs: Sequence[Any]) -> None:
-    """Raise ValueError if triax's model would compute another function than the source's with equal weights."""
+    """Check that triax's model computes the same function as the source's, if their weights are equal.
+
+    Raises:
+        ValueError: a setting of the two configurations differs.
+    """
     ours = config_of(specs)
     if ours is None or source.config.get("model_type") not in FAMILIES:
         return

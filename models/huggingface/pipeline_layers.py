@@ -45,7 +45,7 @@ class _Family:
     learned: bool = False
 
     def find(self, what: str) -> Any:
-        """Return the family's class in transformers whose name ends in ``what``."""
+        """Return a class of the family in transformers: ``find("Block")`` of GPT-2 is ``GPT2Block``."""
         module = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
         return getattr(module, self.name + what)
 
@@ -58,7 +58,7 @@ _FAMILIES = {
 
 
 class HFModel:
-    """Configuration and family that the layers of one list share.
+    """Configuration of a transformers model, which all layers of one ``hf_layers`` list share.
 
     Args:
         config: transformers' configuration of the model.
@@ -200,7 +200,7 @@ class HFBlock(nn.Module):
         hf.initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
         from transformers.masking_utils import create_causal_mask
 
         positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -226,7 +226,7 @@ class Norm(nn.Module):
             self.norm = hf.family.find("RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Normalize: (B, T, D) -> (B, T, D)."""
         y: Tensor = self.norm(x)
         return y
 

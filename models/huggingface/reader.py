@@ -100,9 +100,10 @@ def open_source(path_or_model: Any) -> Source:
 
 
 def find(source: Source, name: str) -> str | None:
-    """Return the name under which the source stores a tensor.
+    """Return the name under which the source stores a tensor: ``name``, or ``name`` without its first part.
 
-    Some files leave out the base model's prefix, and files store a tied weight under only one of its names.
+    Some files leave out the base model's prefix (``transformer.``). None if the source has neither, for example because
+    it stores a tied weight under its other name.
     """
     return next((each for each in (name, name.partition(".")[2]) if each in source.shapes), None)
 
@@ -154,7 +155,7 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list
 
 
 def fetch(source: Source, ours: str, entry: Entry, layout: Layout, rank: int, size: int) -> Tensor:
-    """Read this tensor rank's shard of one parameter, in the dtype of the source, and nothing beyond this shard.
+    """Read this rank's shard of one parameter, in the dtype of the source, and nothing beyond this shard.
 
     Args:
         source, ours, entry, layout: as in ``check``.
@@ -188,7 +189,7 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, rank: int, si
 
 
 def _near(name: str, names: Mapping[str, Any]) -> str:
-    """Suggest names for a missing one: those with the same ending or, if there are none, a few of all names."""
+    """Return a hint for a missing name: the names with the same ending or, if there are none, a few of all names."""
     ending = name.rpartition(".")[0].rpartition(".")[2]
     near = [other for other in names if ending and ending in other] or list(names)
     return ", ".join(near[:6]) + (", ..." if len(near) > 6 else "")

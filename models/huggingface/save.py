@@ -20,7 +20,10 @@ from .names import Entry, Names, expand, names_of
 
 
 class Held(NamedTuple):
-    """Description of one parameter of the whole model, which this rank may or may not hold."""
+    """Description of one parameter of the whole model, which this rank may or may not hold.
+
+    ``owner`` is the first rank of the pipe axis that holds it.
+    """
 
     layout: Layout
     dtype: torch.dtype
@@ -97,7 +100,10 @@ def save_hf(
 
 
 def module_and_grid(model: Any, grid: Grid | None, call: str) -> tuple[nn.Module, Grid]:
-    """Return the module of a module or an engine, and its grid. Errors tell the user to write ``call``.
+    """Return a model's module and its grid; ``model`` is a module or an engine.
+
+    The grid is ``grid`` or, if it is None, the model's attribute ``grid``. ``call`` is the call that error messages
+    tell the user to write.
 
     Raises:
         TypeError: ``model`` is neither a module nor an engine.
@@ -113,7 +119,10 @@ def module_and_grid(model: Any, grid: Grid | None, call: str) -> tuple[nn.Module
 
 
 def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]) -> dict[str, Entry]:
-    """Find Hugging Face's tensors for each parameter, by ``names``, by the parameter's own name or by a table.
+    """Return triax's name -> Hugging Face's tensors, for each parameter of a module.
+
+    For a Hugging Face model that ``parallelize`` sharded the names are equal. Otherwise they come from ``names`` or, if
+    it is None, from the table of the model's family.
 
     Args:
         module: the model.
@@ -140,7 +149,7 @@ def hugging_face(module: Any) -> tuple[Any, str]:
 
 
 def config_of(specs: Sequence[Any]) -> GPTConfig | LlamaConfig | None:
-    """Return the configuration that layers' specs have as an argument, or None."""
+    """Return the first ``GPTConfig`` or ``LlamaConfig`` among the arguments of layers' specs; None if there is none."""
     arguments = (value for spec in specs for value in getattr(spec, "args", ()))
     return next((value for value in arguments if isinstance(value, (GPTConfig, LlamaConfig))), None)
 
@@ -157,7 +166,7 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
-    """List the parameters of the whole model on every rank, in the model's order."""
+    """Return name -> description of the parameters of all pipe ranks, in order. Collective over the pipe axis."""
     mine = [(name, layout_of(p), p.dtype) for name, p in own.items()]
     held: dict[str, Held] = {}
     for owner, listed in enumerate(grid.pipe.all_gather_object(mine)):
@@ -167,7 +176,11 @@ def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
 
 
 def _config(module: nn.Module, config: Any) -> dict[str, Any]:
-    """Return the content of ``config.json``, without the dtype."""
+    """Return the content of the ``config.json`` to write, without the dtype: ``config`` or, if None, the model's.
+
+    Raises:
+        ValueError: neither has a configuration.
+    """
     theirs, _ = hugging_face(module)
     if config is None and theirs is not None:
         config = theirs.config.to_dict()
@@ -187,7 +200,19 @@ def _config(module: nn.Module, config: Any) -> dict[str, Any]:
 def parts_of(
     name: str, held: Held, entries: Mapping[str, Entry], dtype: torch.dtype | None
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return the tensors to write for one parameter: names, shapes and dtypes."""
+    """Return (Hugging Face's name, shape, dtype) of each tensor to write for one parameter of triax.
+
+    A fused parameter is written as several tensors.
+
+    Args:
+        name: triax's name of the parameter.
+        held: its layout and dtype.
+        entries: triax's name -> Hugging Face's tensors.
+        dtype: dtype to write; None: the parameter's.
+
+    Raises:
+        ValueError: ``entries`` lacks the name, or the parameter cannot be divided into that many tensors.
+    """
     if name not in entries:
         raise ValueError(
             f"names have no entry for {name}. Add Hugging Face's name of it, names={{{name!r}: '...', ...}}."
@@ -207,7 +232,16 @@ def parts_of(
 
 
 def _whole(parameter: nn.Parameter | None, held: Held, grid: Grid) -> Tensor | None:
-    """Gather a parameter as a whole tensor on rank 0. Ranks that take no part in the gathering return None."""
+    """Gather the shards of a parameter and send it to pipe rank 0. Collective over the ranks of the first replica.
+
+    Args:
+        parameter: this rank's shard; None on pipe ranks that do not hold it.
+        held: its description.
+        grid: the grid.
+
+    Returns:
+        The unsharded tensor on rank 0. The result on other ranks, a tensor or None, is not used.
+    """
     if not grid.data.is_first:
         return None
     whole: Tensor | None = None
@@ -228,7 +262,7 @@ def _whole(parameter: nn.Parameter | None, held: Held, grid: Grid) -> Tensor | N
 def write_parts(
     writer: FolderWriter, whole: Tensor, parts: list[tuple[str, tuple[int, ...], torch.dtype]], entry: Entry
 ) -> None:
-    """Write the tensors of a whole parameter, with the names, shapes and dtypes of ``parts_of``."""
+    """Cut an unsharded parameter into the tensors that ``parts_of`` lists, and write them in order."""
     lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
     pieces = whole.split(lengths) if whole.dim() else (whole,)
     for (theirs, _, dtype), piece in zip(parts, pieces, strict=True):
