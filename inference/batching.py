@@ -4,8 +4,9 @@ Requests wait in one queue. The slots of the KV cache are divided into groups, a
 step the requests that join run their whole prompts (prefill), and the running ones run their last token (decode). A
 request that ends frees its slot at once, for the next request of the queue in the group's next step.
 
-There are as many groups as hops of the pipe, so that all hops are busy, each with another group. Step i + groups of a
-group starts when the tokens of its step i are known; all the steps in between have been started by then.
+A hop is a run of neighbouring stages on one rank, without a message in between. There are as many groups as hops, so
+that all hops are busy, each with another group. Step i + groups of a group starts when the tokens of its step i are
+known; all the steps in between have been started by then.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class DecodeStep:
 
 
 class Batcher:
-    """Assigns requests to slots and plans the decode steps.
+    """Planner of the decode steps: assigns requests to slots, and lists the forward passes of each step.
 
     Args:
         requests: the queue.
@@ -117,7 +118,10 @@ class Batcher:
         self._free = [[(slot, replica) for slot in span for replica in range(replicas)] for span in ranges]
 
     def plan(self, step: int) -> DecodeStep:
-        """Return the forwards of a step. The tokens of ``step - groups`` must have been appended before."""
+        """Return the forwards of decode step number ``step``, of group ``step % groups``.
+
+        The tokens of ``step - groups``, the group's step before, must have been appended.
+        """
         group = step % self._groups
         running, free = self._running[group], self._free[group]
         joined: list[Request] = []
@@ -144,7 +148,15 @@ class Batcher:
         return DecodeStep(forwards)
 
     def append(self, step: DecodeStep, tokens: Sequence[Sequence[int]]) -> list[Token]:
-        """Append the tokens of a step, (replicas, rows), to their sequences; sequences that end free their slots."""
+        """Append the tokens that a step has drawn to their sequences. Sequences that end free their slots.
+
+        Args:
+            step: the step.
+            tokens: ids, (replicas, rows), in the order of ``step.rows(replica)``.
+
+        Returns:
+            The new tokens.
+        """
         new = []
         for replica, chosen in enumerate(tokens):
             for request, token in zip(step.rows(replica) if step.forwards else [], chosen):
@@ -175,7 +187,10 @@ class Batcher:
 
 
 def _forward(requests: list[Request]) -> Forward:
-    """Return the forward of the tokens that are not in the cache: the last token of each, or the whole prompts."""
+    """Return the forward pass of the tokens of these requests whose keys and values are not cached yet.
+
+    These are the whole prompts of requests that join, or the last token of each running request.
+    """
     ordered = sorted(requests, key=lambda request: request.slot)
     return Forward(
         ordered,

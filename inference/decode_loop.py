@@ -36,7 +36,7 @@ class DecodeLoop:
         vocab_size: V, if the last layer shards the vocabulary over the tensor axis; 0 means the last layer's width.
 
     Attributes:
-        hops: number of runs of neighbouring stages on one rank, along the pipe. A token's forward visits one after
+        hops: number of hops. A hop is a run of neighbouring stages on one rank. A token's forward visits them one after
             the other.
     """
 
@@ -151,7 +151,7 @@ class DecodeLoop:
                 layer.cache = None
 
     def _begin(self, index: int, step: DecodeStep) -> None:
-        """Register a step, and post the receive of its tokens if another rank draws them."""
+        """Register step number ``index``, and post the receive of its tokens if another rank draws them."""
         pipe, source = self._grid.pipe, self._stages_of_hop[-1][0]
         self._steps[index] = step
         if step.width and pipe.rank != source:
@@ -200,7 +200,18 @@ class DecodeLoop:
             self._tokens[index] = self._choose(step, logits, sampling)
 
     def _choose(self, step: DecodeStep, logits: list[Tensor], sampling: Sampling) -> tuple[Tensor, list[Pending]]:
-        """Draw the tokens of a step, (replicas, rows), and start sending them to the other pipe ranks."""
+        """Draw the tokens of a step, (replicas, rows), and start sending them to the other pipe ranks.
+
+        Called on the ranks of the last stage. Collective over the tensor and data axes.
+
+        Args:
+            step: the step.
+            logits: for each forward of this replica, the logits of the last token, (B, V_local).
+            sampling: the options.
+
+        Returns:
+            The tokens of all replicas, and the handles of the sends.
+        """
         grid = self._grid
         mine = torch.zeros(1, step.width, dtype=torch.int64)
         if logits:
@@ -214,7 +225,10 @@ class DecodeLoop:
         return tokens, [grid.pipe.send(tokens, rank, _TOKENS) for rank in others]
 
     def _run_layer(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
-        """Run a layer. After the last attention, only the last token of a prompt is computed: the head costs most."""
+        """Run a layer as ``run_hook``. Behind the last attention layer only the last token of each prompt is kept.
+
+        The logits of other tokens are not needed, and the head costs most.
+        """
         if stage in self._stages_of_hop[-1][1]:
             if self._layers_run == self._attention_depth and isinstance(x, Tensor) and x.dim() == 3:
                 x = x[:, -1:]
@@ -222,7 +236,10 @@ class DecodeLoop:
         return call(x)
 
     def _count_attention_depth(self) -> int:
-        """Return the number of layers of the last hop up to its last one with a cache; -1 on ranks without that hop."""
+        """Return the number of layers of the last hop up to and including its last layer with a cache.
+
+        0 if none has a cache; -1 on ranks that do not run the last hop.
+        """
         if self.hops - 1 not in self._local_hops:
             return -1
         layers = [layer for stage in self._stages_of_hop[-1][1] for layer in self._module.layers_of(stage)]
@@ -231,7 +248,7 @@ class DecodeLoop:
 
 
 def layers_with_cache(module: nn.Module) -> list[Any]:
-    """Return the modules with an attribute ``cache``, which is set during generation."""
+    """Return the sub-modules that have an attribute ``cache``: they get the KV cache during generation."""
     return [m for m in module.modules() if hasattr(m, "cache")]
 
 

@@ -75,9 +75,9 @@ class InferenceEngine:
 
     Attributes:
         module: the model; this rank has its stages and shards.
-        grid: the ranks.
+        grid: the module's grid.
         max_batch: number of sequences that run at once, on each replica.
-        max_length: tokens of the longest sequence.
+        max_length: number of tokens of the longest sequence, prompt included.
         vocab_size: V; 0 if the last layer has no weight (V, hidden).
         cache: KV cache of this rank; ``cache.bytes`` is its memory, 0 before the first call.
     """
@@ -183,7 +183,16 @@ class InferenceEngine:
     def _requests(
         self, prompts: Sequence[Sequence[int] | Tensor], new: int | Sequence[int], seed: int | Sequence[int]
     ) -> list[Request]:
-        """Return the requests, checked; ValueError for one that cannot run."""
+        """Check the prompts and options; return one request per prompt.
+
+        Args:
+            prompts: the ids of each prompt.
+            new: number of tokens to generate, one for all prompts or one for each.
+            seed: seed of the draws, one for all prompts or one for each.
+
+        Raises:
+            ValueError: a prompt that cannot run, with the reason.
+        """
         limits = [new] * len(prompts) if isinstance(new, int) else list(new)
         keys = [(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else [(s, 0) for s in seed]
         for argument, values in (("max_new_tokens", limits), ("seed", keys)):
@@ -222,7 +231,10 @@ class InferenceEngine:
             yield from self._loop.run(batcher, sampling)
 
     def _agree_on_sizes(self) -> tuple[int, int]:
-        """Return the smallest number of positions of any layer and the vocabulary size (0: unknown). Collective."""
+        """Return (smallest number of positions of any layer, vocabulary size), with 0 for unknown. Collective.
+
+        Both are equal on all ranks.
+        """
         positions = [length for m in self.module.modules() if (length := getattr(m, "max_position_embeddings", None))]
         layers = self.module.layers_of(len(self.module.placement) - 1) if self.module.is_last else []
         weight = getattr(self.module.layers[str(layers[-1])], "weight", None) if layers else None

@@ -1,4 +1,4 @@
-"""KV cache: keys and values of the tokens seen, so that a new token costs one row through the model.
+"""KV cache: keys and values of the tokens seen, so that a decode step runs only the new token through the model.
 
 A layer of ``models/`` that needs positions or earlier keys has an attribute ``cache``, None in training. During
 generation it is a ``KVCache``: the layer reads ``cache.positions`` and calls ``cache.attend``. A rank stores the keys
@@ -83,13 +83,14 @@ class KVCache:
         return self._positions
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the new keys and values, and attend to each sequence up to each token.
+        """Store the new keys and values, and attend: each new token to itself and to the earlier ones of its sequence.
 
         Args:
             module: the calling attention; its ``attend(q, k, v, mask)`` computes the result. The mask is added to the
                 scores; None is the causal mask of T keys and T queries.
-            q: (B, heads, T, d), this rank's heads.
-            k, v: (B, kv heads, T, d); each is shared by heads / kv heads neighbouring heads of q.
+            q: (B, heads, T, d), queries of the new tokens, for this rank's heads.
+            k, v: (B, kv heads, T, d), their keys and values; each head is shared by heads / kv heads neighbouring heads
+                of q.
 
         Returns:
             (B, heads, T, d).

@@ -2,8 +2,8 @@
 
 A token is drawn by the Gumbel-max trick: the argmax of logit + Gumbel noise is a draw from the softmax (Gumbel 1954;
 Maddison, Tarlow and Minka 2014, arXiv:1411.0030). The noise of a token id is a hash of (seed, request, position in the
-sequence, id). A tensor rank computes it for its own shard of the vocabulary, and only each rank's best candidate is
-sent.
+sequence, id). A tensor-parallel rank computes it for its own shard of the vocabulary, and only each rank's best
+candidate is sent.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def choose(
     Args:
         logits: (B, V_local), this rank's shard of the vocabulary, by ``grid.ranges.split``; or (B, V).
         sampling: the options.
-        keys: (B,) integers that each draw depends on.
+        keys: for each of the B sequences, the integers that key its noise: seed, request and position.
         axis: the tensor axis.
-        vocab_size: V.
+        vocab_size: V, the size of the whole vocabulary.
 
     Returns:
         integers (B,) on the CPU, the same on every rank; ``NOT_FINITE`` if a logit is nan or +inf, or all are -inf.
@@ -86,7 +86,14 @@ def choose(
 
 
 def keep(x: Tensor, sampling: Sampling, axis: Axis | None, vocab_size: int) -> Tensor:
-    """Set the logits that top-k and top-p leave out to -inf; ``axis`` shards the vocabulary of x, or is None."""
+    """Return the logits, with -inf for the tokens that top-k and top-p leave out. Collective over ``axis``.
+
+    Args:
+        x: (B, V_local) or (B, V).
+        sampling: the options.
+        axis: the axis that shards the vocabulary of x; None if x has all of it.
+        vocab_size: V, the size of the whole vocabulary.
+    """
     size = axis.size if axis is not None else 1
 
     def gather(part: Tensor, length: int) -> Tensor:  # (B, n) of each rank -> (B, length)
@@ -104,7 +111,7 @@ def keep(x: Tensor, sampling: Sampling, axis: Axis | None, vocab_size: int) -> T
 
 
 def _nucleus(x: Tensor, p: float) -> Tensor:
-    """Return the smallest logit in the nucleus of each whole row, (B, 1)."""
+    """Return the smallest logit that top-p keeps, for each row of unsharded logits: (B, V) -> (B, 1)."""
     ranked = x.sort(dim=-1, descending=True).values  # (B, V)
     chances = ranked.softmax(dim=-1)
     inside = chances.cumsum(dim=-1) - chances < p  # the tokens before add up to less than p
