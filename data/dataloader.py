@@ -26,15 +26,16 @@ class BatchOrder(Sampler[list[int]]):
 
     Args:
         samples: number of samples in the data set.
-        train, micro: samples of a global batch, and of a microbatch.
+        train, micro: number of samples in a global batch, and in a microbatch.
         replica, replicas: this replica's number, and the number of replicas.
         seed: seed of the permutation.
         drop_last: leave out the samples of an epoch that do not fill a last global batch; if False, the epoch's first
             samples fill it.
 
     Attributes:
-        batches: global batches of an epoch.
-        epoch: the next epoch; its first ``first`` global batches are skipped, once.
+        batches: number of global batches in an epoch.
+        epoch: number of the epoch that the next iterator reads.
+        first: number of global batches that the next iterator skips, once; set to resume a run.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ def _cut(batch: list[Any], of: BatchOrder | Stream) -> Iterator[list[Any]]:
 
 
 class Loader(DataLoader[Any]):
-    """torch's loader, with microbatches as items. ``len`` is the number in a whole epoch.
+    """torch's ``DataLoader`` with microbatches as items. ``len`` is the number of microbatches in a whole epoch.
 
     Each ``for`` loop is an epoch; after a loop that was left early, the same epoch starts again. ``state_dict`` holds
-    the position. The microbatches from there on depend on that and on the seed alone, also on another grid.
+    the position. The microbatches from there on depend on the position and on the seed alone, also on another grid.
 
     Args:
         dataset: data set of samples.
@@ -107,7 +108,7 @@ class Loader(DataLoader[Any]):
         options: further options of torch's ``DataLoader``.
 
     Attributes:
-        seeks: number of times that the position was set.
+        seeks: number of times that the position was set. ``RepeatingLoader`` starts a new iterator when it changes.
     """
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder | Stream, **options: Any) -> None:
@@ -148,7 +149,10 @@ class Loader(DataLoader[Any]):
         self._seek(*divmod(step, self._order.batches))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the start of the next global batch, or of the one that was read in part, in plain numbers."""
+        """Return the position: epoch and first sample of the next global batch, or of the one that was read in part.
+
+        It also has the number of samples and the seed, which ``load_state_dict`` compares.
+        """
         epoch, batches, order = self._epoch, self._read // self._batch_length, self._order
         if batches == order.batches:
             epoch, batches = epoch + 1, 0
@@ -176,7 +180,7 @@ class Loader(DataLoader[Any]):
             self._seek(state["epoch"], first)
 
     def advance(self, microbatches: int) -> None:
-        """Advance the position by microbatches that other ranks read, so that all ranks have an equal position."""
+        """Advance the position by a number of microbatches that other ranks read, so that all ranks save one position."""
         self._read += microbatches
         if self._order.batches is not None:
             epochs, self._read = divmod(self._read, self._order.batches * self._batch_length)
