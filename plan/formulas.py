@@ -36,7 +36,7 @@ STATES = {
 
 
 class ModelStates(NamedTuple):
-    """Bytes of model states on one rank."""
+    """Bytes of model states on one rank: parameters, gradients, master parameters and optimizer state."""
 
     parameters: float
     gradients: float
@@ -105,18 +105,24 @@ def zero_traffic(
 ) -> int:
     """Return the bytes that ZeRO reduces and gathers in one step: Rajbhandari et al. 2020, section 7.
 
-    Of these, each of N replicas sends (N-1)/N. Stage 0, an all-reduce, and stage 1 have two such terms: a
-    reduce-scatter and an all-gather. Stage 2 reduces after every backward pass, and gathers once. Stage 3 gathers for
-    every forward and every backward pass, and reduces after every backward pass. It sends less where weights stay
-    gathered from one pass to the next: in the first layer of a stage that turns from a backward to a forward pass, in
-    all layers if they are kept gathered within the step, and in layers that are frozen below the first trained layer,
-    which no backward pass reaches.
+    Each of N replicas sends (N-1)/N of them.
+
+    | stage | per step |
+    |---|---|
+    | 0 | an all-reduce of gradients, which counts as 2 x gradients |
+    | 1 | a reduce-scatter of gradients and an all-gather of weights |
+    | 2 | a reduce-scatter after every backward pass, and one all-gather of weights |
+    | 3 | an all-gather before every forward and every backward pass, a reduce-scatter after every backward pass |
+
+    Stage 3 sends less where weights stay gathered from one pass to the next: in the first layer of a pipeline stage
+    that turns from a backward to a forward pass, in all layers if they are kept gathered within the step, and in frozen
+    layers below the first trained layer, which no backward pass reaches.
 
     Args:
         stage: stage of ZeRO.
         weights: bytes of weights.
         gradients: bytes of their gradients as they are sent.
-        backward_passes: backward passes of these weights in one step.
+        backward_passes: number of backward passes of these weights in one step.
         trained: False for frozen weights, which are gathered if they are partitioned, and not sent otherwise.
         partitioned: the weights are shards, gathered for each pass.
         reduces_every_backward: gradients are reduced after every backward pass, not once per step.
