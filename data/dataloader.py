@@ -180,7 +180,7 @@ class Loader(DataLoader[Any]):
             self._seek(state["epoch"], first)
 
     def advance(self, microbatches: int) -> None:
-        """Advance the position by a number of microbatches that other ranks read, so that all ranks save one position."""
+        """Advance the position by microbatches that other ranks read, so that all ranks save the same position."""
         self._read += microbatches
         if self._order.batches is not None:
             epochs, self._read = divmod(self._read, self._order.batches * self._batch_length)
