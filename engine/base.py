@@ -177,13 +177,13 @@ class Engine:
     def leave(self) -> bool:
         """End this replica's training. Every rank of the replica calls this once, after its last step.
 
-        The steps since the last synchronization count as a last, shorter round. Under ``async_diloco``, from now on no
-        replica waits for this one, and the call returns when the other replicas have left too and all replicas have
-        the same weights. An engine that is dropped without this call loses the messages that others have not received.
-        Under other types the call does the same as ``synchronize``.
+        The steps since the last synchronization count as a last, shorter round. Under ``async_diloco`` no replica waits
+        for this one from now on. The call returns when the other replicas have left too, and all replicas have the same
+        weights. An engine that is dropped without this call loses the messages that others have not received. Without
+        ``async_diloco`` the call does the same as ``synchronize``.
 
         Returns:
-            True if all replicas have left. False if a replica sent no message for the grid's ``timeout``.
+            True if all replicas have left. False if a replica sent no message during the grid's ``timeout`` (seconds).
 
         Raises:
             RuntimeError: in the same case as ``synchronize``.

@@ -222,9 +222,13 @@ class PipelineEngine(Engine):
     def traffic_report(self) -> dict[str, Any]:
         """Return the bytes that this rank sent in the last ``train_batch``.
 
-        ``sent``: counted: axis -> collective -> calls and bytes. ``formula``: for the data axis, the formula of ZeRO's
-        paper, or of the gradient compression, or of ZeRO++. ``uncompressed``: ZeRO's formula for gradients in their own
-        dtype. Under ``local_updates`` see ``Engine.traffic_report`` for ``local`` and ``formula``.
+        | entry | meaning |
+        |---|---|
+        | ``sent`` | counted: axis -> collective -> calls and bytes |
+        | ``formula`` | axis -> bytes, by the formula of ZeRO's paper, of the gradient compression, or of ZeRO++ |
+        | ``uncompressed`` | axis -> bytes, by ZeRO's formula for gradients in the dtype in which they are accumulated |
+
+        Under ``local_updates``, ``Engine.traffic_report`` explains ``local`` and ``formula``.
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
         zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
@@ -234,12 +238,17 @@ class PipelineEngine(Engine):
     def memory_report(self) -> dict[str, Any]:
         """Return the bytes that this rank holds, beside the papers' formula and the process's peak.
 
-        ``held``: counted between two steps: parameters, gradients, masters, optimizer, buffers; ``common``, the common
-        weights and the outer optimizer's state, under ``local_updates``. If ``record_memory`` was set in the last
-        batch, also the peak of what it added: ``activations`` (tensors saved by autograd) and ``working`` (tensors
-        that live within one operation: temporaries, gathered weights, gradients and messages in flight).
-        ``offloaded``: ``cpu`` or ``nvme`` -> kind -> bytes. ``formula``: model states by ZeRO's formula.
-        ``peak``: ``Grid.peak_memory``.
+        | entry | bytes |
+        |---|---|
+        | ``held`` | between two steps, by kind: parameters, gradients, masters, optimizer, buffers |
+        | ``held["common"]`` | under ``local_updates``: the common weights and the outer optimizer's state |
+        | ``held["activations"]`` | peak of the tensors saved by autograd in the last batch |
+        | ``held["working"]`` | peak of temporaries, gathered weights, gradients and messages in the last batch |
+        | ``offloaded`` | ``cpu`` or ``nvme`` -> kind -> bytes |
+        | ``formula`` | model states by ZeRO's formula |
+        | ``peak`` | ``Grid.peak_memory`` |
+
+        ``activations`` and ``working`` are None unless ``record_memory`` was set before the last batch.
         """
         report = self.accounts.report()
         return {**report, "held": report["held"] | self.replicas.memory()}
