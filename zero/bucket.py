@@ -134,7 +134,10 @@ class Bucket(FlatWeights):
         parameter.grad = target if self.direct else None
 
     def fill_in(self) -> Tensor | None:
-        """Return the unsharded gradients, with zeros for parameters without one; None if no gradient is needed."""
+        """Return the unsharded gradients, with zeros for parameters without one.
+
+        None if no parameter has a gradient and no other rank waits for one: on a single replica, without a tie.
+        """
         for member in self.members:
             self.collect(member.parameter)
         if self.gradients is None:
@@ -146,7 +149,11 @@ class Bucket(FlatWeights):
         return self.gradients
 
     def reduce(self, tensor_axis: Axis) -> Pending:
-        """Start summing over the data axis the gradients that one backward pass, or all passes of a step, added up."""
+        """Start summing over the data axis the gradients that one backward pass, or all passes of a step, added up.
+
+        Partial gradients (of norms on sequence shards) are summed over ``tensor_axis`` first. Collective over both
+        axes.
+        """
         gradients = self.fill_in()
         if gradients is None:
             return Done()
@@ -177,7 +184,11 @@ class Bucket(FlatWeights):
         return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
     def accumulate(self, part: Tensor) -> None:
-        """Add a sum over the data axis, (owned,), to the owned range of a transient gradient."""
+        """Add a part of a sum over the data axis to ``owned_gradient``, after a backward pass of stages 2 and 3.
+
+        Args:
+            part: (owned_numel,), the owned range of the sum.
+        """
         part = part.to(self.owned_gradient.device)
         if not self._accumulated and self._keeps_sum:
             part = part.to(self._accumulation_dtype)
@@ -208,11 +219,11 @@ class Bucket(FlatWeights):
         return found
 
     def _counted_spans(self, grid: Grid) -> list[tuple[int, int, float]]:
-        """Return the spans of the owned range, each with the factor, 0 or 1, by which it counts in the gradient norm.
+        """Return (start, stop, factor) of spans of the owned range, by which its elements count in the gradient norm.
 
-        Each element counts once. A replicated element counts on the first tensor rank, a tied element on the first
-        stage of the tie, and in stage 0 every element counts on the first replica. Elements that do not count are still
-        read and multiplied by 0, so that an overflow on any rank is detected.
+        The factor is 0 or 1. Each element counts once. A replicated element counts on the first rank of the tensor
+        axis, a tied element on the first stage of the tie, and in stage 0 every element counts on the first replica.
+        Elements that do not count are still read and multiplied by 0, so that an overflow on any rank is detected.
         """
         if not (self.trained and self.counted and (self.sharded or grid.data.is_first)):
             return []
@@ -229,7 +240,7 @@ class Bucket(FlatWeights):
         return sent[slice(*self.owned)], self._axis.all_reduce(sent, async_op=True)
 
     def _target(self, parameter: Tensor) -> Tensor:
-        """Return ``target(parameter)``, uninitialized if the parameter is in ``_unwritten``."""
+        """Return a parameter's view of ``gradients``, with undefined values if the parameter is in ``_unwritten``."""
         if self.gradients is None:
             gradients = torch.empty(self.flat.numel, dtype=self._accumulation_dtype, device=self._device)
             self._clear_padding(gradients)

@@ -33,11 +33,11 @@ def make_buckets(
     weights, indices) never are: they cannot be cast, nor replaced by NaN while released.
 
     Args:
-        members: in the order of the model.
-        grid: whose data axis the buckets are sharded over.
-        options: of ZeRO.
-        capacity: elements a bucket holds at most; a larger parameter has a bucket of its own.
-        memory: of ``options.offload``.
+        members: this rank's parameters, in the order of the model.
+        grid: the grid over whose data axis the buckets are sharded.
+        options: options of ZeRO.
+        capacity: maximum number of elements of a bucket; a larger parameter has a bucket of its own.
+        memory: allocators of the offloaded tensors, made from ``options.offload``.
     """
     items = []
     low_precision = options.low_precision_parameters

@@ -35,14 +35,14 @@ class ZeroDataAxis:
 
     Args:
         members: this rank's parameters, in the order of the model.
-        grid: whose data axis the replicas lie on.
+        grid: the grid whose data axis the replicas lie on.
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
         order: for each stage of this rank, its layers in the order they run.
-        options: of ZeRO.
-        capacity: elements of a bucket.
+        options: options of ZeRO.
+        capacity: maximum number of elements of a bucket.
         keep: in stage 3, keep weights gathered from a stage's first forward of a step to the step's end.
         make: makes the optimizer; None means that no parameter is trained.
-        groups: the options of the optimizer's parameter groups.
+        groups: the options of each parameter group of the optimizer, in the order of ``ManagedParameter.group``.
 
     Attributes:
         options: the options of ZeRO that are in effect.
@@ -184,10 +184,12 @@ class ZeroDataAxis:
 
     @torch.no_grad()
     def exchange_gradients(self, scale: float) -> None:
-        """Combine the replicas' gradients, each times ``scale``, if they are not summed. Collective.
+        """Combine the gradients of all replicas through ``exchange``, which must not be None. Collective.
+
+        Each replica's gradients are first multiplied by ``scale``.
 
         Args:
-            scale: factor that makes their sum over the replicas the mean gradient.
+            scale: factor that makes the sum of the gradients over the replicas the mean gradient.
         """
         assert self.exchange is not None
         own = [bucket.gradients for bucket in self._trained if bucket.gradients is not None]
@@ -198,7 +200,7 @@ class ZeroDataAxis:
 
     @torch.no_grad()
     def poison(self) -> None:
-        """Make all gradients NaN, in place of an exchange of gradients that are not finite on some rank."""
+        """Fill all gradients with NaN. It replaces ``exchange_gradients`` if gradients are not finite on some rank."""
         for bucket in self._trained:
             if bucket.gradients is not None:
                 bucket.gradients.fill_(torch.nan)
@@ -223,7 +225,10 @@ class ZeroDataAxis:
         return {parameter for parameter, flag in zip(members, used.tolist(), strict=True) if not flag}
 
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
-        """Scale the gradients, step the optimizer, and send the new weights: ``RangeStepper.step``."""
+        """Scale the gradients, step the optimizer, and send the new weights to every replica. Collective.
+
+        Arguments are those of ``RangeStepper.step``.
+        """
         self.stepper.step(scale, without)
         self.stepped = True
         if self.gatherer is not None:

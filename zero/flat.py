@@ -21,7 +21,11 @@ RUNS = (SHARDED, REPLICATED, PARTIAL)
 
 
 class Item(NamedTuple):
-    """A parameter to be placed: its number, its elements on this rank, its run, and its key."""
+    """A parameter to be placed in a bucket.
+
+    ``number`` is its index in the list of parameters, ``numel`` its elements on this rank, and ``run`` the kind of
+    elements: sharded, replicated or partial.
+    """
 
     number: int
     numel: int

@@ -110,7 +110,7 @@ class FlatWeights:
         return self.master is not None and self.master.data_ptr() != self.shard.data_ptr()
 
     def values(self) -> tuple[Tensor, int]:
-        """Return the tensor that holds the values at full precision, and the element that it begins with."""
+        """Return the tensor with the values at full precision, and the place of its first element in the bucket."""
         if self.master is not None:
             return self.master.detach(), self.owned[0]
         return (self.shard, self.owned[0]) if self.partitioned else (self.weights, 0)
@@ -134,13 +134,19 @@ class FlatWeights:
             self.memory.evict(target)
 
     def update(self, start: int = 0, stop: int | None = None) -> None:
-        """Copy a part of the stepped master, elements ``start`` to ``stop`` of the owned range, to the shard."""
+        """Copy elements ``start`` to ``stop`` of the owned range from the stepped master weights to ``shard``.
+
+        No effect if the master is the shard itself.
+        """
         assert self.master is not None
         if self.master_is_copy:
             self.shard[start:stop].copy_(self.master.detach()[start:stop], non_blocking=True)
 
     def publish(self) -> Pending | None:
-        """Start sending the owned weights to every rank that holds the unsharded weights. Call it after ``update``."""
+        """Start sending the owned weights to all ranks that hold the unsharded weights, after ``update``. Collective.
+
+        None if there is nothing to send: the bucket is not sharded, or its weights are released.
+        """
         if self.partitioned and not self.released:  # gathered: the shard is no view of the weights
             self.weights[slice(*self.owned)].copy_(self.shard)
         if self.released or not self.sharded:

@@ -23,7 +23,8 @@ def gathered(
     stages 0 to 2 parameters are whole at any time, and only written ones are sent. Do not call ``backward`` on results
     computed from the parameters within: it would find them released.
 
-    A tensor rank gathers its shard only, and each stage that holds a tie its own copy: write the same to all copies.
+    Only the data axis is gathered. A rank of the tensor axis still sees its own shard, and each stage that holds a tie
+    has its own copy: write the same to all copies.
 
     Args:
         parameters: of an engine's model or of a ``ShardedOptimizer``; a module stands for all its parameters.

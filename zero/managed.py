@@ -11,7 +11,7 @@ from ..grid import Layout
 
 
 class ManagedParameter(NamedTuple):
-    """A parameter that the data axis manages, with the stages, layers, tie and parameter group to which it belongs."""
+    """A parameter that the data axis manages: its layout, and where it is used."""
 
     parameter: nn.Parameter
     layout: Layout

@@ -40,7 +40,11 @@ def square(flat: Tensor) -> Tensor:
 def counted_squares(bucket: GradientBucket, gradients: Tensor, first_tensor_rank: bool) -> list[Tensor]:
     """Return the sums of squares of those runs of a bucket's gradients that this rank counts in a norm.
 
-    The first tensor rank counts the runs that all tensor ranks hold.
+    Args:
+        bucket: the bucket.
+        gradients: (numel,), its unsharded gradients.
+        first_tensor_rank: True on the first rank of the tensor axis. It alone counts the replicated and partial runs,
+            which all ranks of this axis hold.
     """
     runs = [run for run in RUNS if bucket.counted and (run == SHARDED or first_tensor_rank)]
     return [square(gradients[slice(*bucket.flat.runs[run])]) for run in runs]

@@ -41,16 +41,17 @@ def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 class RangeStepper:
-    """Steps the owned range of each bucket with one of torch's own optimizers, on flat tensors.
+    """Stepper of one of torch's own optimizers: steps the owned range of each bucket, on flat tensors.
 
     The optimizer must work element by element (Adam, AdamW, SGD, ...): a flat range is then stepped exactly as its
     parameters would be, and holds 1/N of the state. Rajbhandari et al. 2020, section 5.1.
 
-    Subclasses step other tensors, or other optimizers; the methods after ``step`` are what they answer differently.
+    Subclasses step other tensors (``WholeStepper``) or other optimizers (``OneBitStepper``). They override ``adapt``,
+    ``connect`` and the methods below ``step``.
 
     Args:
         make: makes the optimizer from parameter groups.
-        buckets: of this rank.
+        buckets: the buckets of this rank.
         groups: the options of each parameter group, in the order of ``ManagedParameter.group``.
         allgather_bucket_size: elements of new weights in flight at once; None: no limit.
 
@@ -126,7 +127,7 @@ class RangeStepper:
             torch._foreach_mul_([bucket.owned_gradient for bucket in self._buckets], scale)
 
     def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[list[Tensor]]:
-        """Return, for each span that must not change, its part of the master and of each state tensor."""
+        """Return a list of views for each span that a step must not change: of the master and of each state tensor."""
         master = bucket.master
         if master is None or not (spans := bucket.frozen(without)):
             return []
@@ -142,7 +143,9 @@ class RangeStepper:
         return values
 
     def resume(self, at_synchronization: bool = True) -> None:
-        """Restore the local weights of this replica after the optimizer state was loaded; no effect by default.
+        """Restore this replica's own weights after the optimizer state was loaded.
+
+        No effect, except for 1-bit optimizers whose replicas have different weights between two synchronizations.
 
         Args:
             at_synchronization: True if the loaded weights are those of the last synchronization, after which all
@@ -178,7 +181,7 @@ class RangeStepper:
         bucket.memory.evict(value)
 
     def states(self, ranges: ShardRanges) -> KeyedRanges:
-        """Yield the elementwise state that this rank writes, with its keys."""
+        """Yield (key, range) of the elementwise optimizer state that this rank writes to a checkpoint."""
         for index, key, value in self.state_tensors():
             yield from ((key, part) for part in self.state_ranges(index, value, ranges))
 

@@ -212,7 +212,7 @@ class ParameterGatherer:
             bucket.release()
 
     def _end(self, stage: int, layer: int) -> None:
-        """Called when the backward of one of a layer's runs is over."""
+        """End the backward of one of a layer's runs: release its weights, and call ``backward_done``."""
         self._release(stage, layer, -1)
         self._backward_done(layer, self._stage_layers[stage].count(layer))
 

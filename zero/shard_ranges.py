@@ -43,7 +43,10 @@ class ShardRanges:
         self.of_name = {named.layout.name: named for named in parameters}
 
     def writes(self, named: NamedParameter) -> bool:
-        """Return True if this rank, of all pipe and tensor ranks with equal values of a parameter, writes it."""
+        """Return True if this rank writes a parameter to a checkpoint, of all ranks with equal values in this replica.
+
+        A sharded parameter is written by every rank of the tensor axis, a replicated one by one of them.
+        """
         tensor = self.grid.tensor
         turn = named.layout.sharded or derive(named.layout.name) % tensor.size == tensor.rank
         return named.counted and turn
@@ -67,7 +70,12 @@ class ShardRanges:
                 yield FlatRange(member.layout.name, member.layout, low - slot.start, high - slot.start, view)
 
     def of_replicated(self, named: NamedParameter, flat: Tensor) -> Iterator[FlatRange]:
-        """Yield the rows that this replica writes of a flat tensor, (numel,), that every replica holds."""
+        """Cut a parameter that every replica holds in full by rows; yield the part that this replica writes.
+
+        Args:
+            named: the parameter.
+            flat: (numel,), its flattened values.
+        """
         if self.writes(named):
             axis, shape = self.grid.data, named.parameter.shape
             rows = shape[0] if shape else 1

@@ -66,17 +66,24 @@ class StateShards:
                 own.copy_(flat.view(own.shape))  # the caller wrote to ``flat``
 
     def states(self) -> KeyedRanges:
-        """Yield the elementwise optimizer state that this rank writes, with its keys."""
+        """Yield (key, range) of the elementwise optimizer state that this rank writes to a checkpoint."""
         yield from self.stepper.states(self.ranges)
 
     def residuals(self) -> KeyedRanges:
-        """Yield the state of this replica's gradient exchange that this rank writes, with its keys."""
+        """Yield (key, range) of the state of gradient compression that this rank writes to a checkpoint.
+
+        This state is the error-feedback residuals and, for top-k with momentum, the velocities. Each replica has its
+        own. Nothing is yielded without gradient compression.
+        """
         for key, part in self.residual_targets():
             if self.ranges.writes(self.ranges.of_name[part.name]):
                 yield key, part
 
     def residual_targets(self) -> KeyedRanges:
-        """Yield the state tensors of this replica's gradient exchange, into which a checkpoint is loaded."""
+        """Yield (key, range) of this replica's state of gradient compression, which the caller fills from a checkpoint.
+
+        The ranges are views of the tensors that ``residuals`` describes.
+        """
         exchange = self.data_axis.exchange
         for key, flats in ({} if exchange is None else exchange.state()).items():
             for bucket, flat in zip(self.trained, flats, strict=True):

@@ -49,7 +49,7 @@ class SubGroups:
 
     Args:
         make: makes the optimizer from parameter groups.
-        buckets: of this rank, those that are trained.
+        buckets: the trained buckets of this rank.
         groups: the options of each parameter group.
 
     Attributes:
@@ -153,7 +153,14 @@ class SubGroups:
             bucket.update(start, stop)
 
     def _keep(self, bucket: Bucket, key: str, value: Tensor, start: int, stop: int) -> None:
-        """Copy a piece of the state to ``state_of``, if it is new, was loaded, or was replaced by the optimizer."""
+        """Copy a piece of an optimizer state to ``state_of``, unless the optimizer has updated that memory in place.
+
+        Args:
+            bucket: the bucket of the piece.
+            key: key of the state.
+            value: (stop - start,), the state after the step.
+            start, stop: the piece's range in the owned range.
+        """
         made = self.state_of[bucket]
         if key not in made:
             made[key] = bucket.memory.states.zeros(bucket.owned[1] - bucket.owned[0], value.dtype)

@@ -78,7 +78,7 @@ class Compressor:
         return {"residual": self._residual}
 
     def replicated(self) -> Iterator[ReplicatedTensor]:
-        """Yield state tensors of other shapes than the parameters'. Checkpoints save and load them in place."""
+        """Yield the state tensors that are equal on every replica. Checkpoints save and load them in place."""
         yield from ()
 
     def formula(self) -> float:
@@ -86,7 +86,7 @@ class Compressor:
         return self._sent
 
     def _gather(self, indices: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every replica's indices (int32) and values; the order of replicas is the same on all. Collective."""
+        """All-gather sparse values: yield the indices (int32) and values of each replica, in rank order. Collective."""
         message = pack_message(indices, values)
         gathered = message.new_empty(self.axis.size * message.numel())
         self.axis.all_gather(gathered, message)
@@ -96,7 +96,10 @@ class Compressor:
 
 
 def zeros_like_buckets(buckets: Sequence[GradientBucket], chosen: Collection[ParameterSlice]) -> list[Tensor]:
-    """Return one flat tensor of zeros for each bucket, at least fp32; empty for a bucket without a chosen slice."""
+    """Return one flat tensor of zeros for each bucket, in fp32 or float64, to hold residuals.
+
+    It is (numel,) for a bucket with a slice in ``chosen``, and empty for the others.
+    """
     used = {place.bucket for place in chosen}
     return [
         torch.zeros(

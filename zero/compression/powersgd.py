@@ -82,7 +82,7 @@ class MatrixBatch(NamedTuple):
 
 
 class PowerSGDExchange(Compressor):
-    """Exchange of ``PowerSGD``. With a tensor axis, the matrices are the shards of each tensor rank.
+    """Exchange of ``PowerSGD``. With a tensor axis, the matrices are the shards of each tensor-parallel rank.
 
     Bytes sent: the sums of every P and Q, 2 (N-1)/N r (rows + columns) values a matrix, and the plain sum of the rest.
     """

@@ -24,8 +24,9 @@ class SparseRows:
     """Options of row-sparse gradients, of which only rows with a nonzero element are sent.
 
     Attributes:
-        weights: of embeddings, (rows, columns): ``[model.embedding.weight]``. A weight with another use, such as a
-            tied head, has a gradient in every row: it would be summed whole, and its rows searched in vain.
+        weights: weights of embeddings, (rows, columns), for example ``[model.embedding.weight]``. A weight with another
+            use, such as a tied head, has a gradient in every row, so nothing is saved, and its rows are searched in
+            vain.
 
     Raises:
         ValueError: a weight is not of two dims.
@@ -79,10 +80,14 @@ class SparseRowsExchange(Compressor):
         self._rest = UncompressedSum(self.axis, buckets, self._sparse)
 
     def _fewer(self, bucket: GradientBucket, counts: dict[ParameterSlice, int]) -> list[ParameterSlice]:
-        """Return the slices of a bucket whose rows take fewer bytes than the plain sum; ``counts`` are of rows.
+        """Return the embeddings of a bucket whose rows take fewer bytes than the plain sum.
 
-        In stage 1 the rest of the bucket is then all-reduced where its ranges were reduce-scattered. That takes twice
-        the bytes, which the rows must save too.
+        If some are sent by rows in stage 1, the rest of the bucket is all-reduced, not reduce-scattered. That takes
+        twice the bytes, which the rows must save too.
+
+        Args:
+            bucket: the bucket.
+            counts: for each embedding in it, the largest number of nonzero rows on any replica.
         """
         dtype = bucket.communication_dtype
         # Bytes that an element of the bucket takes in a reduce-scatter, by N - 1; an all-reduce takes twice as many.

@@ -157,7 +157,7 @@ class TopKExchange(Compressor):
         return {number: torch.cat(parts) for number, parts in found.items()}
 
     def _broadcast_shared(self, picked: list[Tensor]) -> None:
-        """Broadcast the first tensor rank's selection of replicated parameters, so that these parameters stay equal."""
+        """Broadcast the first tensor-parallel rank's selection of replicated parameters, which must stay equal."""
         shared = [i for i, place in enumerate(self._slices) if not place.member.layout.sharded]
         if self._tensor.size == 1 or not shared:
             return

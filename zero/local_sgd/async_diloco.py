@@ -53,7 +53,7 @@ class ReplicaStatus(NamedTuple):
 
 
 class PendingDifference(NamedTuple):
-    """A difference that is being sent to another replica."""
+    """A difference of round ``round`` that is being sent to replica ``to``. ``sent`` is the handle of the send."""
 
     to: int
     round: int

@@ -110,6 +110,13 @@ def managed_parameters(
 
     In stage 3 these are all parameters of the module, because stage 3 also shards parameters that are not trained.
 
+    Args:
+        group_of: trained parameter -> number of its parameter group.
+        where: in stage 3, parameter of the module -> the units that use it.
+        names: parameter -> name, for the error message.
+        module: the model, or None.
+        stage: ZeRO stage.
+
     Raises:
         ValueError: in stage 3, a parameter does not belong to the module.
     """

@@ -134,8 +134,8 @@ class Units:
         gatherer: gathers the weights of the units; it treats each unit as a layer.
         keep: keep weights gathered from the first forward pass of a step until ``release``.
         expected: number of backward passes of a step.
-        backward_done: called within a backward pass when the backward of a run of a unit has ended, with the number of
-            the unit's runs.
+        backward_done: called as ``backward_done(unit, runs)`` within a backward pass when the backward of one run of a
+            unit has ended. ``runs`` is the number of the unit's runs in the forward passes that backward may reach.
     """
 
     def __init__(
@@ -169,7 +169,10 @@ class Units:
         self._in_backward.clear()
 
     def gather_missed(self, passes: int) -> None:
-        """Start the gathers of backward passes that other replicas may have run and this one has not."""
+        """Start the gathers of backward passes that other replicas have run and this one has not: at most ``passes``.
+
+        The gathers follow the oldest forward passes of this step that no backward pass has reached.
+        """
         for _ in range(min(passes, len(self._waiting))):
             for unit in reversed(self._waiting.popleft().ended):
                 self._gatherer.start_gather(unit)
@@ -233,6 +236,10 @@ class Units:
     def _begin(self, unit: int, tape: UnitTape) -> int:
         """Gather a unit's weights, and prefetch the unit that followed it in the last forward pass.
 
+        Args:
+            unit: number of the unit.
+            tape: record of the running forward pass.
+
         Returns:
             The index of this run in ``tape.entered``.
         """
@@ -246,7 +253,15 @@ class Units:
         return at
 
     def _hook(self, tape: UnitTape, unit: int, began: int, y: Any) -> bool:
-        """Register hooks on a unit's outputs, by which the backward pass gathers the unit's weights.
+        """Record that a run of a unit has ended, and register hooks on its outputs for the backward pass.
+
+        The hooks gather the unit's weights.
+
+        Args:
+            tape: record of the running forward pass.
+            unit: number of the unit.
+            began: index of the run in ``tape.entered``.
+            y: the unit's outputs.
 
         Returns:
             False if the outputs hold objects of unknown types, in which tensors cannot be found.
@@ -263,7 +278,7 @@ class Units:
         return seen
 
     def _reach(self, tape: UnitTape, place: int) -> None:
-        """Gather a unit: the backward pass has reached an output of its run ``place``."""
+        """Gather a unit's weights: the backward pass has reached an output of run ``place`` in ``tape.ended``."""
         self._enter_backward()
         if tape not in self._reached:
             self._reached.append(tape)
@@ -280,10 +295,11 @@ class Units:
         self._gatherer.wait(unit)
 
     def _skip(self, tape: UnitTape, to: int, began: int = 0) -> None:
-        """Gather and release the units of the runs down to ``to`` that have no gradient on this replica.
+        """Gather and release the units of all runs from ``tape.left`` down to ``to``: they have no gradient here.
 
-        Another replica may have a gradient there, and all replicas must take part in each gather. Units that enclose
-        the run that ``began`` at that index are not released, because their backward follows.
+        Another replica may have a gradient there, and all replicas must take part in each gather. ``began`` is the
+        index in ``tape.entered`` of the run that is reached next. Units that began before it enclose it: they are not
+        released, because their own backward follows.
         """
         while tape.left > to:
             tape.left -= 1

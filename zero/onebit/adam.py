@@ -24,7 +24,7 @@ State = dict[str, Any]  # of one parameter; also the options of a parameter grou
 
 
 class LocalValue(NamedTuple):
-    """A value that differs between replicas and is to be replaced by the mean over them."""
+    """A value that differs between replicas and is to be replaced by the mean over them, e.g. a momentum."""
 
     parameter: Tensor
     value: Tensor  # of the parameter's shape; takes the mean
@@ -40,12 +40,13 @@ class OneBit(torch.optim.Optimizer):
 
     Attributes:
         replicas: number of replicas; set by the stepper.
-        average: replaces each local value by its mean over the replicas; set by the stepper.
+        average: function that replaces each ``LocalValue`` of a list by its mean over the replicas; set by the stepper.
+            By default it does nothing.
     """
 
     OWN: tuple[str, ...] = ("worker_error",)  # keys of state that each replica has of its own
     SERVER = "server_error"  # key of state of which each replica has the part that it is the server of
-    needs_whole_tensors = False  # True if tensor ranks cannot step their shards
+    needs_whole_tensors = False  # True if tensor-parallel ranks cannot step their shards
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         require_at_least(0.0, lr=defaults["lr"], eps=defaults["eps"], weight_decay=defaults["weight_decay"])
@@ -97,12 +98,14 @@ class OneBit(torch.optim.Optimizer):
         return loss
 
     def resume(self, parameter: Tensor, at_synchronization: bool = True) -> None:
-        """Restore this replica's local value of a parameter after the optimizer state was loaded.
+        """Restore this replica's own weights of a parameter, after the optimizer state was loaded.
+
+        Under 0/1 Adam replicas have different weights between two synchronizations. No effect for other optimizers.
 
         Args:
             parameter: the parameter whose state was loaded.
-            at_synchronization: True if the present value is that of the last synchronization; False if it is already
-                the local value of this replica.
+            at_synchronization: True if the parameter has its value of the last synchronization, as checkpoints save it,
+                and the local change must be added; False if it has this replica's own value already.
         """
 
     def rejoin(self, parameter: Tensor) -> None:
@@ -116,11 +119,18 @@ class OneBit(torch.optim.Optimizer):
         return step <= int(self.defaults["freeze_step"])
 
     def _pending(self, state: State) -> bool:
-        """Return True if the parameter must be stepped without a gradient too."""
+        """Return True if the parameter must be stepped even without a gradient in this step; ``state`` is its state."""
         return False
 
     def _collect(self, p: Tensor, g: Tensor, state: State, group: State, step: int) -> LocalValue | None:
-        """Update the moments with a gradient; return the value to average over the replicas, or None."""
+        """Update a parameter's moments with its gradient; return the value to average over the replicas, or None.
+
+        Args:
+            p, g: the parameter and its gradient.
+            state: its optimizer state.
+            group: the options of its parameter group.
+            step: number of this step, from 1.
+        """
         first, second = group["betas"]
         if not self._summed(step):
             alive = local_momentum(state["exp_avg"], g, state["exp_avg_sq"], first)
@@ -254,7 +264,13 @@ class ZeroOneAdam(OneBit):
         return past % min(most, 2 ** min(doublings, most.bit_length())) == 0
 
     def resume(self, parameter: Tensor, at_synchronization: bool = True) -> None:
-        """Restore this replica's local value of a parameter after the optimizer state was loaded."""
+        """Restore this replica's own weights of a parameter, after the optimizer state was loaded.
+
+        Args:
+            parameter: the parameter whose state was loaded.
+            at_synchronization: True if the parameter has its value of the last synchronization, as checkpoints save it,
+                and the local change must be added; False if it has this replica's own value already.
+        """
         state = self.state[parameter]
         if at_synchronization:
             state.pop("anchor", None)

@@ -52,10 +52,10 @@ class OneBitMean:
     """Compressed mean over an axis of flat tensors of one layout. The caller keeps the compression errors.
 
     Args:
-        axis: whose ranks have one tensor each; all ranks make and call it, in the same order.
-        numel: of a tensor, a multiple of 8 times the axis's size.
+        axis: the axis whose ranks have one tensor each; all ranks make and call it, in the same order.
+        numel: number of elements of a tensor, a multiple of 8 times the axis's size.
         spans: (start, stop) of each parameter in it, in order. Elements between them are 0 and stay 0.
-        device: of the tensors.
+        device: device of the tensors.
 
     Attributes:
         part: start and stop of the elements of which this rank is the server.
@@ -124,25 +124,40 @@ class OneBitMean:
         return mean.mul_(alive)
 
     def _compress(self, x: Tensor, ones: Tensor, chunks: slice, rows: int, alive: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bits (rows, bytes) and scales (chunks,); ``x`` takes the compression error."""
+        """Compress a tensor; ``x`` is overwritten with the compression error.
+
+        Args:
+            x: (elements,), the tensor, or this rank's part of it.
+            ones: for each chunk of the whole layout, the 2-norm of ``alive``: the root of the number of elements that
+                take part.
+            chunks: the chunks that ``x`` has.
+            rows: number of ranks to which the signs go, one row for each.
+            alive: (elements,), 1 for elements that take part, else 0.
+
+        Returns:
+            The signs as bits, (rows, bytes), and the scales, (chunks,).
+        """
         scales = self._norms(x, chunks) / ones[chunks]
         packed = pack((x >= 0).view(rows, -1))
         x.sub_(unpack(packed, x.dtype).view(-1).mul_(self._spread(scales, chunks)).mul_(alive))
         return packed, scales
 
     def _norms(self, x: Tensor, chunks: slice = slice(None)) -> Tensor:
-        """Return the 2-norm of each chunk."""
+        """Return the 2-norm of each of the chunks, (chunks,), of which ``x`` has the elements."""
         return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), 2))
 
     def _spread(self, scales: Tensor, chunks: slice) -> Tensor:
-        """Expand scales to elements: (chunks,) -> (elements,)."""
+        """Expand one scale per chunk to one per element: (chunks,) -> (elements,)."""
         return scales.repeat_interleave(self._each[chunks], output_size=sum(self._lengths[chunks]))
 
     def _table(self, scales: Tensor, rows: Tensor) -> Tensor:
-        """Return scales as they are sent, (chunks,) -> (rows, bytes)."""
+        """Return the scales as bytes to send, (rows, bytes): row r has those of the chunks that ``rows[r]`` lists."""
         return torch.cat([scales, scales.new_zeros(1)])[rows].view(torch.uint8)
 
     def _scales(self, table: Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor:
-        """Return received scales, (rows, bytes) -> (rows, chunks), 0 for chunks that a row does not have."""
+        """Return received scales, the inverse of ``_table``: (rows, bytes) -> (rows, chunks).
+
+        Chunks that ``rows`` does not list for a row are 0 there.
+        """
         values = table.contiguous().view(dtype)
         return values.new_zeros(len(rows), len(self._lengths) + 1).scatter_(1, rows, values)[:, :-1]

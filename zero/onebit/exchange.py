@@ -39,7 +39,10 @@ class OneBitExchange:
             bucket.gradients.mul_(self._axis.size)
 
     def squares(self, buckets: Sequence[GradientBucket], device: torch.device) -> Tensor:
-        """Return this rank's share of the squared norm of the local gradients, averaged over the replicas."""
+        """Return this rank's share of the squared norm of the local gradients, averaged over the replicas.
+
+        The sum of the shares of all ranks of the grid is that average.
+        """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in buckets:
             if bucket.trained and bucket.gradients is not None:

@@ -99,7 +99,10 @@ class OneBitLamb(OneBit):
         return torch.where((weight > 0) & (step > 0), ratio, torch.ones_like(ratio))
 
     def _average(self, state: State, coefficient: Tensor, group: State) -> None:
-        """Update the moving average of coefficients, which starts at 0; ``coeff_weight`` is that of a constant 1."""
+        """Update the moving average of a tensor's coefficients, ``coeff``, which starts at 0.
+
+        ``coeff_weight`` is the sum of the weights in this average: dividing by it corrects the start from 0.
+        """
         beta = group["coeff_beta"]
         before = state.get("coeff", torch.zeros_like(coefficient)).to(coefficient.device)
         state["coeff"] = coefficient * (1 - beta) + before * beta
@@ -112,9 +115,10 @@ class OneBitLamb(OneBit):
         return state["coeff"] / state["coeff_weight"] if group["bias_correction"] else state["coeff"]
 
     def _factor(self, p: Tensor, state: State, group: State, step: int, divisor: Tensor) -> Tensor:
-        """Return the largest ratio of the frozen variance's root to the root of a variance that is still updated.
+        """Return the factor of the coefficient: the largest ratio, over the elements, of two roots of variances.
 
-        The gradient for that update is computed from the momenta of two steps.
+        One variance is frozen since the warm-up. The other is still updated, with a gradient that is computed from the
+        momenta of this step and the step before. ``divisor`` is the root of the frozen variance plus eps.
         """
         first, second = group["betas"]
         before = self._momenta.pop(p)

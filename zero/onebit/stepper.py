@@ -27,9 +27,10 @@ from .exchange import OneBitExchange
 
 
 class OneBitStepper(WholeStepper):
-    """Steps each tensor with a 1-bit optimizer, and computes the means over replicas that it asks for.
+    """Stepper of a 1-bit optimizer, which also computes the means over replicas that the optimizer asks for.
 
-    Arguments and attributes are those of ``WholeStepper``; ``connect`` follows, and sets these.
+    Arguments and attributes are those of ``WholeStepper``. ``connect`` must be called before the first step, and sets
+    the attributes below.
 
     Attributes:
         rank, replicas: this replica's number, and the number of replicas.
@@ -60,8 +61,8 @@ class OneBitStepper(WholeStepper):
         """Step over the replicas of a grid. Collective over the grid.
 
         Raises:
-            ValueError: on every rank: tensor ranks hold shards of different sizes, or the optimizer needs whole
-                tensors.
+            ValueError: on every rank: tensor-parallel ranks hold shards of different sizes, or the optimizer needs
+                whole tensors.
         """
         assert isinstance(exchange, OneBitExchange)
         self.rank, self.replicas = grid.data.rank, grid.data.size
@@ -79,7 +80,13 @@ class OneBitStepper(WholeStepper):
                 self._means[bucket] = OneBitMean(grid.data, bucket.flat.numel, spans, grid.device)
 
     def _require_equal_shards(self, grid: Grid) -> None:
-        """Refuse unequal shards: tensor ranks must compute the same signs and scales for what all of them hold."""
+        """Check that all ranks of the tensor axis hold shards of equal size. Collective over the grid.
+
+        They must compute the same signs and scales for the parameters that all of them hold.
+
+        Raises:
+            ValueError: on every rank: shards differ in size, or the optimizer needs whole tensors.
+        """
         mine = [(bucket.flat.slots, bucket.flat.numel) for bucket in self._buckets]
         told = grid.world.all_gather_object((tuple(grid.coordinate._replace(tensor=0)), mine))
         uneven = any(a[0] == b[0] and a[1] != b[1] for a in told for b in told)
@@ -108,7 +115,10 @@ class OneBitStepper(WholeStepper):
 
     @torch.no_grad()
     def resume(self, at_synchronization: bool = True) -> None:
-        """Restore the local weights of this replica, if replicas had different weights when the state was saved."""
+        """Restore this replica's own weights, if replicas had different weights when the state was saved.
+
+        ``at_synchronization`` is explained in ``OneBit.resume``.
+        """
         for view in self.views:
             self.optimizer.resume(view.master, at_synchronization)
         for bucket in self._buckets:
@@ -122,7 +132,12 @@ class OneBitStepper(WholeStepper):
                 self.optimizer.rejoin(master)
 
     def saved_value(self, bucket: Bucket, values: Tensor) -> Tensor:
-        """Return a bucket's values of the last synchronization: ``values`` themselves, if replicas have the same."""
+        """Return the weights of a bucket at the last synchronization, (numel,), to be saved in a checkpoint.
+
+        Args:
+            bucket: the bucket.
+            values: (numel,), its present weights. They are returned if replicas have equal weights.
+        """
         there = [(self.optimizer.synchronized_value(view.master), view) for view in self.views if view.bucket is bucket]
         local = [(value, view) for value, view in there if value is not view.master]
         if local:
@@ -132,7 +147,7 @@ class OneBitStepper(WholeStepper):
         return values
 
     def states(self, ranges: ShardRanges) -> KeyedRanges:
-        """Yield the optimizer state that this rank writes to a checkpoint, with its keys."""
+        """Yield (key, range) of the optimizer state that this rank writes to a checkpoint."""
         for view in self.views:
             named, layout = ranges.of_parameter[view.member.parameter], view.member.layout
             for key, value in self.optimizer.state.get(view.master, {}).items():
@@ -149,7 +164,7 @@ class OneBitStepper(WholeStepper):
                     yield from ((key, part) for part in ranges.of_replicated(named, value.reshape(-1)))
 
     def load_targets(self, ranges: ShardRanges, dtype_of: DtypeOf, keys: Iterable[str]) -> KeyedRanges:
-        """Yield the state tensors into which a checkpoint is loaded, with their keys."""
+        """Yield (key, range) of the state tensors that the caller fills from a checkpoint."""
         own, server, known = self.optimizer.OWN, self.optimizer.SERVER, list(keys)
         for view in self.views:
             master, layout = view.master, view.member.layout

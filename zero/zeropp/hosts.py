@@ -11,7 +11,7 @@ from ...grid.grid import Grid
 
 
 def ranks_per_host(grid: Grid) -> int:
-    """Return the number of consecutive replicas on each host, or 1 if it differs between hosts. Collective."""
+    """Return the number of consecutive replicas that share a host; 1 if it is not the same everywhere. Collective."""
     hosts = grid.world.all_gather_object(socket.gethostname())
     return equal_runs(hosts, grid.topology.groups("data"))
 
@@ -31,13 +31,19 @@ def equal_runs(hosts: Sequence[str], groups: Sequence[Sequence[int]]) -> int:
 
 
 def inner(grid: Grid, size: int, purpose: str) -> Axis:
-    """Make the axis ``data within``: the ``size`` consecutive replicas of the group of this rank. Collective."""
+    """Make the axis ``data within`` over this rank's group of ``size`` consecutive replicas. Collective.
+
+    ``purpose`` is that of ``Grid.subgroup``: each purpose has its own communicator.
+    """
     replicas = grid.data.size
     return _one_of(grid, [range(first, first + size) for first in range(0, replicas, size)], purpose, "within")
 
 
 def outer(grid: Grid, size: int, purpose: str) -> Axis:
-    """Make the axis ``data between``: one replica of each group, at the same position as this rank. Collective."""
+    """Make the axis ``data between`` over one replica of each group, at this rank's position in its group. Collective.
+
+    ``size`` and ``purpose`` are those of ``inner``.
+    """
     return _one_of(grid, [range(at, grid.data.size, size) for at in range(size)], purpose, "between")
 
 
