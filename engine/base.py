@@ -207,7 +207,9 @@ class Engine:
         return self.replicas.common_weights()
 
     def traffic_report(self) -> dict[str, Any]:
-        """Return what this rank sends to other replicas under ``local_updates``, in the entry ``local``. {} without it.
+        """Return what this rank sends to other replicas under ``local_updates``; {} without ``local_updates``.
+
+        The result is {"local": {entries of the table}, "formula": {"data": the table's ``formula``}}.
 
         | entry of ``local`` | meaning |
         |---|---|
@@ -220,8 +222,7 @@ class Engine:
         | ``waited_s`` | ``async_diloco``: seconds spent waiting because of ``max_staleness`` |
 
         The steps before ``start_step`` all-reduce gradients in ``communication_data_type``. ``async_diloco`` sends each
-        other replica a message of its own, which is N/2 times the formula for N replicas. The entry ``formula`` of the
-        result is {"data": ``formula``}.
+        other replica a message of its own, which is N/2 times the formula for N replicas.
         """
         return self.replicas.traffic()
 

@@ -112,13 +112,15 @@ class LocalReplicas:
 
     @contextmanager
     def stepping(self) -> Iterator[Grid]:
-        """Context for a training step of this replica, or of all replicas before ``start_step``.
+        """Context around one training step, which yields the grid of the step.
 
-        If a synchronization of the weights is due, it runs at the end of the context.
+        Before ``start_step`` that is the grid of all replicas, and afterwards the grid of this replica alone. If a
+        synchronization of the weights is due, it runs at the end of the context.
 
         Raises:
             AgreedError: if this replica has left the training.
-            RuntimeError: if an ``AgreedError`` was raised in a local step, as ``_on`` describes.
+            RuntimeError: if the ranks of this replica raised an ``AgreedError`` in a local step. The other replicas do
+                not know of it, so this replica leaves the process group.
         """
         if self.left:
             raise AgreedError("this replica has left the training: call no step after engine.leave()")

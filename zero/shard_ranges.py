@@ -84,5 +84,5 @@ class ShardRanges:
             yield FlatRange(named.layout.name, named.layout, start, stop, flat[start:stop])
 
     def whole(self, named: NamedParameter, flat: Tensor) -> FlatRange:
-        """Return the range of all elements of a parameter."""
+        """Return the range that covers a whole parameter, with its values as a 1-dim tensor, ``flat``."""
         return FlatRange(named.layout.name, named.layout, 0, flat.numel(), flat)

@@ -53,9 +53,10 @@ class SubGroups:
         groups: the options of each parameter group.
 
     Attributes:
-        optimizer: the one that schedulers and users see, over the whole masters, with the whole state. Its own ``step``
-            is called once a step, after all sub-groups: it counts the step and runs its hooks.
-        state_of: the elementwise state of each bucket by key, (owned,).
+        optimizer: the optimizer that schedulers and users see. It has all fp32 master weights of this rank and their
+            state. Its own ``step`` runs after all sub-groups, without gradients: it updates no weight, but counts the
+            step and runs the optimizer's hooks.
+        state_of: the elementwise state of each bucket by key, each a tensor of the bucket's elements on this rank.
     """
 
     def __init__(self, make: MakeOptimizer, buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> None:

@@ -20,7 +20,9 @@ from .tree_report import ModuleNode, aggregated, report, show, tree
 
 
 class FlopsProfiler:
-    """Counter of a module's forward passes between ``start_profile`` and ``stop_profile``.
+    """FLOPs, MACs, parameters and times of a module's forward passes, with the interface of DeepSpeed's class.
+
+    It counts between ``start_profile`` and ``stop_profile``.
 
     Args:
         model: any module.

@@ -290,4 +290,7 @@ def _rendezvous(program: Program) -> None:
         if sent[channel] < len(recvs):
             other = _peer(Op(*channel, recvs[sent[channel]]))
             rank = placement[other.stage]
-            raise ScheduleError(f"rank {rank}: no rank sends what {other} receives", [(rank, other)])
+            raise ScheduleError(
+                f"rank {rank} would wait for ever at {other}, because no rank sends that message: add the send",
+                [(rank, other)],
+            )

@@ -33,7 +33,9 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("the node that holds saved tensors has no backward")
+        raise AssertionError(
+            "the node that stores a recomputed layer's inputs was differentiated: report this bug, with the model"
+        )
 
 
 class _KeptTensor(NamedTuple):
@@ -117,7 +119,11 @@ class Inputs:
         self._logs = grid.data.is_first and grid.tensor.is_first
 
     def part(self, key: Hashable, tensor: Tensor) -> _KeptTensor:
-        """Keep one tensor. Collective over the tensor axis the first time, if partitioned."""
+        """Store one tensor until the recomputation, on the device or the host, whole or as this rank's slice.
+
+        With ``partition_activations`` the first call with a key is collective over the tensor axis: the ranks compare
+        the tensor, and each stores a slice if all have the same one. ``key`` tells the tensors of a layer apart.
+        """
         kept = tensor.detach()
         moves = tensor.requires_grad and tensor.is_floating_point() and tensor.layout == torch.strided
         sliced = moves and self._partition and self._is_replicated(key, kept)

@@ -130,7 +130,10 @@ class TopKExchange(Compressor):
         return {**super().state(), **({"velocity": self._velocity} if self._velocity else {})}
 
     def _clip(self, buckets: Sequence[GradientBucket], own: Sequence[Tensor], replica: Axis) -> None:
-        """Clip to this replica's share of the norm (section 3.2). Ranks that hold the same element count it once."""
+        """Clip this replica's gradients in place to the norm ``clip`` / sqrt(N) for N replicas (Lin et al. 2018, 3.2).
+
+        The norm is over the replica's ranks, and an element that several ranks have counts once.
+        """
         pairs = zip(buckets, own, strict=True)
         parts = [part for bucket, flat in pairs for part in counted_squares(bucket, flat, self._tensor.is_first)]
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._device)
