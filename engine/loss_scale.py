@@ -203,6 +203,7 @@ class _Rescale(torch.autograd.Function):
     def forward(
         ctx: Any, factor: Callable[[], float], leaving: bool, by: float, copied: bool, tensor: Tensor
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.factor, ctx.leaving, ctx.by = factor, leaving, by
         if by != 1.0:
             return tensor * by
@@ -210,7 +211,9 @@ class _Rescale(torch.autograd.Function):
         return tensor.clone() if copied else tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return (None,) * 5
         by = ctx.by / ctx.factor() if ctx.leaving else ctx.by * ctx.factor()
         if gradient.requires_grad:
             gradient = _Rescale.apply(ctx.factor, not ctx.leaving, by, False, gradient)

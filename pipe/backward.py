@@ -191,6 +191,7 @@ class _SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
     ) -> Tensor:
+        ctx.set_materialize_grads(False)  # without a gradient of y there is none of W either
         ctx.save_for_backward(x, weight)
         ctx.deferred, ctx.parameter, ctx.bias, ctx.dtype = deferred, weight, bias, dtype
         y = F.linear(x, cast(weight, dtype), cast(bias, dtype))
@@ -199,7 +200,9 @@ class _SplitLinear(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 5
         x, weight = ctx.saved_tensors
         dx = dy @ cast(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.deferred.collects:
@@ -216,12 +219,15 @@ class _SplitEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(ids, weight)
         ctx.deferred, ctx.parameter, ctx.padding_idx = deferred, weight, padding_idx
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 4
         ids, weight = ctx.saved_tensors
         padding_idx = ctx.padding_idx
         if not ctx.deferred.collects:
@@ -255,12 +261,15 @@ class _SplitConvolution(torch.autograd.Function):
         geometry: Any,
         dtype: torch.dtype | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.deferred, ctx.parameter, ctx.bias, ctx.geometry, ctx.dtype = deferred, weight, bias, geometry, dtype
         return torch.ops.aten.convolution(x, cast(weight, dtype), cast(bias, dtype), *geometry)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 6
         x, weight = ctx.saved_tensors
         bias, geometry, weight = ctx.bias, ctx.geometry, cast(weight, ctx.dtype)
         sizes = None if bias is None else list(bias.shape)

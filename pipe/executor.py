@@ -19,12 +19,12 @@ from ..grid.comm.clock import Clock, Mark
 from ..grid.nest import map_tensors
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
-from .p2p import Receive, channels, receive_gradients, receive_value
+from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
 from .program.ops import COMPUTE, Op
 from .program.program import Program
 from .program.timeline import OpMarks
 from .schema import Flat, flatten, unflatten
-from .stage_boundary import Boundary
+from .stage_boundary import Boundary, joined
 
 # Sends of one channel that may be pending before the next one waits for the oldest. It bounds memory. The other
 # stage posts its receives early, so in normal operation the limit is not reached.
@@ -145,7 +145,7 @@ class Executor:
         self._input_receives: dict[tuple[int, int], Receive] = {}
         self._gradient_receives: dict[tuple[int, int], Receive] = {}  # of the output's gradients
         self._outputs: dict[tuple[int, int], Flat] = {}
-        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # of the input
+        self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}  # of the input
 
     def wrap(self, kind: str, around: Callable[[Op], AbstractContextManager[Any]]) -> None:
         """Run every later op of a kind in the context ``around(op)``, for example autocast or a measurement."""
@@ -240,6 +240,8 @@ class Executor:
         with SplitBackward(deferred) if deferred is not None else nullcontext():
             value = self._module.run_stage(stage, value)
             if stage < self._last_stage:
+                if self._training:
+                    value = joined(value)
                 self._outputs[stage, index] = tensors, _ = flatten(value)
             else:
                 tensors = self._loss(value, index)
@@ -278,6 +280,9 @@ class Executor:
         gradients = self._gradients_of_outputs(stage, index)
         self._ready()
         boundary, edges, deferred = self.held[stage, index]
+        if stage < self._last_stage:  # (a loss has no gradient, which stands for 1)
+            edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+            gradients = [gradient for gradient in gradients if gradient is not None]
         if edges:
             with deferred.backward() if deferred is not None else nullcontext():
                 torch.autograd.backward(edges, gradients)
@@ -305,7 +310,8 @@ class Executor:
         """Start sending the gradients of a stage's inputs to the stage before."""
         _, stage, index = op
         channel = self._incoming[stage]
-        channel.send_tensors(self._gradients.pop((stage, index)), index)
+        specs = self._outgoing[stage].schemas[self._kind(index)].gradients
+        send_gradients(channel, self._gradients.pop((stage, index)), specs, index)
         channel.limit(_MAX_SENDS)
 
     def _receive_backward(self, op: Op) -> None:
@@ -330,7 +336,7 @@ class Executor:
         receive = self._gradient_receives.pop((stage, index), None)
         if receive is None:
             return self._gradients.pop((stage + 1, index))
-        gradients = receive.wait()
+        gradients = received_gradients(receive)
         self._outgoing[stage + 1].wait_sent(index)
         return gradients
 

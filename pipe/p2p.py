@@ -8,7 +8,7 @@ receive can be posted before its message is sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -157,6 +157,33 @@ def receive_value(channel: Channel, kind: Hashable) -> Receive:
     return Receive(channel, known_specs, receive_schema)
 
 
+def send_gradients(
+    channel: Channel, gradients: Sequence[Tensor | None], specs: Sequence[TensorSpec], microbatch: int
+) -> None:
+    """Start sending gradients, with zeros for those that are None.
+
+    If there are several, a last tensor says which of them there are: a parameter without a gradient is not stepped, and
+    one whose gradient is zero decays.
+    """
+    tensors = [
+        torch.zeros(spec.shape, dtype=spec.dtype, device=channel.device) if gradient is None else gradient
+        for spec, gradient in zip(specs, gradients, strict=True)
+    ]
+    if len(tensors) > 1:
+        there = [gradient is not None for gradient in gradients]
+        tensors.append(torch.tensor(there, dtype=torch.uint8, device=channel.device))
+    channel.send_tensors(tensors, microbatch)
+
+
+def received_gradients(receive: Receive) -> list[Tensor | None]:
+    """Wait for the gradients of ``send_gradients``, and return them."""
+    tensors = receive.wait()
+    if len(tensors) < 2:
+        return list(tensors)
+    *gradients, there = tensors
+    return [gradient if flag else None for gradient, flag in zip(gradients, there.tolist(), strict=True)]
+
+
 def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Receive:
     """Post the receive of the gradients of the tensors that were sent on ``outputs`` and require a gradient.
 
@@ -168,9 +195,13 @@ def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Rec
 
     def known_specs() -> tuple[TensorSpec, ...] | None:
         schema = outputs.schemas.get(kind)
-        return None if schema is None else tuple(spec for spec in schema.tensors if spec.grad)
+        return None if schema is None else _with_flags(schema.gradients)
 
     return Receive(channel, known_specs)
+
+
+def _with_flags(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return specs if len(specs) < 2 else (*specs, TensorSpec((len(specs),), torch.uint8, False))
 
 
 def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:

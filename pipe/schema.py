@@ -34,6 +34,11 @@ class Schema:
     nest: Node
     tensors: tuple[TensorSpec, ...]
 
+    @property
+    def gradients(self) -> tuple[TensorSpec, ...]:
+        """Specs of the tensors for which a gradient is sent back."""
+        return tuple(spec for spec in self.tensors if spec.grad)
+
     def encode(self) -> bytes:
         """Return the schema as bytes, to be sent."""
         rows = [[list(spec.shape), str(spec.dtype).removeprefix("torch."), spec.grad] for spec in self.tensors]

@@ -1,4 +1,4 @@
-"""Boundary: the start of a stage's autograd graph, which collects the gradients to send to the stage before."""
+"""Boundary of a stage's autograd graph: its start, which collects the gradients to send back, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .schema import Schema
+from ..grid.autograd import mark
+from .schema import Schema, flatten
 
 
 class Boundary:
@@ -35,16 +36,27 @@ class Boundary:
                 self.tensors[i] = tensor
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """Gradients of the tensors that require one; zeros for a tensor that the outputs do not depend on."""
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
-            for spec, gradient in zip(self._specs, self._gradients, strict=True)
-        ]
+    def gradients(self) -> list[Tensor | None]:
+        """Gradients of the tensors that require one; None for a tensor that the outputs do not depend on.
+
+        Zeros for all, if the outputs depend on none of them: every stage runs its backward pass.
+        """
+        if any(gradient is not None for gradient in self._gradients):
+            return list(self._gradients)
+        return [torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in self._specs]
 
     def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Store the gradients that the graph's first node received."""
         self._gradients = gradients
+
+
+def joined(outputs: Any) -> Any:
+    """Return a stage's outputs as those of one node of the graph.
+
+    A backward pass that starts from a part of them then visits all that computed them, on every replica the same.
+    """
+    several = sum(tensor.requires_grad for tensor in flatten(outputs)[0]) > 1
+    return mark(outputs, lambda: None) if several else outputs
 
 
 class _EnterGraph(torch.autograd.Function):

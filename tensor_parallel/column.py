@@ -137,9 +137,12 @@ class _Products(torch.autograd.Function):
         # Where to put gradients: not the saved weights, for a checkpoint, or another hook, hands back copies of those.
         ctx.pairs = [pair if later else None for pair, later in zip(zip(weights[::2], weights[1::2]), ctx.laters)]
         ctx.save_for_backward(x, *weights[::2])
+        ctx.set_materialize_grads(len(output) > 1)  # without a gradient of the one output there is none of anything
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
+        if dys[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
         (x, *saved), axis = ctx.saved_tensors, ctx.axis
         weights = [cast(weight, ctx.dtype) for weight in saved]
         needs_x, _, _, _, _, *needs = ctx.needs_input_grad

@@ -197,12 +197,15 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
         x, *ctx.names_and_place, _ = inputs
         if output is x:
             ctx.mark_dirty(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
+            return (None,) * 8
         forward, backward, *place = ctx.names_and_place
         return _Border.apply(grads[0], backward, forward, *place, False), *[None] * 7
 

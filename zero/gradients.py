@@ -84,7 +84,7 @@ class GradientReducer:
             for member in bucket.members:
                 self._bucket_of[member.parameter] = bucket
                 if member.parameter.requires_grad:
-                    member.parameter.register_post_accumulate_grad_hook(weak(self.accumulated))
+                    member.parameter.register_post_accumulate_grad_hook(weak(self._visited))
 
     def begin(self) -> None:
         """Begin a step with zero gradients."""
@@ -108,11 +108,21 @@ class GradientReducer:
         return self._reducing(due) if due else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Hook that autograd, or a deferred computation, calls when a parameter's gradient of this pass is complete."""
+        """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""
+        self._unused.pop(parameter, None)
+        self._complete(parameter)
+
+    def _visited(self, parameter: Tensor) -> None:
+        """Autograd's hook: it is also called for a parameter on whose path no gradient arrived."""
+        if parameter.grad is not None:
+            self._unused.pop(parameter, None)
+        self._complete(parameter)
+
+    def _complete(self, parameter: Tensor) -> None:
+        """Collect the gradient of a parameter, and start the reductions that waited for it."""
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             return
-        self._unused.pop(parameter, None)
         armed = id(bucket) in self._missing
         if armed and bucket not in self._armed and (bucket.transient or self._grid.data.size > 1):
             name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
