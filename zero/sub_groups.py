@@ -27,10 +27,19 @@ class BucketPiece(NamedTuple):
 
 
 def sub_groups(buckets: Sequence[Bucket], size: int) -> Iterator[list[BucketPiece]]:
-    """Cut and join the owned ranges to sub-groups of ``size`` elements; the last one may be smaller."""
+    """Cut and join the owned ranges to sub-groups of ``size`` elements; the last one may be smaller.
+
+    A tied bucket has sub-groups of its own, which are cut equally on each of its stages: kernels round an element by
+    its place in a tensor, and ties must stay equal bit by bit.
+    """
     pieces: list[BucketPiece] = []
     room = size
+    before: Bucket | None = None
     for bucket in buckets:
+        if pieces and before is not None and (before.tie, bucket.tie) != (None, None):
+            yield pieces
+            pieces, room = [], size
+        before = bucket
         start, end = 0, bucket.owned[1] - bucket.owned[0]
         while start < end:
             stop = min(end, start + room)

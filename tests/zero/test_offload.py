@@ -221,8 +221,8 @@ def test_one_step_is_one_step(tmp_path: Path) -> None:
 
 
 class _Range:
-    def __init__(self, numel: int) -> None:
-        self.owned = (numel, 2 * numel)
+    def __init__(self, numel: int, tie: int | None = None) -> None:
+        self.owned, self.tie = (numel, 2 * numel), tie
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10, 100])
@@ -232,6 +232,19 @@ def test_sub_groups_cut_and_put_together(size: int) -> None:
     assert all(sum(stop - start for _, start, stop in pieces) == size for pieces in groups[:-1])
     elements = [(id(bucket), i) for pieces in groups for bucket, start, stop in pieces for i in range(start, stop)]
     assert elements == [(id(bucket), i) for bucket in buckets for i in range(bucket.owned[1] - bucket.owned[0])]
+
+
+def test_a_tied_bucket_is_cut_equally_on_each_of_its_stages() -> None:
+    """Its sub-groups depended on what came before it on a rank, and so did the last bits of its weights."""
+
+    def cuts(*others: int) -> list[list[tuple[int, int]]]:
+        tied = _Range(10, tie=0)
+        buckets: Any = [*map(_Range, others), tied, _Range(2)]
+        return [
+            [(start, stop) for _, start, stop in pieces] for pieces in sub_groups(buckets, 4) if pieces[0][0] is tied
+        ]
+
+    assert cuts() == cuts(1) == cuts(3, 4) == [[(0, 4)], [(4, 8)], [(8, 10)]]
 
 
 # ------------------------------------------------------------------------------------------ what is resident
