@@ -2,6 +2,7 @@
 #
 #   make train ARGS="--steps 50"      options for the example
 #   make test ARGS="-k pool -x"       options for pytest
+#   make fuzz SECONDS=60 ARGS="--seed 2"
 #   make PYTHON=/opt/py/bin/python3   another Python for the environment (3.11 or newer)
 #
 # Where pip should take torch's small CPU build (by default the registry's own, with CUDA on Linux):
@@ -9,6 +10,7 @@
 
 PYTHON ?= python3.11
 ARGS ?=
+SECONDS ?= 600
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,7 +31,7 @@ QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bu
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all lint
+.PHONY: help install train check test test-all fuzz lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -59,10 +61,16 @@ test-all: $(STAMP) ## every test, the exhaustive sweeps too
 	@echo "== testing, exhaustive sweeps too"
 	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
 
+fuzz: $(STAMP) ## before a release: random compositions, configurations and faults, a third of SECONDS each
+	@failed=0; for program in fuzz fuzz_config faults; do \
+		echo "== tests/laws/$$program.py"; \
+		$(BIN)/python tests/laws/$$program.py --seconds $$(($(SECONDS) / 3)) $(ARGS) || failed=1; \
+	done; exit $$failed
+
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@echo "== linting"
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@mkdir -p $(AS_TRIAX) && ln -sfn "$(CURDIR)" $(AS_TRIAX)/triax
-	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests/support:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
+	cd $(AS_TRIAX) && MYPYPATH=".:triax/tests/support:triax/tests/laws:triax/examples:triax/benchmarks" "$(CURDIR)/$(BIN)/mypy" \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" $(addprefix triax/,$(CHECKED))

@@ -7,8 +7,6 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -21,35 +19,7 @@ import triax
 from triax.checkpoint.format.folder import tags, verify
 from triax.checkpoint.format.index import read_index
 
-CALLS = ((os, "write"), (os, "fsync"), *((Path, name) for name in ("mkdir", "rename", "replace", "unlink", "open")))
-
-
-@contextmanager
-def disturbed(number: int, act: Callable[[], None]) -> Iterator[list[str]]:
-    """Call ``act`` before call number ``number`` of those that write files. Yields the names of the calls made."""
-    made: list[str] = []
-
-    def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            reads = name == "open" and not {"w", "wb"} & {*args, *kwargs.values()}
-            if not reads:
-                made.append(name)
-                if len(made) == number + 1:
-                    if name == "write":
-                        plain(args[0], args[1][: len(args[1]) // 2])  # half of it is there
-                    act()
-            return plain(*args, **kwargs)
-
-        return call
-
-    before = [(owner, name, getattr(owner, name)) for owner, name in CALLS]
-    for owner, name, plain in before:
-        setattr(owner, name, wrapped(name, plain))
-    try:
-        yield made
-    finally:
-        for owner, name, plain in before:
-            setattr(owner, name, plain)
+from failing_disk import disturbed
 
 
 def engine(**section: Any) -> Any:

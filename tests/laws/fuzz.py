@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ import torch
 
 from triax.pipe.schedules.registry import RECIPES
 
+import pool
 from compositions import DEFAULT, HALF, OPTIMIZERS, Case, describe, full, on_rank, plainly, whole
 from pool import RankFailure, run_ranks
 from shrink import shrink
@@ -309,7 +311,7 @@ def judge(case: Case) -> Verdict:
     """Run a case and compare it with what the law says."""
     case = full(case)
     which, near = law(case)
-    with tempfile.TemporaryDirectory(prefix="triax-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="triax-fuzz-", ignore_cleanup_errors=True) as folder:
         try:
             plain = reference(case, "plain", folder)  # a case that torch cannot run is none
         except Exception as error:
@@ -394,7 +396,7 @@ def compare(case: Case, ranks: list[dict[str, Any]], wanted: dict[str, Any], nea
     """Compare what the ranks saw with the reference."""
     found = ranks[0]
     for rank in ranks[1:]:
-        if rank.get("losses") != found.get("losses"):
+        if "local_updates" not in case["config"] and rank.get("losses") != found.get("losses"):
             return Verdict("wrong", f"ranks disagree: losses and norms {rank.get('losses')} and {found.get('losses')}")
     if "local_updates" not in case["config"]:
         known: dict[tuple[int, str], str] = {}
@@ -454,6 +456,7 @@ def run(seconds: float, seed: int, cases: int | None = None, shrinking: bool = T
     counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     findings: dict[str, str] = {}
+    pool.GRACE = 30.0  # under load the ranks of one case are seconds apart
     start = time.monotonic()
     number = 0
     while (cases is None or number < cases) and time.monotonic() - start < seconds:
@@ -466,7 +469,7 @@ def run(seconds: float, seed: int, cases: int | None = None, shrinking: bool = T
         if not verdict.finding or verdict.signature in findings:
             continue
         if shrinking:
-            case = shrink(case, DEFAULT, lambda less, like=verdict: judge(less).signature == like.signature, tries=40)
+            case = shrink(case, DEFAULT, partial(_again, verdict.signature), tries=40)
         findings[verdict.signature] = report(case, verdict)
         print(findings[verdict.signature], flush=True)
     spent = time.monotonic() - start
@@ -485,6 +488,10 @@ def report(case: Case, verdict: Verdict) -> str:
     return f"{verdict.kind.upper()}: {verdict.text}\n  python tests/laws/fuzz.py --case '{json.dumps(case)}'"
 
 
+def _again(signature: str, case: Case) -> bool:
+    return judge(case).signature == signature
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -494,6 +501,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true")
     options = parser.parse_args()
     if options.case:
+        pool.GRACE = 30.0
         verdict = judge(json.loads(options.case))
         print(verdict.kind, verdict.text)
         return int(verdict.finding)

@@ -29,6 +29,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -367,7 +368,7 @@ def run(seconds: float, seed: int, cases: int | None = None) -> tuple[Counter[st
         if not verdict.finding or verdict.signature in findings:
             continue
         if not again:
-            config = shrink(config, {}, lambda c, v=verdict, e=engine: judge(c, e).signature == v.signature, tries=150)
+            config = shrink(config, {}, partial(_again, verdict.signature, engine), tries=150)
             again = f"python tests/laws/fuzz_config.py --case '{_python(config)}'"
         findings[verdict.signature] = f"{verdict.kind.upper()}: {verdict.text}\n  {again[:1500]}"
         print(ascii(findings[verdict.signature]).strip("'\"").replace("\\n", "\n"), flush=True)
@@ -375,6 +376,10 @@ def run(seconds: float, seed: int, cases: int | None = None) -> tuple[Counter[st
     counted = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     print(f"fuzz_config: {number} configurations in {spent:.0f} s (seed {seed}): {counted}")
     return counts, [*findings.values()]
+
+
+def _again(signature: str, engine: bool, config: dict[str, Any]) -> bool:
+    return judge(config, engine).signature == signature
 
 
 def _python(config: dict[str, Any]) -> str:

@@ -5,7 +5,9 @@ A case is a dict of JSON values; absent keys have the values of ``DEFAULT``. ``t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import linecache
 import logging
@@ -76,7 +78,7 @@ def full(case: Case) -> Case:
 
 def optimizer_of(case: Case) -> tuple[str, dict[str, Any]]:
     name = case["optimizer"]
-    return {"momentum": "SGD"}.get(name, name), OPTIMIZERS[name]
+    return "SGD" if name == "momentum" else name, OPTIMIZERS[name]
 
 
 # ----------------------------------------------------------------------------------------------------------- model
@@ -132,9 +134,10 @@ class Chain(nn.Module):
 
     def __init__(self, case: Case, grid: Grid) -> None:
         super().__init__()
-        self.layers, self.order = nn.ModuleList(), []
+        self.layers = nn.ModuleList()
+        self.order: list[Any] = []
         tied: dict[Any, int] = {}
-        shared: dict[str, nn.Parameter] = {}
+        shared: dict[str, Any] = {}
         for number, (family, *tie) in enumerate(case["layers"]):
             if family in FUNCTIONS:
                 self.order.append(FUNCTIONS[family])
@@ -195,10 +198,9 @@ class CaseError(Exception):
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Return kind, text and place of an error, and whether triax raised it in words of its own."""
-    root, seen = error, {id(error)}
-    while root.__cause__ is not None and id(root.__cause__) not in seen:
+    root = error
+    while root.__cause__ is not None and " failed at " in str(root):  # a rank's name and op around another error
         root = root.__cause__
-        seen.add(id(root))
     frame = root.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -229,7 +231,8 @@ def on_rank(case: Case, first: int, last: int, load: str = "", save: str = "", s
         pipe, data, tensor = case["grid"]
         grid = Grid(pipe, data, tensor, timeout=25)
         run = {"pipeline": _pipeline, "module": _module, "optimizer": _optimizer}[case["engine"]]
-        return run(case, grid, first, last, load, save, scratch)
+        with contextlib.redirect_stdout(io.StringIO()):
+            return run(case, grid, first, last, load, save, scratch)
     except Exception as error:
         raise CaseError(json.dumps(describe(error))) from error
 
@@ -272,6 +275,8 @@ def _pipeline(case: Case, grid: Grid, first: int, last: int, load: str, save: st
         found.step(engine, loss)
     if save and not engine.save_checkpoint(save):
         raise AssertionError("the checkpoint was not written")
+    if problem := engine.wait_for_checkpoint():
+        raise AssertionError(problem)
     if case["generate"]:
         inference = triax.init_inference(engine, max_batch=2)
         prompts = [[1, 2, 3], [4], [5, 6]]
@@ -301,6 +306,8 @@ def _module(case: Case, grid: Grid, first: int, last: int, load: str, save: str,
         found.step(engine, losses.item() / grid.data.size)
     if save and not engine.save_checkpoint(save):
         raise AssertionError("the checkpoint was not written")
+    if problem := engine.wait_for_checkpoint():
+        raise AssertionError(problem)
     return found.result(grid)
 
 

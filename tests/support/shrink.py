@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,14 +41,19 @@ def _less(value: Any) -> Iterator[Any]:
 
 
 def shrink(
-    case: dict[str, Any], default: Mapping[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 80
+    case: dict[str, Any],
+    default: Mapping[str, Any],
+    fails: Callable[[dict[str, Any]], bool],
+    tries: int = 80,
+    seconds: float = 60.0,
 ) -> dict[str, Any]:
-    """Return the smallest case found that still fails, after at most ``tries`` attempts."""
+    """Return the smallest case found that still fails, after at most so many attempts and about so many seconds."""
+    deadline = time.monotonic() + seconds
     changed = True
     while changed:
         changed = False
         for less in smaller(case, default):
-            if tries == 0:
+            if tries == 0 or time.monotonic() > deadline:
                 return case
             tries -= 1
             if fails(less):

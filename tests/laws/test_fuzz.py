@@ -1,0 +1,103 @@
+"""The fuzzers: a few fixed cases of each, those that failed once, and proof that each of them finds what is wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import faults
+import fuzz
+import fuzz_config
+import pool
+
+UNUSED = [["linear"], ["split_tuple"], ["same"], ["linear"]]  # the second layer's second output is used by nothing
+TIED = {"family": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True}
+FOUND: list[dict[str, Any]] = [
+    # A parameter without a gradient decayed: in stage 3 where a whole layer had none, ...
+    {"grid": [1, 2, 1], "optimizer": "momentum", "layers": UNUSED[:2], "config": {"zero_optimization": {"stage": 3}}},
+    # ... and before a stage boundary over which an unused tensor went.
+    {"grid": [2, 1, 1], "optimizer": "momentum", "layers": UNUSED},
+    {"grid": [2, 1, 1], "optimizer": "momentum", "schedule": "zb-h1", "layers": UNUSED},
+    {"grid": [2, 1, 2], "optimizer": "momentum", "layers": [["sharded"], ["split_tuple"], ["same"], ["sharded"]]},
+    # Tied weights drifted apart in their last bits, because each stage cut them into other sub-groups.
+    {"grid": [2, 1, 1], "steps": 2, "model": TIED, "config": {"zero_optimization": {"sub_group_size": 30}}},
+]
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_compositions_that_failed_once(ranks: Any, case: dict[str, Any]) -> None:
+    assert fuzz.judge(case) == fuzz.Verdict("equal")
+
+
+def test_some_compositions(ranks: Any) -> None:
+    counts, findings = fuzz.run(seconds=60, seed=4, cases=4)
+    assert not findings and counts["equal"] >= 2
+
+
+def test_some_configurations() -> None:
+    counts, findings = fuzz_config.run(seconds=60, seed=7, cases=60)
+    assert not findings and counts["refused"] > 10 and counts["accepted"] + counts["trained"] > 10
+
+
+def test_some_faults(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE", 20.0)
+    lives: list[dict[str, Any]] = [
+        {"kind": "kill_in_save", "at": 7, "step": 2},
+        {"kind": "damage", "way": "flip", "at": 5},
+        {"kind": "raise", "grid": [2, 1, 1], "step": 3},
+    ]
+    assert faults.judge({"steps": 5, "lives": lives}) == faults.Verdict("survived")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("program", [fuzz, fuzz_config, faults], ids=lambda program: program.__name__)
+def test_five_minutes_of_each(ranks: Any, program: Any) -> None:
+    counts, findings = program.run(seconds=300, seed=random.randrange(10**6))
+    assert not findings and sum(counts.values()) > 20, findings
+
+
+# ------------------------------------------------------------------------------------------ they find what is wrong
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    found = fuzz.plainly({"grid": [1, 1, 1], "layers": [["linear"], ["gru"]]})
+    ranks = [{**found, "digests": {}, "tensor": 0, "losses": [step[:2] for step in found["steps"]]}]
+    case = fuzz.full({})
+    assert fuzz.compare(case, ranks, found, 1e-10).kind == "equal"
+    loss, norm, gradients, weights = found["steps"][0]
+    for name, tensor in gradients.items():
+        near = {**gradients, name: tensor + 1e-8 * torch.ones_like(tensor)}
+        wrong = [{**ranks[0], "steps": [(loss, norm, near, weights)]}]
+        assert f"gradient of {name} differs" in fuzz.compare(case, wrong, found, 1e-10).text
+    drifted = [*ranks, {**ranks[0], "digests": {"a": "1"}}, {**ranks[0], "digests": {"a": "2"}}]
+    assert fuzz.compare(case, drifted, found, 1e-10).kind == "wrong"
+
+
+def test_a_raw_error_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    def raw(_: Any) -> Any:
+        raise KeyError("stage")
+
+    monkeypatch.setattr(fuzz_config, "read_config", raw)
+    assert fuzz_config.judge({}).kind == "raw"
+    # A rank's own error of torch's is raw, and triax's words are a refusal.
+    assert fuzz.judge({"layers": [["linear"]], "chunks": 3}).kind == "refused"
+    assert fuzz.judge({"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "no": 1}}).kind == "refused"
+
+
+def test_a_lost_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
+    monkeypatch.setattr(faults, "tags", lambda folder: [])
+    lives = [{"kind": "exit", "step": 2}]
+    assert "was committed, and the newest checkpoint is of step 0" in faults.judge({"steps": 4, "lives": lives}).text
+
+
+def test_shrinking_keeps_what_fails() -> None:
+    case = {"grid": [2, 2, 1], "layers": [["linear"], ["gru"], ["conv"]], "steps": 4, "config": {"a": 1, "b": 2}}
+
+    def fails(less: dict[str, Any]) -> bool:
+        return ["gru"] in less.get("layers", []) and "b" in less.get("config", {})
+
+    assert fuzz.shrink(case, fuzz.DEFAULT, fails) == {"layers": [["gru"]], "config": {"b": 1}}
