@@ -35,6 +35,7 @@ from ..pipe.schedules.choose import make_schedule
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
+from ..zero.gathered_parameters import guard_state_dict
 from ..zero.managed import ManagedParameter
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
@@ -102,6 +103,8 @@ class PipelineEngine(Engine):
         gatherer = self.data_axis.gatherer
         module.run_hook = None if gatherer is None else gatherer.run
         module.prefetch_hook = None if gatherer is None else gatherer.prefetch
+        if gatherer is not None:
+            guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
         self.executor = Executor(module, self.data_axis)
         self._make_step(parts)

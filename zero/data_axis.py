@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..grid import Axis
+from ..grid import Axis, layout_of
 from ..grid.grid import Grid
 from .bucket import Bucket
 from .bucketing import make_buckets
 from .gradients import GradientReducer, all_reduce_gradients, with_gradients
-from .managed import ManagedParameter
+from .managed import ManagedParameter, is_released, mark_as_deepspeed
 from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
 from .optimizer import RangeStepper
@@ -78,6 +78,8 @@ class ZeroDataAxis:
         self.stepped = self._exchanged = False
         self.extra_axis: Axis | None = None
         self._tensor_axis = grid.tensor
+        if options.stage == 3:
+            mark_as_deepspeed(members)
         with placed_on_all_ranks(grid, options.offload):
             self.memory = OffloadMemory(options.offload, grid.device)
             self.buckets = make_buckets(members, grid, options, capacity, self.memory)
@@ -98,8 +100,9 @@ class ZeroDataAxis:
         if options.zeropp is not None:
             plain = options.exchange is None and options.communication_dtype is None
             options.zeropp.replace_reductions(self.buckets, grid, plain)
-        link = _Link(self)
         for member in members:
+            link = _Link(self)
+            link.parameter = weakref.ref(member.parameter)
             setattr(member.parameter, _ATTRIBUTE, link)
 
     def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
@@ -261,7 +264,16 @@ def _no_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
 class _Link(weakref.ref[ZeroDataAxis]):
     """A weak reference from a parameter to its data axis. A copied or pickled parameter has None in its place."""
 
+    parameter: weakref.ref[nn.Parameter]
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        parameter = self.parameter()
+        if parameter is not None and is_released(parameter):
+            raise RuntimeError(
+                f"{layout_of(parameter).name or 'a parameter'} of {tuple(parameter.shape)} is saved or pickled, but "
+                "stage 3 of ZeRO has released it and it would be NaN: save engine.module_state_dict(), which every "
+                "rank calls, or save within triax.zero.gathered(module)"
+            )
         return type(None), ()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..grid import Grid, Pending
 from ..grid.comm.pending import All, Done
 from .flat import FlatBucket
-from .managed import BucketKey, ManagedParameter
+from .managed import BucketKey, ManagedParameter, ZeroParamStatus
 from .offload import OffloadMemory
 from .options import ZeroOptions
 from .protocols import AllGather
@@ -45,6 +45,7 @@ class FlatWeights:
             the parameters are not trained.
         partitioned: True if the weights are gathered where they are used and released after (stage 3).
         released: True while this rank holds the shard only.
+        lent: True if a user may hold views of ``weights``, so that ``release`` must not free memory that has others.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class FlatWeights:
             same = self._accumulation_dtype == dtype and states.device.type == self.shard.device.type
             master = self.shard if same else states.zeros(self.owned_numel, self._accumulation_dtype)
             self.master = nn.Parameter(master)
+        self.lent = False
         self._slots = {member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)}
         for member in self.members:
             self.fill(member.parameter, member.parameter)
@@ -204,9 +206,11 @@ class FlatWeights:
         """Free the gathered weights and keep the shard. Until ``show``, parameters read as NaN."""
         if not self.released:
             self._point_parameters_at(self._placeholders)
+            if self.lent and self._has_other_views():
+                self.weights, self._views = torch.empty_like(self.weights), []
             # The storage is emptied, not dropped: tensors that autograd saved for backward are views of it.
             self.weights.untyped_storage().resize_(0)
-            self.released = True
+            self.released, self.lent = True, False
 
     def restore(self, axis: AllGather) -> Pending:
         """Start gathering the released weights. Call ``show`` when the gather has ended."""
@@ -223,6 +227,12 @@ class FlatWeights:
         self._views = self._views or self._views_of(self.weights)
         self._point_parameters_at(self._views)
 
+    def _has_other_views(self) -> bool:
+        """Return True if a tensor that is not this bucket's, such as one of a ``state_dict()``, views the weights."""
+        storage = self.weights.untyped_storage()
+        # Its own users: the variable ``storage``, ``weights`` and ``_views``.
+        return torch._C._storage_Use_Count(storage._cdata) > 2 + len(self._views)
+
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         return [
             flat[slot.start : slot.stop].view(member.parameter.shape)
@@ -232,3 +242,8 @@ class FlatWeights:
     def _point_parameters_at(self, views: Sequence[Tensor]) -> None:
         for member, view in zip(self.members, views, strict=True):
             member.parameter.data = view  # keeps the Parameter object, and all that refers to it
+        if self.partitioned:
+            gone = views is self._placeholders
+            status = ZeroParamStatus.NOT_AVAILABLE if gone else ZeroParamStatus.AVAILABLE
+            for member in self.members:
+                setattr(member.parameter, "ds_status", status)  # noqa: B010  # a Parameter does not declare it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from ..grid import layout_of
 from .bucket import Bucket
 from .data_axis import ZeroDataAxis, data_axis_of
+from .managed import is_released
 
 
 @contextmanager
@@ -21,7 +23,8 @@ def gathered(
 
     Collective over the data axis: every replica enters and leaves, with the same parameters in the same order. In
     stages 0 to 2 parameters are whole at any time, and only written ones are sent. Do not call ``backward`` on results
-    computed from the parameters within: it would find them released.
+    computed from the parameters within: it would find them released. Tensors taken from them within, such as those of
+    ``module.state_dict()``, stay whole.
 
     Only the data axis is gathered. A rank of the tensor axis still sees its own shard, and each stage that holds a tie
     has its own copy: write the same to all copies.
@@ -103,3 +106,41 @@ def _require_none_written(written: list[nn.Parameter], data_axis: ZeroDataAxis) 
             f"{int(count)} parameters were written (over all replicas) within gathered(...), which gathers them to be "
             "read only: pass modifier_rank=0, and all replicas have what rank 0 of the data axis wrote"
         )
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of a module and its submodules refuse released parameters.
+
+    They are not gathered instead: that is collective, and scripts save under ``if rank == 0``. Under
+    ``keep_vars=True`` the result holds the parameters themselves, which the caller can gather.
+    """
+    for part in module.modules():
+        part.register_state_dict_pre_hook(_refuse_read)
+        part.register_load_state_dict_pre_hook(_refuse_write)
+
+
+def _refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Hook before ``state_dict()``."""
+    released = [] if keep_vars else _released(module)
+    if released:
+        raise RuntimeError(
+            f"state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, as "
+            "in stage 3 of ZeRO they are outside of their layer's run: they would be saved as NaN. Call "
+            "engine.module_state_dict() on every rank, or call state_dict() on every rank within "
+            "triax.zero.gathered(module)"
+        )
+
+
+def _refuse_write(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before ``load_state_dict()``."""
+    released = [name for name in _released(module) if prefix + name in state_dict]
+    if released:
+        raise RuntimeError(
+            f"load_state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, "
+            "as in stage 3 of ZeRO they are outside of their layer's run: their new values would be lost. Call it on "
+            "every rank within triax.zero.gathered(module, modifier_rank=0), or load before the engine is made"
+        )
+
+
+def _released(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if is_released(parameter)]

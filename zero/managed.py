@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,28 @@ class ManagedParameter(NamedTuple):
     tie: int | None  # the tie it belongs to, if other pipe ranks hold it too
     counted: bool  # True if this pipe rank counts it in the norm
     group: int | None  # its parameter group in the optimizer; None: it is not trained
+
+
+class ZeroParamStatus(Enum):
+    """DeepSpeed's states of a parameter in stage 3, which scripts find in ``parameter.ds_status``."""
+
+    AVAILABLE = 1  # whole
+    NOT_AVAILABLE = 2  # released: it reads as NaN
+    INFLIGHT = 3  # never found here: a parameter is released until its gather has ended
+
+
+def is_released(parameter: nn.Parameter) -> bool:
+    """Return True if this rank holds only its shard of a parameter now, so that the parameter reads as NaN."""
+    return getattr(parameter, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
+
+
+def mark_as_deepspeed(members: Iterable[ManagedParameter]) -> None:
+    """Set on parameters the attributes by which scripts recognize those of DeepSpeed's stage 3, and gather them."""
+    for number, member in enumerate(members):
+        parameter = member.parameter
+        marks = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+        for name, value in {**marks, "ds_status": ZeroParamStatus.AVAILABLE}.items():
+            setattr(parameter, name, value)
 
 
 class BucketKey(NamedTuple):

@@ -146,6 +146,8 @@ class ParameterGatherer:
             self._wait(bucket)
         self._wanted.update(wanted)
         self._contexts.update(buckets)
+        for bucket in buckets:
+            bucket.lent = True
         try:
             yield
         finally:

@@ -5,6 +5,7 @@
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 comm.py: ``deepspeed.comm``: ``log_summary`` of all engines.
+zero.py: ``deepspeed.zero``: ``GatheredParameters``.
 """
 
 from ...grid.lazy import attach

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.zero import gathered
+from triax.compat import deepspeed
+from triax.compat.deepspeed.zero import ZeroParamStatus
+from triax.zero import ShardedOptimizer, gathered
 
 WIDTH = 6
 
@@ -268,3 +270,67 @@ def pipeline_within(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
 def test_a_pipeline_runs_on_what_is_lent(ranks: Any, sizes: tuple[int, int, int]) -> None:
     ranks(sizes[0] * sizes[1], pipeline_within, sizes)
+
+
+def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
+    """Save a model in stage 3, as scripts for DeepSpeed do and in other ways; return what was saved."""
+    grid = Grid(data=2, timeout=60)
+    module: nn.Module
+    if how == "pipeline":
+        made: Any = engine(grid, 3)
+        made.train_batch(data(grid))
+        module, whole = made.module, made.module_state_dict()
+    elif how == "module":
+        module = stack()
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3},
+        }
+        made = triax.initialize(model=module, config=config, grid=grid)[0]
+        made.backward(made(batch(0, grid.data.rank)).square().mean())
+        made.step()
+        whole = made.module_state_dict()
+    else:
+        module = stack()
+        made = ShardedOptimizer(torch.optim.SGD, module.parameters(), grid, stage=3, module=module, lr=0.1)
+        made.zero_grad()
+        module(batch(0, grid.data.rank)).square().mean().backward()
+        made.step()
+        with gathered(module):
+            whole = {name: value.clone() for name, value in module.state_dict().items()}
+
+    part = next(each for name, each in module.named_modules() if name.endswith((".1", ".2")))
+    for asked in (module, part):
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) was called while .* Call engine.module_state_dict"):
+            asked.state_dict()
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) was called while .* modifier_rank=0"):
+            asked.load_state_dict(asked.state_dict(keep_vars=True))
+    with pytest.raises(RuntimeError, match=r"is saved or pickled, but stage 3 .* save engine.module_state_dict"):
+        pickle.dumps(dict(module.named_parameters()))
+
+    saved = {}
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        assert hasattr(parameter, "ds_id")
+        assert (parameter.ds_shape, parameter.ds_numel) == (parameter.shape, parameter.numel())
+        assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        with deepspeed.zero.GatheredParameters([parameter], enabled=True):
+            assert parameter.ds_status == ZeroParamStatus.AVAILABLE
+            saved[name] = parameter.data.cpu()  # no copy, of a parameter on a CPU
+    with gathered(module):
+        state = module.state_dict()
+        pickled = pickle.loads(pickle.dumps(dict(module.named_parameters())))
+    assert len({parameter.ds_id for parameter in parameters.values()}) == len(saved)
+    return [whole, saved, state, pickled]
+
+
+@pytest.mark.parametrize("how", ["module", "pipeline", "plain loop"])
+def test_a_model_saved_as_scripts_for_deepspeed_do_is_whole(ranks: Any, how: str) -> None:
+    """`module.state_dict()` in stage 3 gave NaN without a word, and so did a script that asks for `ds_id`."""
+    for whole, *others in ranks(2, scripts_of_deepspeed, how):
+        if how != "pipeline":
+            torch.testing.assert_close(whole, plainly(1)[0], rtol=1e-10, atol=1e-13)
+        for found in others:
+            assert found.keys() == whole.keys()
+            assert all(torch.equal(found[name], value) for name, value in whole.items())

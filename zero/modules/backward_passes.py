@@ -17,6 +17,7 @@ from ...grid import Grid, layout_of
 from ...grid.autograd import weak
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
+from ..gathered_parameters import guard_state_dict
 from ..managed import ManagedParameter
 from ..options import ZeroOptions
 from ..protocols import MakeOptimizer
@@ -105,6 +106,8 @@ class BackwardPasses:
         self._expected = expected
         self._units: Units | None = None
         if self.data_axis.gatherer is not None:
+            assert module is not None
+            guard_state_dict(module)
             self._units = Units(cut, self.data_axis.gatherer, keep, expected or 1, self._unit_done)
         self._running: AbstractContextManager[None] | None = None  # context of the running backward pass
         self.count = self.seen = 0
