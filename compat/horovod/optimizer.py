@@ -173,6 +173,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if not self._hvd.reducer.done:
             self._hvd.synchronize()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False, for ``torch.amp.GradScaler.step``, which reads this before it unscales gradients.
+
+        They are averaged here, before: each rank then unscales the same averages, and all or none of them step.
+        """
+        if not self._hvd.skip:
+            self.synchronize()
+        return False
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Context in which ``step`` does not average: ``synchronize`` did, and gradients may have changed since."""

@@ -427,6 +427,47 @@ def test_gradients_that_are_written_by_hand(ranks: Any) -> None:
     assert ranks(2, by_hand) == [[-18.0] * 3] * 2  # 0.5 + 1.5 + ... + 5.5
 
 
+def scaled_loop(rank: int, size: int, wrap: Callable[[Any, nn.Module], Any], fused: bool) -> dict[str, Tensor]:
+    """Train with torch's GradScaler on the batches of ``size`` ranks, or on this rank's part of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    optimizer = wrap(torch.optim.Adam(model.parameters(), lr=0.01, fused=fused), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(5):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if step == 2:
+            x[3] = torch.inf  # an overflow, on the last rank alone: no rank may step
+        optimizer.zero_grad()
+        loss = model(x.chunk(size)[rank] if size > 1 else x).square().mean()
+        scaler.scale(loss).backward()
+        if step == 3:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**11
+    return model.state_dict()
+
+
+def scaled(fused: bool) -> dict[str, Tensor]:
+    with started():
+        return scaled_loop(hvd.rank(), 2, lambda o, m: hvd.DistributedOptimizer(o, m.named_parameters()), fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_grad_scaler(ranks: Any, fused: bool) -> None:
+    """It unscaled gradients while they were being sent: other weights on every rank, and of the wrong size."""
+
+    def plain(optimizer: Any, model: nn.Module) -> Any:
+        optimizer.synchronize = lambda: None
+        return optimizer
+
+    wanted = scaled_loop(0, 1, plain, fused)
+    for found in ranks(2, scaled, fused):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
 def clips_too_early() -> None:
     with started():
         model = nn.Linear(3, 1)

@@ -458,6 +458,25 @@ def test_arguments_refused(changes: dict[str, Any], words: str) -> None:
         make(**changes)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torchs_grad_scaler_is_refused(stage: int) -> None:
+    """It unscales `.grad`, which is not what the step reads."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for kind in ("plain loop", "engine"):
+        if kind == "engine":
+            optimizer: Any = initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})[1]
+        else:
+            optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), Grid(), stage=stage, module=model, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, WIDTH)).mean()).backward()
+        before = model[0].weight.detach().clone()
+        with pytest.raises(RuntimeError, match=r"GradScaler unscales \.grad, .* \"fp16\": \{\"enabled\": true\}"):
+            scaler.step(optimizer)
+        assert torch.equal(model[0].weight, before)
+
+
 def test_orders_of_calls_refused() -> None:
     model = net()
     optimizer = make(model=model)

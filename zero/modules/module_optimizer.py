@@ -61,6 +61,15 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self._data_axis.step(scale, without=without)
         self.backward_passes.stepped = True
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse ``torch.amp.GradScaler.step``, which reads this first."""
+        raise RuntimeError(
+            f"torch.amp.GradScaler unscales .grad, but {type(self).__name__} steps with the gradients in ZeRO's "
+            'buckets: set "fp16": {"enabled": true} for triax.initialize, whose engine.backward(loss) and '
+            "engine.step() scale the loss, or use bf16, which needs no loss scale, and leave out the scaler"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ``RuntimeError``: parameters are laid out in buckets once, when the optimizer is made."""
         if hasattr(self, "backward_passes"):

@@ -38,7 +38,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
     Learning-rate schedulers accept it: it is a ``torch.optim.Optimizer``. A parameter without a gradient on any
     replica does not change (Adam's step count, for its bias correction, goes on). Parameters' own ``.grad`` is whole
     in stage 0 only, after ``synchronize``; ``gradients()`` returns whole gradients in every stage.
-    ``torch.amp.GradScaler`` reads ``.grad`` and so does not work with it: use bf16.
+    ``torch.amp.GradScaler`` reads ``.grad``, so its ``step`` is refused: use bf16.
 
     Args:
         optimizer_class: one that treats every element alone: Adam, AdamW, SGD, ...; or, in stage 0, a 1-bit optimizer:
