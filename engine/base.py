@@ -280,7 +280,7 @@ class Engine:
                 f"assign was given values of shape {tuple(value.shape)} for a parameter of shape "
                 f"{tuple(parameter.shape)}: give the values of this tensor rank's shard of the parameter"
             )
-        if not self.data_axis.fill(parameter, value.to(self.data_axis.device)):
+        if not self.data_axis.assign(parameter, value.to(self.data_axis.device)):
             parameter.data.copy_(value)  # frozen, and whole on every replica
 
     @property
@@ -290,8 +290,8 @@ class Engine:
 
     @property
     def local_rank(self) -> int:
-        """Number of this process's device, for ``tensor.to(engine.local_rank)``; prefer ``engine.device``."""
-        return self.grid.device.index or 0
+        """Rank of this process on its host, the launcher's ``LOCAL_RANK``. For ``tensor.to``, use ``engine.device``."""
+        return self.grid.local_rank
 
     def deepspeed_io(
         self,

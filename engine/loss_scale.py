@@ -4,6 +4,9 @@
 multiplies nothing: there each engine's scale is applied to the gradients that enter its module through its outputs.
 The same happens if the backward pass of one engine runs into the module of another, which has a scale of its own.
 Gradients that leave a module through its inputs are divided by what they were multiplied by when they entered.
+
+If an output of one engine's module is an input of another's, both factors are applied as one. Between the two, an fp16
+gradient would be unscaled, and too small for its dtype.
 """
 
 from __future__ import annotations
@@ -175,6 +178,9 @@ def rescaled(
     """
     if isinstance(value, Tensor):
         wanted = value.requires_grad and value.is_floating_point()
+        entry = _entry_of(value) if wanted and leaving else None
+        if entry is not None:
+            return _Rescale.apply(lambda: factor() / entry.factor(), True, 1.0, copies(value), entry.source), True
         return (_Rescale.apply(factor, leaving, 1.0, copies(value), value) if wanted else value), True
     if isinstance(value, Mapping):
         parts = {key: rescaled(item, factor, leaving, copies) for key, item in value.items()}
@@ -192,6 +198,17 @@ def rescaled(
     return value, value is None or isinstance(value, (bool, int, float, str))
 
 
+def _entry_of(value: Tensor) -> Any:
+    """Return the node by which gradients enter the module whose output a tensor is, unchanged; None if it is not one.
+
+    None too if the user reads the tensor's own gradient, which must be unscaled.
+    """
+    node: Any = value.grad_fn
+    if not isinstance(node, _Rescale._backward_cls) or node.source is None:  # type: ignore[attr-defined]
+        return None
+    return None if value.retains_grad or value._backward_hooks else node
+
+
 class _Rescale(torch.autograd.Function):
     """Identity whose backward pass multiplies the gradient by a factor, or divides it if ``leaving``.
 
@@ -205,6 +222,7 @@ class _Rescale(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.leaving, ctx.by = factor, leaving, by
+        ctx.source = tensor if by == 1.0 and not (leaving or copied) else None  # see _entry_of
         if by != 1.0:
             return tensor * by
         # Not a view, which could not be changed in place.

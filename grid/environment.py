@@ -107,6 +107,13 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
     return _environment(env, "mpirun", rank, size, local_rank, port=port)
 
 
+def local_rank(environ: Mapping[str, str] | None = None) -> int:
+    """Return this process's rank on its host, ``LOCAL_RANK`` under torchrun; 0 if no launcher sets it."""
+    env = os.environ if environ is None else environ
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return int(next((env[name] for name in names if name in env), "0"))
+
+
 def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     """Return (this process's rank on its host, number of ranks on this host); None if the launcher does not set both.
 

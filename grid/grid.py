@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import gc
 import math
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from .comm.observed_axis import Observer, observe, unobserve
 from .comm.store_barrier import store_barrier
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
-from .environment import Environment, leave_name, read_environment, resident_peak, timeline_folder
+from .environment import Environment, leave_name, local_rank, read_environment, resident_peak, timeline_folder
 from .hang_watch import Activity, HangWatch, timed_out, with_timeout
 from .topology import DEFAULT_AXES, Topology
 
@@ -82,7 +81,8 @@ class Grid:
         self.topology = Topology(**{name: sizes[name] or 1 for name in order})
         self.coordinate = self.topology.coordinate(self.rank)
         leave_name(self.rank, self.describe())
-        self.device = _device(device, environment)
+        self.local_rank = local_rank()
+        self.device = _device(device, self.local_rank)
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
@@ -367,10 +367,9 @@ def _replicas(pipe: int, data: int | None, tensor: int, processes: int) -> int:
     )
 
 
-def _device(device: torch.device | str | None, environment: Environment | None) -> torch.device:
+def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
     if device is None and torch.cuda.is_available():
-        local = environment.local_rank if environment else int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
     chosen = torch.device(device or "cpu")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -864,3 +864,43 @@ def test_a_dropped_engine_is_freed_at_once() -> None:
         freed = [each() is None for each in watched]
         gc.enable()
     assert freed == [True, True]
+
+
+def local_ranks() -> tuple[int, str]:
+    engine = one({"train_batch_size": MICRO * 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    return engine.local_rank, os.environ["LOCAL_RANK"]
+
+
+def test_local_rank_is_the_launchers(ranks: Any) -> None:
+    """It was 0 on every rank without a GPU."""
+    assert ranks(2, local_ranks) == [(0, "0"), (1, "1")]
+
+
+def in_a_row(half: bool, how: str) -> list[dict[str, Tensor]]:
+    """Return the gradients of two engines, one after the other; of the second's inputs, they are small for fp16."""
+    engines = []
+    torch.manual_seed(0)
+    for power in (16, 12):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+        if power == 12 and how == "only way":
+            for weight in [parameter for parameter in model.parameters() if parameter.dim() == 2]:
+                weight.data.mul_(2.0**-7)
+        config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+        fp16 = {"enabled": half, **({"initial_scale_power": power} if half else {})}
+        engines.append(initialize(model=model, config={**config, "fp16": fp16})[0])
+    first, second = engines
+    y = first(torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH))
+    loss = second(y).double().square().mean() * 0.05
+    (loss if how == "only way" else loss + y.double().mean() * 0.01).backward()
+    for engine in engines:
+        engine.step()
+    return [{name: value.double() for name, value in engine.gather("gradients").items()} for engine in engines]
+
+
+@pytest.mark.parametrize("how", ["only way", "two ways"])
+def test_fp16_gradients_from_one_engine_to_the_next_stay_scaled(how: str) -> None:
+    """Under ``loss.backward()`` they were unscaled in between, in fp16, and became 0."""
+    for mine, theirs in zip(in_a_row(True, how), in_a_row(False, how), strict=True):
+        for name, value in theirs.items():
+            assert value.abs().max() > 0
+            assert (mine[name] - value).norm() < 0.01 * value.norm(), name
