@@ -112,6 +112,14 @@ class ZeroDataAxis:
             bucket.fill(parameter, value)
         return bucket is not None
 
+    def assign(self, parameter: nn.Parameter, value: Tensor) -> bool:
+        """Set a parameter's values after steps, equal on every replica; return False if no bucket has it."""
+        filled = self.fill(parameter, value)
+        if filled:
+            bucket = self._bucket_of[parameter]
+            self.changed({bucket: [bucket.span(parameter)]})
+        return filled
+
     def begin(self) -> None:
         """Begin a step with zero gradients."""
         self.stepped = self._exchanged = False

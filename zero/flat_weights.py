@@ -117,11 +117,17 @@ class FlatWeights:
             return self.master.detach(), self.owned[0]
         return (self.shard, self.owned[0]) if self.partitioned else (self.weights, 0)
 
+    def span(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return the first element of a parameter in ``weights``, and the one after its last."""
+        return self._slots[parameter].start, self._slots[parameter].stop
+
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set the initial values of a parameter. If the weights are released, only the owned values are stored."""
-        _, start, stop = self._slots[parameter]
-        targets = [(self.shard, *self.owned) if self.released else (self.weights, 0, self.flat.numel)]
+        """Set the values of a parameter. If the weights are released, only the owned values are stored."""
+        start, stop = self.span(parameter)
+        targets = [] if self.released else [(self.weights, 0, self.flat.numel)]
+        if self.partitioned:
+            targets.append((self.shard, *self.owned))
         if self.master_is_copy:
             assert self.master is not None
             targets.append((self.master, *self.owned))

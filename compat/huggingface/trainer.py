@@ -12,6 +12,7 @@ division of samples among processes. The file is imported at the first use of th
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ except ImportError as missing:
 _REPLACED = (
     *("_prepare_for_training", "create_optimizer", "create_scheduler", "_wrap_model", "training_step"),
     *("_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm", "_build_accelerator_args", "get_tp_size"),
-    *("_get_dataloader", "evaluation_loop", "floating_point_ops", "_track_num_input_tokens", "_save"),
+    *("_get_dataloader", "evaluation_loop", "predict", "log", "floating_point_ops", "_track_num_input_tokens", "_save"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
     *("_load_rng_state", "call_model_init", "create_accelerator_and_postprocess"),
 )
@@ -97,6 +98,7 @@ class Trainer(transformers.Trainer):
     engine: ModuleEngine | None = None
     _checked: Config | None = None
     _handle: EngineOptimizer | None = None
+    _evaluated: int | None = None  # samples of an evaluation whose speed is not logged yet
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **options: Any) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
@@ -292,7 +294,28 @@ class Trainer(transformers.Trainer):
             if self.args.eval_use_gather_object:
                 raise ConfigError("eval_use_gather_object would count the samples of each tensor rank: leave it out")
             self.gather_function = self._gather
-        return super().evaluation_loop(*args, **kwargs)
+        output = super().evaluation_loop(*args, **kwargs)
+        self._evaluated = output.num_samples
+        return output
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as transformers does; steps that tensor ranks share count once."""
+        output: Any = super().predict(*args, **kwargs)
+        self._count_steps_once(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as transformers does; steps of an evaluation that tensor ranks share count once."""
+        self._count_steps_once(logs)
+        super().log(logs, start_time)
+
+    def _count_steps_once(self, metrics: dict[str, float]) -> None:
+        """Correct the steps per second of the last evaluation: transformers takes every process for a replica."""
+        samples, self._evaluated = self._evaluated, None
+        for key in [key for key in metrics if key.endswith("_steps_per_second")] if samples is not None else []:
+            batch = self.args.eval_batch_size
+            counted, steps = (math.ceil(samples / (batch * n)) for n in (self.grid.size, self.grid.replicas))
+            metrics[key] = round(metrics[key] * steps / max(counted, 1), 3)
 
     def _gather(self, data: Any) -> Any:
         """Gather tensors from all replicas, from the first rank of each tensor-parallel group. Collective.

@@ -665,6 +665,20 @@ def evaluated(out: str, config: Any) -> tuple[float, Any]:
     return loss, trainer.predict(Text(6, 300)).predictions
 
 
+def speeds(out: str, tensor: int) -> list[float]:
+    trainer = trainer_of("gpt2", out, 1, zero(0, tensor))
+    found, predicted = trainer.evaluate(), trainer.predict(Text(6, 300)).metrics
+    metrics = ((found, "eval"), (predicted, "test"))
+    return [each[f"{name}_steps_per_second"] * each[f"{name}_runtime"] for each, name in metrics]
+
+
+def test_steps_per_second_of_an_evaluation_count_once(ranks: Any, tmp_path: Path) -> None:
+    """Tensor ranks counted as replicas: two of them halved the number."""
+    (wanted,) = ranks(1, speeds, str(tmp_path), 1)
+    for found in ranks(2, speeds, str(tmp_path), 2):
+        assert [round(steps) for steps in found] == [round(steps) for steps in wanted]
+
+
 @pytest.mark.exhaustive
 def test_evaluation_without_training(ranks: Any, tmp_path: Path) -> None:
     ((loss, logits),) = ranks(1, evaluated, str(tmp_path), None)

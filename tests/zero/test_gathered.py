@@ -334,3 +334,29 @@ def test_a_model_saved_as_scripts_for_deepspeed_do_is_whole(ranks: Any, how: str
         for found in others:
             assert found.keys() == whole.keys()
             assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def assigned(half: bool) -> None:
+    grid = Grid(data=2, timeout=60)
+    made, dtype = engine(grid, 3, **({"bf16": {"enabled": True}} if half else {})), torch.float64
+    samples = data(grid, torch.bfloat16 if half else dtype)
+    made.train_batch(samples)
+    values = {
+        p.layout.name: torch.full(p.parameter.shape, 0.1 + i) for i, p in enumerate(made.module.local_parameters())
+    }
+    with gathered(made.module):
+        for each in made.module.local_parameters():
+            made.assign(each.parameter, values[each.layout.name])
+            assert torch.equal(each.parameter.double(), values[each.layout.name].to(each.parameter.dtype).double())
+    for name, found in made.gather().items():
+        assert torch.equal(found, values[name].to(found.dtype)), name
+    made.train_batch(samples)
+    stepped, gradients = made.gather(), made.gather("gradients")
+    for name, found in stepped.items():
+        torch.testing.assert_close(found, (values[name] - 0.1 * gradients[name]).to(found.dtype), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_values_assigned_within_gathered_stay(ranks: Any, half: bool) -> None:
+    """They were written to the gathered weights alone, and lost when these were released."""
+    ranks(2, assigned, half)

@@ -461,7 +461,7 @@ def test_arguments_refused(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_torchs_grad_scaler_is_refused(stage: int) -> None:
     """It unscales `.grad`, which is not what the step reads."""
-    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    model = nn.Linear(WIDTH, 1)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     for kind in ("plain loop", "engine"):
         if kind == "engine":
@@ -471,10 +471,10 @@ def test_torchs_grad_scaler_is_refused(stage: int) -> None:
         scaler = torch.amp.GradScaler("cpu")
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, WIDTH)).mean()).backward()
-        before = model[0].weight.detach().clone()
+        before = model.weight.detach().clone()
         with pytest.raises(RuntimeError, match=r"GradScaler unscales \.grad, .* \"fp16\": \{\"enabled\": true\}"):
             scaler.step(optimizer)
-        assert torch.equal(model[0].weight, before)
+        assert torch.equal(model.weight, before)
 
 
 def test_orders_of_calls_refused() -> None:
