@@ -312,10 +312,13 @@ class Trainer(transformers.Trainer):
     def _count_steps_once(self, metrics: dict[str, float]) -> None:
         """Correct the steps per second of the last evaluation: transformers takes every process for a replica."""
         samples, self._evaluated = self._evaluated, None
-        for key in [key for key in metrics if key.endswith("_steps_per_second")] if samples is not None else []:
-            batch = self.args.eval_batch_size
-            counted, steps = (math.ceil(samples / (batch * n)) for n in (self.grid.size, self.grid.replicas))
-            metrics[key] = round(metrics[key] * steps / max(counted, 1), 3)
+        if samples is None:
+            return
+        counted = math.ceil(samples / (self.args.eval_batch_size * self.grid.size))
+        steps = math.ceil(samples / (self.args.eval_batch_size * self.grid.replicas))
+        for key in metrics:
+            if key.endswith("_steps_per_second"):
+                metrics[key] = round(metrics[key] * steps / max(counted, 1), 3)
 
     def _gather(self, data: Any) -> Any:
         """Gather tensors from all replicas, from the first rank of each tensor-parallel group. Collective.
