@@ -101,7 +101,7 @@ class GatherRoute(AllGather, Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the kept copy."""
+        """Bytes of the second shard of the weights that the route keeps on this rank (hpZ); 0 if it keeps none."""
 
     def invalidate(self) -> None:
         """Discard the kept copy, because the weights have changed."""

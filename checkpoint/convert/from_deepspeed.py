@@ -81,7 +81,8 @@ def import_universal(
         keys = sorted(file.stem for file in place.glob("*.pt"))
         if "fp32" not in keys:
             raise ValueError(
-                f"{place} has no file fp32.pt with the parameter's values. Its files are: {', '.join(keys) or 'none'}"
+                f"{place} has no file fp32.pt with the parameter's values, but {', '.join(keys) or 'nothing'}: the "
+                "universal checkpoint is incomplete; write it again with DeepSpeed's ds_to_universal.py"
             )
         snapshot.add(f"{WEIGHTS}/{name}", _tensor(place, "fp32", shapes))
         moments = [key for key in keys if key not in ("fp32", "step")]

@@ -110,7 +110,7 @@ def picture(
         raise ImportError("pictures need matplotlib: pip install matplotlib, or triax[plot]") from None
     times = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not times:
-        raise ValueError("there is no timeline to draw")
+        raise ValueError("the list of timelines is empty: give at least one, such as simulate(schedule).timeline")
     if titles is not None and len(titles) != len(times):
         raise ValueError(f"{len(titles)} titles for {len(times)} timelines: give one for each")
     longest = max(max(t.makespan for t in times), 1e-12)
