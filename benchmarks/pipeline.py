@@ -135,9 +135,9 @@ def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str
         if longer is not None:
             row.more_times.append(timed(grid, longer.step, turns, deadline)[0])
     for row, contender, _ in running:
-        row.memory = [float(grown) for grown in grid.world.all_gather_object(growth(grid, contender.step))]
+        row.memory = [float(grown) for grown in grid.world.all_gather_json(growth(grid, contender.step))]
         if isinstance(contender, Triax):
-            row.activations = grid.world.all_gather_object(contender.activations())
+            row.activations = grid.world.all_gather_json(contender.activations())
             for rank, (held, simulated) in enumerate(row.activations):
                 if held != simulated:
                     raise AssertionError(f"{row.name}: rank {rank} held {held} activations, simulated {simulated}")

@@ -215,7 +215,8 @@ class Triax(Shared):
         )
 
     def whole(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        layout, parts = layout_of(parameter), self.grid.tensor.all_gather_object(gradient)
+        layout, told = layout_of(parameter), self.grid.tensor.all_gather_json(gradient.tolist())
+        parts = [torch.tensor(part, dtype=gradient.dtype) for part in told]
         found = torch.stack(parts).sum(0) if layout.partial else layout.assemble(parts)
         return _by_part(name, found, self.shape.width // self.shape.heads, back=True)
 

@@ -111,7 +111,7 @@ def measure(name: str, options: argparse.Namespace, path: str) -> None:
         row.times.append(elapsed)
         row.sent.append(sent)
     for row, contender in running:
-        row.activations = grid.world.all_gather_object(held(contender))
+        row.activations = grid.world.all_gather_json(held(contender))
         if isinstance(contender, Triax):
             grid.traffic.clear()
             contender.step()

@@ -33,7 +33,7 @@ def open_newest(grid: Grid, folder: Path, options: LoadOptions) -> Snapshot | No
         for tag, reason in folders.unreadable(folder):
             _LOG.warning("%s is not used: %s", folder / tag, reason)
         found = folders.tags(folder)[::-1]
-    for tag in grid.world.all_gather_object(found)[0]:
+    for tag in grid.world.all_gather_json(found)[0]:
         try:
             return open_checkpoint(grid, folder / tag, options)
         except DamagedError as error:

@@ -40,7 +40,7 @@ def match_model(
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     }
-    gathered = grid.world.all_gather_object(([*shapes], missing, [*unlike.values()]))
+    gathered = grid.world.all_gather_json(([*shapes], missing, [*unlike.values()]))
     known = {name for names, *_ in gathered for name in names}
     unexpected = [name for name in tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS) and name not in known]
     found = {

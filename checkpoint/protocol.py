@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..grid import Axis, Layout
+from ..grid.json_values import decode, encode
 from ..grid.layout import FlatRange
 from ..grid.ranges import Spans, boxes_of_range, everything, overlap, shape_of, within
-from .format.json_values import decode, encode
 
 WEIGHTS, BUFFERS, OPTIMIZER, RANDOM = "weights", "buffers", "optimizer", "random"
 CLIENT, EXCHANGE, REPLICA, OUTER = "client", "exchange", "replica", "outer"

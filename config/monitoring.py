@@ -13,7 +13,7 @@ from .base import Section, SwitchSection, setting
 # Operations for ``comms_logger.prof_ops``: the collectives and messages of ``grid/comm/axis.py``.
 OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive"),
-    *("all_gather_object", "barrier"),
+    *("all_gather_json", "barrier"),
 )
 # DeepSpeed's and torch's names of these operations.
 _ALSO = {
@@ -21,6 +21,7 @@ _ALSO = {
     "all_gather_base": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_base": "reduce_scatter",
+    "all_gather_object": "all_gather_json",
     "all_to_all_single": "all_to_all",
     "isend": "send",
     "recv": "receive",

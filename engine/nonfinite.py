@@ -64,7 +64,7 @@ class NonFinitePolicy:
             what = f"the loss is {loss}"
         else:
             what = f"the norm of the gradient is {norm}"
-        found = [each for each in grid.world.all_gather_object(_describe(grid, losses(), squares)) if each]
+        found = [each for each in grid.world.all_gather_json(_describe(grid, losses(), squares)) if each]
         where = f": {'; '.join(found[:4])}" if found else ""
         if self._policy == "raise":
             raise AgreedError(

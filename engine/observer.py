@@ -30,7 +30,7 @@ from ..monitor.wall_clock import PartMeans, deepspeed_times, print_table
 from ..monitor.writers import csv_writer, json_writer, tensorboard_writer, wandb_writer
 from ..pipe.executor import Executor
 from ..pipe.microbatches import MicrobatchFeed
-from ..pipe.program.ops import COMPUTE
+from ..pipe.program.ops import COMPUTE, Op
 from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from .accounting.run_record import run_record
 
@@ -262,8 +262,11 @@ class PipelineObserver(StepObserver):
             for c in recorder.collectives
             if c.axis.split()[0] == "data"  # ZeRO++'s "data within" and "data between" too
         )
-        ranks = grid.pipe.all_gather_object((ops, collectives))
-        return Timeline(tuple(spans for spans, _ in ranks), tuple(spans for _, spans in ranks))
+        ranks = grid.pipe.all_gather_json((ops, collectives))
+        return Timeline(
+            tuple(tuple(Span(Op(*op), begin, end) for op, begin, end in spans) for spans, _ in ranks),
+            tuple(tuple(CollectiveSpan(*span) for span in spans) for _, spans in ranks),
+        )
 
     def _hook_batches(self) -> None:
         def count_tokens(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -292,7 +292,7 @@ class PipelineEngine(Engine):
         """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""
         pipe, source = self.grid.pipe, self.module.placement[-1]
         tensors, schema = flatten(outputs) if self.module.is_last else ([], None)
-        encoded = pipe.all_gather_object(schema.encode() if schema else None)[source]
+        encoded = pipe.all_gather_json(schema.encode().decode() if schema else None)[source]
         schema = Schema.decode(encoded)
         if not self.module.is_last:
             tensors = [torch.empty(s.shape, dtype=s.dtype, device=self.grid.device) for s in schema.tensors]

@@ -13,6 +13,7 @@
 - ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``errors.py``: the errors of the library
+- ``json_values.py``: plain Python values in JSON and back, for checkpoints and between ranks, without pickle
 - ``nest.py``: walks over nests of tensors
 - ``autograd.py``: marks in the graph, weak hooks, the casts of autocast
 - ``dtypes.py``: names of dtypes

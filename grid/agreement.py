@@ -106,7 +106,7 @@ def difference(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str], over: A
         over.all_reduce(differs, op="max")
     if not int(differs):
         return None
-    gathered = over.all_gather_object((grid.rank, axis.ranks, dict(facts)))
+    gathered = over.all_gather_json((grid.rank, axis.ranks, dict(facts)))
     everyone: dict[int, dict[str, str]] = {rank: theirs for rank, _, theirs in gathered}
     for _, ranks, _ in gathered:
         others = {rank: everyone[rank] for rank in ranks}
@@ -168,7 +168,7 @@ def agreed(
     except catch as caught:
         failed = caught
     mine = None if failed is None else (type(failed).__name__, str(failed), isinstance(failed, CorruptError))
-    told: list[tuple[str, str, bool] | None] = grid.world.all_gather_object(mine)
+    told: list[tuple[str, str, bool] | None] = grid.world.all_gather_json(mine)
     rank, first = next(((rank, each) for rank, each in enumerate(told) if each is not None), (0, None))
     if first is None:
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
+import torch
 from torch import Tensor
 
 from .grid import Grid
@@ -20,9 +22,21 @@ def assemble(grid: Grid, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
         grid: the grid whose ranks hold the shards.
         shards: name -> shard on this rank. Only the shards of the first replica are used.
     """
-    # Without the clone, a view would be sent with the whole flat buffer behind it.
-    mine = {name: (layout, tensor.clone().cpu()) for name, (layout, tensor) in shards.items()}
-    return assemble_ranks(grid.topology, grid.world.all_gather_object(mine if grid.data.is_first else {}))
+    mine = shards if grid.data.is_first else {}
+    told = grid.world.all_gather_json(
+        [(name, astuple(layout), tensor.shape, tensor.dtype) for name, (layout, tensor) in mine.items()]
+    )
+    ranks: list[dict[str, Shard]] = [{} for _ in told]
+    with grid.world.traffic.uncounted():
+        for rank, listed in enumerate(told):
+            for name, layout, shape, dtype in listed:
+                here = mine[name][1] if rank == grid.world.rank else torch.empty(shape, dtype=dtype)
+                sent = here.to(grid.device).contiguous()
+                # As bytes: gloo does not send every dtype. A 0-dim tensor becomes a vector first.
+                grid.world.broadcast(sent.view(-1).view(torch.uint8), source=rank).wait()
+                # A copy of this rank's own: a view would keep the whole flat buffer behind it.
+                ranks[rank][name] = Layout(*layout), sent.cpu().clone() if rank == grid.world.rank else sent.cpu()
+    return assemble_ranks(grid.topology, ranks)
 
 
 def assemble_ranks(topology: Topology, ranks: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor]:

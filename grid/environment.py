@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import socket
 import sys
 import zlib
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ class Environment:
     master_port: int
     restarts: int
     launcher: str
+    agent_store: bool = False  # the launcher, and not rank 0, serves the store
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -85,6 +87,7 @@ def _environment(
         master_port=int(env.get("MASTER_PORT", port)),
         restarts=int(restarts),
         launcher=launcher,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -135,6 +138,29 @@ def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | N
         count, _, hosts = word.partition("(x")
         sizes += [int(count)] * int(hosts.rstrip(")") or "1")
     return int(env["SLURM_LOCALID"]), sizes[int(env["SLURM_NODEID"])]
+
+
+def loopback_interface() -> str | None:
+    """Return the name of the loopback interface; None if there is none."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return the variables with which gloo and NCCL listen on the loopback interface alone."""
+    interface = loopback_interface()
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def stay_on_this_host(ranks: int) -> bool:
+    """Make gloo and NCCL listen on the loopback interface alone, if all ranks are on this host; return True if so.
+
+    Variables that the user has set stay.
+    """
+    place = local_place()
+    alone = place is not None and place[1] == ranks
+    for name, value in (loopback_variables() if alone else {}).items():
+        os.environ.setdefault(name, value)
+    return alone
 
 
 def timeline_folder() -> str | None:

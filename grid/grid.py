@@ -22,9 +22,18 @@ from .agreement import same
 from .comm.axis import Axis
 from .comm.observed_axis import Observer, observe, unobserve
 from .comm.store_barrier import store_barrier
+from .comm.tcp_store import is_loopback, resolve, serve_store
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
-from .environment import Environment, leave_name, local_rank, read_environment, resident_peak, timeline_folder
+from .environment import (
+    Environment,
+    leave_name,
+    local_rank,
+    read_environment,
+    resident_peak,
+    stay_on_this_host,
+    timeline_folder,
+)
 from .hang_watch import Activity, HangWatch, timed_out, with_timeout
 from .topology import DEFAULT_AXES, Topology
 
@@ -282,7 +291,7 @@ class Grid:
             ValueError: on every rank.
         """
         if self.size > 1 and not same(self.world, self.topology.axes, self.device):
-            found = self.world.all_gather_object(list(self.topology.axes.items()))
+            found = self.world.all_gather_json(list(self.topology.axes.items()))
             other = next(rank for rank in range(self.size) if found[rank] != found[0])
             said = [" x ".join(f"{name} {size}" for name, size in found[rank]) for rank in (0, other)]
             raise ValueError(
@@ -383,16 +392,27 @@ def _initialize(environment: Environment, device: torch.device, timeout: float) 
     workers would read the addresses of the old ones.
     """
     limit = timedelta(seconds=timeout)
-    url = f"tcp://{environment.master_addr}:{environment.master_port}"
-    if environment.launcher == "torchrun":
-        url = "env://"  # torchrun may hold the store itself, which only env:// finds
-    rendezvous = dist.rendezvous(url, environment.rank, environment.world_size, timeout=limit)
-    store, rank, size = next(iter(rendezvous))
-    store = dist.PrefixStore(f"triax/{environment.restarts}", store)
+    store: dist.Store = dist.PrefixStore(f"triax/{environment.restarts}", _tcp_store(environment, limit))
+    rank, size = environment.rank, environment.world_size
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with batch_threads():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return store
+
+
+def _tcp_store(environment: Environment, limit: timedelta) -> dist.TCPStore:
+    """Return the store of all ranks. If rank 0 serves it, it listens on the address of MASTER_ADDR alone.
+
+    It listens on all addresses of its host, as torch's own does, where that address is not one of this host (that of a
+    service of Kubernetes), or is a loopback address though ranks are on other hosts (a line of ``/etc/hosts``).
+    """
+    host, port, size = environment.master_addr, environment.master_port, environment.world_size
+    alone, serves = stay_on_this_host(size), environment.rank == 0 and not environment.agent_store
+    with contextlib.suppress(OSError):
+        address = resolve(host)
+        if serves and (alone or address == host or not is_loopback(address)):
+            return serve_store(address, port, limit, size, wait=True)
+    return dist.TCPStore(host, port, size, is_master=serves, timeout=limit, multi_tenant=serves)
 
 
 def _group(ranks: Sequence[int], limit: timedelta, name: str) -> Any:

@@ -3,7 +3,8 @@
 - ``launch.py``: ``launch``: starts the ranks of this host, reports which rank failed first and how
 - ``worker.py``: one rank: runs its script or function, prints to its log file, writes down its failure
 - ``agent.py``: torchrun's agent, with restarts that all hosts count alike
-- ``rendezvous.py``: rendezvous and heartbeats of a fixed list of hosts
+- ``rendezvous.py``: rendezvous of one host; rendezvous and heartbeats of a fixed list of hosts
+- ``elastic.py``: torch's rendezvous of hosts that join and leave, without its pickles
 - ``hosts.py``: parser of the hostfile, ``--include`` and ``--exclude``
 - ``remote.py``: starts a launcher on every host, by ssh or another command
 - ``log_tail.py``: shows the log files of ranks while they grow

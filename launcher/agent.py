@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from .rendezvous import HostRendezvous
+from .rendezvous import HostRendezvous, LocalRendezvous
 from .worker import LaunchJob, attempt_file, run_rank
 
 Exits = dict[int, int]  # rank -> exit code
@@ -88,8 +88,8 @@ class Agent(LocalElasticAgent):
         if self._hosts is not None:
             self._hosts.report_done(False)
         super()._rendezvous(worker_group)
-        if self._hosts is not None:
-            attempt = self._hosts.attempt
+        if isinstance(self._handler, LocalRendezvous | HostRendezvous):
+            attempt = self._handler.attempt
             self._remaining_restarts = self._restarts - attempt
         else:
             # With torch's own rendezvous, one host counts a restart where another counts a change of members.
@@ -160,11 +160,3 @@ class Agent(LocalElasticAgent):
         if self._hosts is not None and why is not None:
             self._hosts.close(why)
         self._handler.shutdown()
-
-
-def c10d(settings: dict[str, Any]) -> RendezvousHandler:
-    """Return torch's ``c10d`` rendezvous, which is used for one host and for hosts that join and leave."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    return get_rendezvous_handler(RendezvousParameters(**settings))

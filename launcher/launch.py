@@ -31,12 +31,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..grid.environment import read_environment
+from ..grid.environment import loopback_interface, loopback_variables, read_environment
 from ..grid.topology import Topology
 from .log_tail import LogTail
 from .worker import Failure, LaunchJob, Module, read_failures
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
     from .agent import Agent, Exits
     from .hosts import Hosts
 
@@ -132,8 +134,10 @@ def outcome_of(
     """
     threads = threads or max(1, cores() // ranks)
     defaults = {"OMP_NUM_THREADS": str(threads)}
-    if (interface := _interface(hosts)) is not None:
-        # Otherwise gloo looks up this host's address by its name, which may take seconds, or fail.
+    # Without an interface gloo would look up this host's address by its name, which may take seconds, or fail.
+    if hosts is None and rendezvous is None:
+        defaults |= loopback_variables()
+    elif hosts is not None and (interface := interface_name(own_address(hosts.address))) is not None:
         defaults["GLOO_SOCKET_IFNAME"] = interface
     defaults = {name: value for name, value in defaults.items() if name not in os.environ}
     with _environment({**defaults, **(environment or {})}), tempfile.TemporaryDirectory(prefix="triax-launch-") as temp:
@@ -199,17 +203,9 @@ def _run(
 ) -> Outcome:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-    from .agent import Agent, ChildFailedError, c10d
-    from .rendezvous import HostRendezvous, JobEnded
-
-    alone = {
-        "backend": "c10d",
-        "endpoint": "127.0.0.1:0",
-        "run_id": f"triax-{os.getpid()}-{time.monotonic_ns()}",
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "local_addr": "127.0.0.1",
-    }
+    from .agent import Agent, ChildFailedError
+    from .elastic import elastic_rendezvous
+    from .rendezvous import HostRendezvous, JobEnded, LocalRendezvous
 
     def again(why: Exits | str, attempt: int) -> None:
         failures = read_failures(Path(job.folder))
@@ -223,7 +219,11 @@ def _run(
     why: str | None = None
     with _quiet("torch.distributed", "torch.multiprocessing"), _signals_restored():
         try:
-            handler = HostRendezvous(hosts, restarts) if hosts is not None else c10d(dict(rendezvous or alone))
+            handler: RendezvousHandler = LocalRendezvous()
+            if hosts is not None:
+                handler = HostRendezvous(hosts, restarts)
+            elif rendezvous is not None:
+                handler = elastic_rendezvous(rendezvous)
             limits, here = (STOP, grace), _address(hosts, rendezvous)
             agent = Agent(job, ranks, handler, restarts, again, DefaultLogsSpecs(), limits, here)
             agent.launch()
@@ -340,17 +340,6 @@ def _signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _interface(hosts: Hosts | None) -> str | None:
-    """Return the network interface over which ranks communicate: the loopback if all ranks are on this host.
-
-    The result is None if the interface is unknown. The backend then chooses one.
-    """
-    names = [name for _, name in socket.if_nameindex()]
-    if hosts is None:
-        return next((name for name in ("lo", "lo0") if name in names), None)
-    return interface_name(own_address(hosts.address))
-
-
 def _address(hosts: Hosts | None, rendezvous: Mapping[str, Any] | None) -> str | None:
     if hosts is not None:
         return own_address(hosts.address)
@@ -371,7 +360,7 @@ def own_address(address: str) -> str:
 def interface_name(address: str) -> str | None:
     """Return the name of the network interface with an IPv4 address; None if it is unknown."""
     if address.startswith("127."):
-        return _interface(None)
+        return loopback_interface()
     try:
         import fcntl
     except ImportError:  # not a Unix

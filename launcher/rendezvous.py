@@ -1,4 +1,4 @@
-"""Rendezvous of a fixed list of hosts: their launchers agree when to start, to restart and to end, with heartbeats.
+"""Rendezvous of one host, and of a fixed list of hosts whose launchers agree when to start, to restart and to end.
 
 torchrun's own ``c10d`` rendezvous orders hosts by their addresses, notices a lost host only when its ranks do, and may
 block for as long as TCP keeps trying. With this handler, which torchrun's agent takes in its place, hosts keep their
@@ -7,6 +7,9 @@ order, and each writes a heartbeat every second.
 The launcher of the first host holds a TCPStore. A thread of each launcher writes its heartbeat to the store, and reads
 those of the other hosts, the number of the attempt and the reason for which the job ended. The agent reads the thread's
 results, and thus never waits for a broken connection.
+
+Stores listen on one address: on one host the loopback address, on several the address of the first host. What is read
+from a store is text and numbers, and is never unpickled.
 """
 
 from __future__ import annotations
@@ -20,20 +23,64 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from ..grid.comm.tcp_store import is_loopback, resolve, serve_store
 from ..grid.hang_watch import with_timeout
 from .hosts import Hosts
 
 T = TypeVar("T")
 
 INTERVAL = 1.0  # seconds between two heartbeats
+_LOOPBACK = "127.0.0.1"
 FAREWELL = 5.0  # seconds for which the first host's store stays, so that the others can read why the job ended
 
 
 class JobEnded(Exception):
     """The end of the job by another host, or the loss of a host; the message names it and the reason."""
+
+
+class LocalRendezvous(RendezvousHandler):
+    """Rendezvous handler of a single host, for torchrun's agent. The ranks' store listens on the loopback address.
+
+    Attributes:
+        attempt: how often the job was restarted.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self._store = HashStore()  # of the agent, in this process
+        self._ranks_server: TCPStore | None = None  # the store of this attempt's ranks
+
+    def get_backend(self) -> str:
+        return "triax"
+
+    def get_run_id(self) -> str:
+        return f"triax-{os.getpid()}"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin the next attempt, with a new store."""
+        self.attempt += 1
+        self._ranks_server = serve_store(_LOOPBACK)
+        place = RendezvousStoreInfo(_LOOPBACK, self._ranks_server.port)
+        return RendezvousInfo(PrefixStore(str(self.attempt), self._store), 0, 1, place)
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class HostRendezvous(RendezvousHandler):
@@ -56,11 +103,13 @@ class HostRendezvous(RendezvousHandler):
         self._ranks_server: TCPStore | None = None  # the store of this attempt's ranks
         if hosts.node == 0:
             try:
-                self._server = TCPStore(hosts.address, hosts.port, is_master=True, wait_for_workers=False)
-            except (RuntimeError, ValueError) as error:
+                self._address = resolve(hosts.address)
+                self._server = serve_store(self._address, hosts.port)
+            except (OSError, RuntimeError, ValueError) as error:
                 raise JobEnded(
-                    f"port {hosts.port} on {hosts.names[0]} cannot be opened ({_first_line(error)}): if another "
-                    "job uses it, give another --master-port"
+                    f"port {hosts.port} of {hosts.address} cannot be opened on {hosts.names[0]} "
+                    f"({_first_line(error)}): if another job uses it, give another --master-port; if {hosts.address} "
+                    "is not an address of that host, give one that is with --master-addr"
                 ) from error
         self._heartbeat = _Heartbeat(hosts)
 
@@ -130,7 +179,7 @@ class HostRendezvous(RendezvousHandler):
         """
         key = f"place/{self.attempt}"
         if self._hosts.node == 0 and not store.check([key]):
-            self._ranks_server = TCPStore(self._hosts.address, 0, is_master=True, wait_for_workers=False)
+            self._ranks_server = serve_store(self._address)
             store.set(key, str(self._ranks_server.port))
         return (self._hosts.address, int(store.get(key))) if store.check([key]) else None
 
@@ -198,10 +247,16 @@ class HostRendezvous(RendezvousHandler):
         who = ", ".join(missing)
         if self._hosts.names[0] in missing and lost is not None:
             return lost
-        return (
+        text = (
             f"{who} did not join within {self._hosts.patience:g} s: start triax run there too, with the same "
             f"--master-addr {self._hosts.address} --master-port {self._hosts.port} and its own --node-rank"
         )
+        if self._hosts.node == 0 and is_loopback(self._address):
+            text += (
+                f". {self._hosts.address} is {self._address} on this host (see /etc/hosts), which no other host can "
+                "reach: give the address of its network interface"
+            )
+        return text
 
 
 class _Unreachable(Exception):
@@ -234,10 +289,8 @@ class _Heartbeat:
     def connect(self) -> TCPStore:
         """Open a new connection to the first host's store."""
         hosts = self._hosts
-        # The first host must reach its own store even when its network link is down.
-        address = "127.0.0.1" if hosts.node == 0 else hosts.address
         limit = timedelta(seconds=max(hosts.lost, 5.0))
-        return TCPStore(address, hosts.port, is_master=False, wait_for_workers=False, timeout=limit)
+        return TCPStore(hosts.address, hosts.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def query(self, request: Callable[[Store], T]) -> T:
         """Return the store's answer to a request.

@@ -80,7 +80,7 @@ def table(means: Sequence[Mapping[str, Any]], stages: Sequence[int], step: int) 
 
 def print_table(grid: Grid, means: PartMeans, step: int) -> None:
     """Print on rank 0 the table of the steps since the last table. Collective."""
-    everyone = grid.world.all_gather_object(means.take())
+    everyone = grid.world.all_gather_json(means.take())
     if grid.rank == 0:
         from rich.console import Console
 

@@ -138,7 +138,7 @@ class MicrobatchFeed:
             grid.world.all_reduce(flags, op="max")
             failed, new_trained, new_formats = map(bool, flags.tolist())
         if failed:
-            reasons = [reason for reason in grid.world.all_gather_object(problem) if reason]
+            reasons = [reason for reason in grid.world.all_gather_json(problem) if reason]
             raise AgreedError(reasons[0])
         self._trained = trained
         return new_formats, new_trained

@@ -295,7 +295,7 @@ class PipelineModule(nn.Module):
         else:
             known = {} if self.training_started else self._checksums
             changed = [name for name, p in self.named_parameters() if _checksum(p) != known.get(p)]
-        flags = self.grid.pipe.all_gather_object(changed[:1])
+        flags = self.grid.pipe.all_gather_json(changed[:1])
         if any(flags):
             name = next(found[0] for found in flags if found)
             raise RuntimeError(

@@ -45,7 +45,7 @@ class Schema:
         return json.dumps([self.nest, rows]).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Schema:
+    def decode(cls, data: bytes | str) -> Schema:
         """Read what ``encode`` returns."""
         nest, rows = json.loads(data)
         specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), grad) for shape, dtype, grad in rows)

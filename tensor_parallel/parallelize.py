@@ -60,7 +60,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     found = find_plan(module) if plan is None else {key: _style(key, value) for key, value in plan.items()}
     work = _assign(module, found)  # so that a wrong plan is one on any grid
     axis = grid.tensor
-    for refusal in axis.all_gather_object(_beyond_plain(module, work)):  # hooks may be on one rank alone
+    for refusal in axis.all_gather_json(_beyond_plain(module, work)):  # hooks may be on one rank alone
         if refusal is not None:
             raise TypeError(refusal)
     if axis.size == 1:

@@ -63,7 +63,7 @@ def write_model(grid: Grid, snapshot: Snapshot, path: Path, dtype: torch.dtype |
     """
     temporary = path.with_name(f".{path.name}.part")
     mine = {name: (tensor.shape, _dtype(tensor, dtype)) for name, tensor in snapshot.tensors.items()}
-    everything = dict(ChainMap(*grid.world.all_gather_object(mine)))
+    everything = dict(ChainMap(*grid.world.all_gather_json(mine)))
     top, places = header({name.partition("/")[2]: everything[name] for name in sorted(everything)})
     with agreed(grid):
         if grid.rank == 0:

@@ -2,6 +2,5 @@
 
 folder.py: the folder of checkpoints: the commit (a rename that makes a checkpoint valid), latest, pruning, checks
 index.py: index.json: where the boxes of each tensor lie, with checksums
-json_values.py: plain Python values in JSON and back, without pickle
 mapped_files.py: the safetensors files, read through memory maps, and their checksums
 """

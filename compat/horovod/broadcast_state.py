@@ -1,15 +1,21 @@
-"""Horovod's broadcasts of state from one rank: parameters, optimizer state, Python objects; ``allgather_object``."""
+"""Horovod's broadcasts of state from one rank: parameters, optimizer state, Python objects; ``allgather_object``.
+
+Objects are pickled, as in Horovod, here alone in triax. Whoever can send a rank a message could make it run code, so
+use ``broadcast_object`` and ``allgather_object`` only on a network that you trust (docs/launch.md).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...grid import Axis
-from ...grid.nest import map_tensors
+from ...grid.json_values import decode, encode
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from .context import ProcessSet, context, require_global
 from .negotiation import CollectiveRequest
@@ -97,20 +103,24 @@ def broadcast_optimizer_state(
     is_root = grid.rank == root_rank
     tensors: list[Tensor] = []
 
-    def to_meta(tensor: Tensor) -> Tensor:
+    def put(tensor: Tensor) -> str:
         tensors.append(tensor)
-        return tensor.to("meta")
+        return str(len(tensors) - 1)
 
-    def to_empty(meta: Tensor) -> Tensor:
-        kind = devices[len(tensors)]
-        device = grid.device if grid.device.type == kind else torch.device(kind)
-        tensors.append(torch.empty(meta.shape, dtype=meta.dtype, device=device))
-        return tensors[-1]
-
-    metas = map_tensors(to_meta, state)
-    devices = [tensor.device.type for tensor in tensors]
-    metas, devices = broadcast_object((metas, devices), root_rank, "broadcast_optimizer_state")
-    sizes_of = allgather_object(sizes, "broadcast_optimizer_state.sizes")
+    problem, tree = None, None
+    if is_root:
+        try:
+            tree = json.dumps(encode(state, put, "the optimizer's state_dict()"))
+        except TypeError as error:
+            problem = str(error)
+    specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
+    queue = context().queue
+    request = queue.request("broadcast_optimizer_state", None, f"from rank {root_rank}")
+    told = queue.run(request, lambda axis: axis.all_gather_json((sizes, problem, tree, specs)))
+    sizes_of = [each[0] for each in told]
+    _, problem, tree, specs = told[root_rank]
+    if problem is not None:
+        raise ValueError(f"rank {root_rank}: {problem}")
     if sizes_of.count(sizes_of[0]) < len(sizes_of):
         other = next(rank for rank, each in enumerate(sizes_of) if each != sizes_of[0])
         raise ValueError(
@@ -118,8 +128,11 @@ def broadcast_optimizer_state(
             f"0's {sizes_of[0]}: broadcast_optimizer_state needs optimizers of one model"
         )
     if not is_root:
-        tensors = []
-        state = map_tensors(to_empty, metas)
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=grid.device if grid.device.type == kind else torch.device(kind))
+            for shape, dtype, kind in specs
+        ]
+        state = decode(json.loads(tree), lambda name: tensors[int(name)])
     _broadcast_all("optimizer state", [(str(number), tensor) for number, tensor in enumerate(tensors)], root_rank)
     if not is_root:
         with load_in_place(optimizer):
@@ -129,7 +142,10 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Any:
-    """Return rank ``root_rank``'s object on every rank. The object is pickled, between ranks of one run. Collective."""
+    """Return rank ``root_rank``'s object on every rank. Collective.
+
+    The object is pickled. Reading a pickle can run code, so use this on a network that you trust.
+    """
     require_global(process_set)
     require_rank(root_rank)
     is_root = context().grid.rank == root_rank
@@ -138,12 +154,21 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
-    """Return every rank's object, in the order of the ranks. Objects are pickled. Collective."""
+    """Return every rank's object, in the order of the ranks. Collective.
+
+    The objects are pickled. Reading a pickle can run code, so use this on a network that you trust.
+    """
     require_global(process_set)
     return _gather_objects("allgather_object", name, "objects", obj)
 
 
 def _gather_objects(kind: str, name: str | None, what: str, obj: Any) -> list[Any]:
+    def gather(axis: Axis) -> list[Any]:
+        found = [obj] * axis.size
+        if axis.size > 1:
+            dist.all_gather_object(found, obj, group=axis.group)
+        return found
+
     queue = context().queue
-    found: list[Any] = queue.run(queue.request(kind, name, what), lambda axis: axis.all_gather_object(obj))
+    found: list[Any] = queue.run(queue.request(kind, name, what), gather)
     return found

@@ -66,7 +66,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None, *, timeout
     axis = grid.subgroup("data", range(grid.size), " of Horovod's calls")
     assert axis is not None
     here = local_place() if grid.size > 1 else (0, 1)
-    told = grid.world.all_gather_object((here, socket.gethostname()))
+    told = grid.world.all_gather_json((here, socket.gethostname()))
     if all(place is not None for place, _ in told):
         places = [place for place, _ in told]
     else:
@@ -215,7 +215,7 @@ def stop_timeline() -> None:
     (file, folder), hvd.timeline = hvd.timeline, None
     hvd.grid.unobserve(recorder)
     recorder.close()
-    parts = hvd.grid.world.all_gather_object(recorder.file.read_text(encoding="utf-8"))
+    parts = hvd.grid.world.all_gather_json(recorder.file.read_text(encoding="utf-8"))
     folder.cleanup()
     if hvd.grid.rank == 0:
         write_trace(merged(parts), file)

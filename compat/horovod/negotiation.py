@@ -140,7 +140,7 @@ class CollectiveQueue:
         """Raise MismatchError on every rank unless all have the same request."""
         if self._axis.size == 1 or same(self._axis, tuple(request), self._grid.device):
             return
-        requests: list[CollectiveRequest] = self._axis.all_gather_object(request)
+        requests = [CollectiveRequest(*each) for each in self._axis.all_gather_json(request)]
         other = next(rank for rank in range(len(requests)) if requests[rank] != requests[0])
         texts = [f"{each.kind} of {each.name!r}: {each.what}" for each in (requests[other], requests[0])]
         raise MismatchError(

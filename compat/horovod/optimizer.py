@@ -296,7 +296,7 @@ class _GradientAveraging:
         mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
         away = next((name for name, p in self._named if p.device.type not in ("cpu", grid.device.type)), None)
         problem = None if away is None else f"{away} is not on {grid.device}, the ranks' device: move the model there"
-        gathered: list[tuple[str | None, Any]] = self._axis.all_gather_object((problem, mine))
+        gathered: list[tuple[str | None, Any]] = self._axis.all_gather_json((problem, mine))
         first = gathered[0][1]
         for rank, (other, theirs) in enumerate(gathered):
             if other is not None:

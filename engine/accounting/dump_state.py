@@ -42,7 +42,7 @@ def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
         "scheduler": scheduler and {"class": type(scheduler).__name__, **_plain_entries(vars(scheduler), "optimizer")},
         "loss_scale": engine.loss_scale(),
         "training_samples": len(dataset) if isinstance(dataset, Sized) else None,
-        "ranks": grid.world.all_gather_object(_rank(engine)),
+        "ranks": grid.world.all_gather_json(_rank(engine)),
     }
 
 

@@ -76,7 +76,7 @@ class MemoryBreakdown:
         """
         self.note("after step")
         if print_every is None or step % print_every == 0:
-            everyone = self._grid.world.all_gather_object(self.rows)
+            everyone = self._grid.world.all_gather_json(self.rows)
             if self._grid.rank == 0:
                 print(table(step, self._grid, everyone), flush=True)
         self.rows = {}

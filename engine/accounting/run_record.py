@@ -31,7 +31,7 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None)
         "memory": engine.memory_report() if pipelined and steps else None,
         "traffic": engine.traffic_report() if pipelined and steps else None,
     }
-    ranks = grid.world.all_gather_object(mine)
+    ranks = grid.world.all_gather_json(mine)
     if grid.rank != 0:
         return None
     return RunRecord(

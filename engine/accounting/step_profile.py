@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.module_counter import ModuleCounter
 from ...monitor.profiler.step_report import RankProfile, head, whole_model
-from ...monitor.profiler.tree_report import report, show
+from ...monitor.profiler.tree_report import ModuleNode, report, show
 from ..module_engine import ModuleEngine
 from ..named_parameters import named_parameters
 from ..pipeline_engine import PipelineEngine
@@ -95,7 +96,8 @@ class StepProfile:
             sum(self.update),
             seconds,
         )
-        everyone = engine.grid.world.all_gather_object(mine)
+        told = engine.grid.world.all_gather_json(([astuple(node) for node in mine.entries], *mine[1:]))
+        everyone = [RankProfile([ModuleNode(*node) for node in nodes], *numbers) for nodes, *numbers in told]
         if engine.grid.rank == 0:
             root = whole_model(engine.grid, everyone)
             rows = head(engine.grid, everyone, root, engine.get_batch_info(), section.recompute_fwd_factor)

@@ -86,7 +86,7 @@ def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
             problems.append(f"{title} is tied to another layer, so that no row of its gradient is zero")
         else:
             found[title] = parameter
-    told = grid.world.all_gather_object((len(found), problems, wrong))
+    told = grid.world.all_gather_json((len(found), problems, wrong))
     for _, _, texts in told:
         if texts:
             raise ConfigError(f"sparse_gradients: {texts[0]}")

@@ -64,7 +64,7 @@ def low_precision_parameters(config: Config, module: nn.Module, grid: Grid) -> f
         here |= names
         if names & wanted:
             found.update(part.parameters(recurse=False))
-    everywhere = set().union(*grid.world.all_gather_object(here))
+    everywhere = set().union(*grid.world.all_gather_json(here))
     for name in section.lower_precision_safe_modules:
         if name not in everywhere:
             known = sorted(each for each in everywhere if "." in each)

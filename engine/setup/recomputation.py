@@ -51,7 +51,7 @@ def configure_recomputation(
     recompute.inputs = Inputs(module.grid, partition, section.cpu_checkpointing, slots)
     module.recompute = recompute
     asking = recompute.install(module)
-    if granularity == "selective" and not any(module.grid.world.all_gather_object(asking)):
+    if granularity == "selective" and not any(module.grid.world.all_gather_json(asking)):
         raise ConfigError(
             "activation_checkpointing has granularity selective, but no module of the model has a class attribute "
             "recompute, as Attention of triax.models has: set granularity to full or matmul"

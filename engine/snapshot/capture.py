@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.convert.formats import describe
-from ...checkpoint.format.json_values import encode
 from ...checkpoint.matching import Shape
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import random_states
 from ...checkpoint.reader import LoadOptions
 from ...grid import VERSION, Grid, layout_of
+from ...grid.json_values import encode
 from ...grid.layout import FlatRange
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis

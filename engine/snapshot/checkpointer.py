@@ -70,7 +70,7 @@ class Checkpointer:
         given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag))
         with agreed(grid):
             chosen = given or folders.latest(folder)
-        chosen = grid.world.all_gather_object(chosen)[0]
+        chosen = grid.world.all_gather_json(chosen)[0]
         if chosen is None:
             if grid.rank == 0:
                 logging.getLogger("triax").warning(
@@ -79,7 +79,7 @@ class Checkpointer:
                     ", ".join(folders.tags(folder)) or "none",
                 )
             return None, None
-        path = grid.world.all_gather_object(folders.readable_path(folder, chosen))[0]
+        path = Path(grid.world.all_gather_json(str(folders.readable_path(folder, chosen)))[0])
         return self._apply(open_checkpoint(grid, path, options), options)
 
     def export(self, save_dir: str | Path, save_filename: str, exclude_frozen: bool) -> None:
@@ -179,7 +179,7 @@ class Checkpointer:
             folders.check_tag(tag)
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
         if not settings.async_:
-            problem = Writer(grid, snapshot, folder, tag, grid.world.all_gather_object, save_latest).run()
+            problem = Writer(grid, snapshot, folder, tag, grid.world.all_gather_json, save_latest).run()
             if problem is None:
                 done()
             return problem

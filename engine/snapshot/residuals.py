@@ -83,7 +83,7 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
         (used if fits else new).add(kept.key)
     if isinstance(exchange, Compressor) and saved is not None and saved["steps"] is not None:
         exchange.steps = int(saved["steps"])
-    gathered = grid.world.all_gather_object((used, new))
+    gathered = grid.world.all_gather_json((used, new))
     unused = saved_keys.difference(*(each for each, _ in gathered))
     missing = set().union(*(each for _, each in gathered))
     notes = []

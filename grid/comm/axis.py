@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..json_values import dumps, loads
 from .pending import All, Done, Pending, Then, started
 from .traffic import Traffic
 
@@ -24,6 +25,7 @@ _OPS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
     "product": (dist.ReduceOp.PRODUCT, torch.mul),
 }
 _SMALL, _MEDIUM = 2**10, 2**24  # bytes
+_SIZE, _HEAD = 8, 512  # of a JSON text: bytes of its length, bytes of its first message
 # Tags of the messages of these collectives. Messages between stages have tags from 2 on.
 _GATHER, _EXCHANGE, _SCATTER, _ALL = 0, 1, 2**20, 2**20 + 1
 
@@ -177,16 +179,35 @@ class Axis:
         self._count("broadcast", nbytes(tensor) if self.rank == source else 0)
         return self._start(dist.broadcast, async_op, tensor, src=self.ranks[source])
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks, in rank order. Collective.
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order. They are sent as JSON: no rank unpickles what another sends.
 
-        It is slow: use it for reports and errors only.
+        None, numbers, text, dtypes, and tuples, lists, sets and dicts of these arrive as they are; a named tuple
+        arrives as a tuple. It is slow: use it for reports and errors only.
+
+        Raises:
+            TypeError: the value is or contains another object.
         """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._open())
-        return values
+        text = dumps(value, "a value for the other ranks")
+        room = _HEAD - _SIZE
+        heads = self._gather_bytes(len(text).to_bytes(_SIZE, "big") + text[:room], _HEAD)
+        sizes = [int.from_bytes(head[:_SIZE], "big") for head in heads]
+        rests = [b""] * self.size
+        if max(sizes) > room:  # otherwise one message is enough
+            rests = self._gather_bytes(text[room:], max(sizes) - room)
+        return [loads((head[_SIZE:] + rest)[:size]) for head, rest, size in zip(heads, rests, sizes, strict=True)]
+
+    def _gather_bytes(self, mine: bytes, size: int) -> list[bytes]:
+        """Return the bytes of all ranks, of which each is filled up with zeros to ``size``."""
+        devices = {device.type for device in self._open()._device_types}
+        padded = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
+        padded = padded if "cpu" in devices else padded.to(devices.pop())
+        everyone = padded.repeat(self.size)
+        with self.traffic.uncounted():
+            Axis.all_gather(self, everyone, padded).wait()  # not an observed operation of its own
+        return [row.numpy().tobytes() for row in everyone.cpu().view(self.size, size)]
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Start sending a contiguous tensor to the axis's rank ``to``. It must stay unchanged until ``wait``.

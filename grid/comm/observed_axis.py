@@ -90,9 +90,9 @@ class ObservedAxis(Axis):
         """Observed ``Axis.receive``."""
         return self._observed("receive", nbytes(tensor), Axis.receive, tensor, source, tag)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Observed ``Axis.all_gather_object``. The size is reported as 0, because it is not known."""
-        values: list[Any] = self._observed("all_gather_object", 0, Axis.all_gather_object, value)
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Observed ``Axis.all_gather_json``. The size is reported as 0, because it is not known."""
+        values: list[Any] = self._observed("all_gather_json", 0, Axis.all_gather_json, value)
         return values
 
     def barrier(self) -> None:

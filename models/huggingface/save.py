@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,11 +168,11 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
     """Return name -> description of the parameters of all pipe ranks, in order. Collective over the pipe axis."""
-    mine = [(name, layout_of(p), p.dtype) for name, p in own.items()]
+    mine = [(name, astuple(layout_of(p)), p.dtype) for name, p in own.items()]
     held: dict[str, Held] = {}
-    for owner, listed in enumerate(grid.pipe.all_gather_object(mine)):
+    for owner, listed in enumerate(grid.pipe.all_gather_json(mine)):
         for name, layout, dtype in listed:
-            held.setdefault(name, Held(layout, dtype, owner))
+            held.setdefault(name, Held(Layout(*layout), dtype, owner))
     return held
 
 

@@ -46,7 +46,7 @@ def clock_offsets(grid: Grid, name: str | None = None, now: Callable[[], float] 
         name: name of this rank's clock; None: ``clock_name()``.
         now: reads the clock.
     """
-    names: list[str] = grid.world.all_gather_object(clock_name() if name is None else name)
+    names: list[str] = grid.world.all_gather_json(clock_name() if name is None else name)
     found = {names[0]: Offset(0.0, 0.0)}
     for rank, each in enumerate(names):
         if each in found:
@@ -68,5 +68,4 @@ def clock_offsets(grid: Grid, name: str | None = None, now: Callable[[], float] 
                 reading.fill_(now())
                 grid.world.send(reading, 0, _TAG).wait()
         found[each] = mine
-    known: list[Offset] = grid.world.all_gather_object([found[each] for each in names])[0]
-    return known
+    return [Offset(*each) for each in grid.world.all_gather_json([found[each] for each in names])[0]]

@@ -72,7 +72,7 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
         raise ConfigError('No communication was logged. Set "comms_logger": {"enabled": true} in the configuration.')
     # A copy, without the exchange between ranks that follows.
     taken = {call: list(seconds) for call, seconds in log.seconds.items()}
-    waits = stragglers(taken, grid.world.all_gather_object(taken)) if show_straggler else None
+    waits = stragglers(taken, grid.world.all_gather_json(taken)) if show_straggler else None
     text = table(taken, waits)
     if grid.rank == 0:
         print(text, flush=True)

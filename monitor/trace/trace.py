@@ -15,7 +15,7 @@ from typing import Any
 from ...grid import Grid
 from ...pipe.program.chrome_trace import ChromeTrace, write_trace
 from ...pipe.program.ops import SENDS, Op
-from ..protocol import StepRecord
+from ..protocol import Slice, StepRecord, UnderWay
 from ..step_record import part_of
 from .clock_offsets import Offset, clock_offsets
 
@@ -30,9 +30,13 @@ def trace_step(grid: Grid, record: StepRecord, about: Mapping[str, Any], file: P
         file: file of the trace.
     """
     offsets = clock_offsets(grid)
-    records = grid.world.all_gather_object(record)
+    told = grid.world.all_gather_json((record.step, record.slices, record.under_way))
     if grid.rank != 0:
         return
+    records = [
+        StepRecord(step, tuple(Slice(*each) for each in slices), tuple(UnderWay(*each) for each in under_way))
+        for step, slices, under_way in told
+    ]
     names = [grid.describe(rank) for rank in grid.world.ranks]
     places = [grid.topology.coordinate(rank)._asdict() for rank in range(grid.size)]
     try:

@@ -65,16 +65,16 @@ def full(folder: str, victim: int, replaces: bool) -> int:
         if first and not replaces and (place / "new").exists():
             shutil.rmtree(place / "new")
             (place / "latest").write_text("good")
-        before = world.all_gather_object(whole(place) if first else None)[0]
+        before = world.all_gather_json(whole(place) if first else None)[0]
         with disturbed(number if trained.grid.rank == victim else -1, no_room) as calls:
             done = trained.save_checkpoint(place, "new", {"save": number})
-        after = world.all_gather_object(whole(place) if first else None)[0]
+        after = world.all_gather_json(whole(place) if first else None)[0]
         if done:
             assert after == {"good": {"save": "good"}, "new": {"save": number}, "latest": "new"}, (number, calls[-1:])
         else:
             assert after == before, (number, calls[-1:])
         train(trained)  # the run goes on
-        reached = world.all_gather_object(len(calls) > number)[victim]
+        reached = world.all_gather_json(len(calls) > number)[victim]
         if not reached:
             assert done
             break

@@ -27,11 +27,11 @@ import triax
 from triax.checkpoint.convert.export import runs
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import Index, StoredTensor, read_index
-from triax.checkpoint.format.json_values import decode, encode
 from triax.checkpoint.protocol import pieces
 from triax.checkpoint.reader import Reader
 from triax.grid import Layout
 from triax.grid.errors import CheckpointError, CorruptError, DamagedError
+from triax.grid.json_values import decode, encode
 from triax.grid.layout import FlatRange
 from triax.grid.ranges import boxes_of_range, everything, overlap
 from triax.models.gpt import gpt_layers
@@ -98,7 +98,7 @@ def test_values_come_back_as_they_were() -> None:
     assert {k: v for k, v in back.items() if k != "d"} == {k: v for k, v in value.items() if k != "d"}
     assert torch.equal(back["d"][0], value["d"][0]) and (back["d"][1] == value["d"][1]).all()  # type: ignore[index]
     assert back["d"][2] == deque([1]) and isinstance(back["d"][1], np.ndarray) and type(back["c"]) is torch.Tensor
-    with pytest.raises(TypeError, match=r"client_state\['model'\]\[0\] is a Linear, which is not saved"):
+    with pytest.raises(TypeError, match=r"client_state\['model'\]\[0\] is a Linear, which JSON cannot hold"):
         encode({"model": [nn.Linear(1, 1)]}, put)
     with pytest.raises(TypeError, match="is a function"):
         encode({"f": encode})
@@ -276,7 +276,7 @@ def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         engine.load_checkpoint(tmp_path, "fourth")
     with pytest.raises(CheckpointError, match=r"the tag '\.\./up' cannot be the name of"):
         engine.save_checkpoint(tmp_path, "../up")
-    with pytest.raises(CheckpointError, match=r"client_state\['model'\] is a PipelineEngine, which is not saved"):
+    with pytest.raises(CheckpointError, match=r"client_state\['model'\] is a PipelineEngine, which JSON cannot hold"):
         engine.save_checkpoint(tmp_path, "bad", {"model": engine})
     assert engine.save_checkpoint(tmp_path, "second", {"tag": "again"})  # in its place
     assert engine.load_checkpoint(tmp_path)[1] == {"tag": "again"}

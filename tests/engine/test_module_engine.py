@@ -634,7 +634,7 @@ def from_data(start: int, stop: int, workers: int = 0) -> tuple[list[list[float]
         x, y = next(source)
         engine.backward((engine(x) - y).square().mean())
         engine.step()
-    everyone = engine.grid.data.all_gather_object(engine.module.seen)
+    everyone = engine.grid.data.all_gather_json(engine.module.seen)
     each = engine.gradient_accumulation_steps()
     starts = range(0, len(everyone[0]), each)
     found = [sorted(i for seen in everyone for part in seen[at : at + each] for i in part) for at in starts]

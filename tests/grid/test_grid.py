@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from triax.grid import Grid, Topology
 from triax.grid.comm.axis import Axis
@@ -82,7 +84,7 @@ def test_one_process_needs_no_process_group(ranks: Any) -> None:
         assert torch.equal(out, x)
         axis.reduce_scatter(out.zero_(), x).wait()
         assert torch.equal(out, x) and torch.equal(x, torch.arange(3.0))
-        assert axis.all_gather_object({"a": 1}) == [{"a": 1}]
+        assert axis.all_gather_json({"a": 1}) == [{"a": 1}]
         axis.barrier()
     assert repr(grid) == "Grid(pipe=1, data=1, tensor=1; rank 0 (pipe 0, data 0, tensor 0), cpu)"
     assert grid.reported_failure() is None
@@ -113,7 +115,7 @@ def collectives_on_rank() -> None:
             assert torch.equal(whole, total)
             axis.broadcast(x, 2, async_op).wait()
             assert x.tolist() == [i + 2 for i in range(8)]
-    assert axis.all_gather_object(axis.rank) == [0, 1, 2, 3]
+    assert axis.all_gather_json(axis.rank) == [0, 1, 2, 3]
     after, before = (axis.rank + 1) % 4, (axis.rank - 1) % 4
     received = torch.zeros(2)
     works = [axis.send(torch.full((2,), float(axis.rank)), after, 5), axis.receive(received, before, 5)]
@@ -125,6 +127,29 @@ def collectives_on_rank() -> None:
 
 def test_collectives(ranks: Any) -> None:
     ranks(4, collectives_on_rank)
+
+
+def exchange_on_rank() -> None:
+    axis = Grid(data=4).data
+    values: list[Any] = [
+        (None, True, 3, -(2**70), 0.1, float("inf"), "é\ud800", [], (1, (2,)), {"$tuple": [1]}),
+        {1: "x", (2, "y"): {3}, None: torch.bfloat16},
+        "long " * 1000,
+        "",
+    ]
+    assert axis.all_gather_json(values[axis.rank]) == values
+    assert axis.all_gather_json(values[-1 - axis.rank]) == values[::-1]
+    for size in range(490, 520):  # around the size of the first message
+        assert axis.all_gather_json("x" * (size + axis.rank)) == ["x" * (size + rank) for rank in range(4)]
+    assert all(math.isnan(each) for each in axis.all_gather_json(float("nan")))
+    assert axis.traffic.bytes("data", "all_gather") == 0  # no report counts it
+    for wrong in (object(), b"bytes", nn.Linear(1, 1), [torch.ones(2)], {"f": print}):
+        with pytest.raises(TypeError, match=r"^a value for the other ranks\S* is a "):
+            axis.all_gather_json(wrong)
+
+
+def test_values_of_all_ranks(ranks: Any) -> None:
+    ranks(4, exchange_on_rank)
 
 
 # ------------------------------------------------------------------------------------------------ launchers

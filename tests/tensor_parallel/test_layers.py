@@ -308,7 +308,8 @@ def in_place_on_rank(size: int, shape: tuple[int, ...], sequence: bool) -> tuple
         assert p.grad is not None
         if layout_of(p).partial:
             grid.tensor.all_reduce(p.grad)
-        gradients[name] = layout_of(p).assemble(grid.tensor.all_gather_object(p.grad))
+        parts = [torch.tensor(part, dtype=p.dtype) for part in grid.tensor.all_gather_json(p.grad.tolist())]
+        gradients[name] = layout_of(p).assemble(parts)
     return x.grad, gradients
 
 
@@ -352,7 +353,7 @@ def out_of_range_on_rank(ids: list[int]) -> list[str]:
     try:
         embedding(torch.tensor([[0, *ids]]))
     except IndexError as error:
-        return grid.tensor.all_gather_object(str(error))
+        return grid.tensor.all_gather_json(str(error))
     return ["no error"]
 
 

@@ -319,7 +319,8 @@ def tensor_parallel(stage: int) -> Any:
     norm = optimizer.clip_grad_norm_(1e9).item()
     found = {}
     for parameter, gradient in optimizer.gradients():
-        parts = grid.tensor.all_gather_object(gradient.clone())
+        told = grid.tensor.all_gather_json(gradient.tolist())
+        parts = [torch.tensor(part, dtype=gradient.dtype) for part in told]
         found[id(parameter)] = layout_of(parameter).assemble(parts)
     return norm, [found[id(p)] for p in model.parameters()]
 

@@ -47,7 +47,7 @@ class MeanStateShards(StateShards):
         """Yield the optimizer state that this rank writes, averaged over the replicas, with its keys."""
         mine = {(index, key): value for index, key, value in self.stepper.state_tensors()}
         # A replica that has skipped all its steps so far has no optimizer state. Then no mean can be computed.
-        everyone = self.grid.data.all_gather_object([*mine])
+        everyone = self.grid.data.all_gather_json([*mine])
         for index, key in everyone[0]:
             if all((index, key) in theirs for theirs in everyone):
                 value = self._mean(mine[index, key])

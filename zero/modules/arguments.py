@@ -152,7 +152,7 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
     away = next((p for p in parameters if p.device != grid.device), None)
     problem = None if away is None else f"{names[away]} is on {away.device}, and the grid on {grid.device}: move it"
     mine = [(names[p], tuple(p.shape), str(p.dtype), p.requires_grad) for p in parameters]
-    gathered: list[tuple[str | None, Any]] = grid.data.all_gather_object((problem, mine))
+    gathered: list[tuple[str | None, Any]] = grid.data.all_gather_json((problem, mine))
     for rank, (other, theirs) in enumerate(gathered):
         if other is not None:
             raise ValueError(f"replica {rank}: {other}")

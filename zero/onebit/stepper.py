@@ -88,7 +88,7 @@ class OneBitStepper(WholeStepper):
             ValueError: on every rank: shards differ in size, or the optimizer needs whole tensors.
         """
         mine = [(bucket.flat.slots, bucket.flat.numel) for bucket in self._buckets]
-        told = grid.world.all_gather_object((tuple(grid.coordinate._replace(tensor=0)), mine))
+        told = grid.world.all_gather_json((tuple(grid.coordinate._replace(tensor=0)), mine))
         uneven = any(a[0] == b[0] and a[1] != b[1] for a in told for b in told)
         name = type(self.optimizer).__name__
         if self.optimizer.needs_whole_tensors:

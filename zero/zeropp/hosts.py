@@ -12,7 +12,7 @@ from ...grid.grid import Grid
 
 def ranks_per_host(grid: Grid) -> int:
     """Return the number of consecutive replicas that share a host; 1 if it is not the same everywhere. Collective."""
-    hosts = grid.world.all_gather_object(socket.gethostname())
+    hosts = grid.world.all_gather_json(socket.gethostname())
     return equal_runs(hosts, grid.topology.groups("data"))
 
 

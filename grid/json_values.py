@@ -5,6 +5,7 @@ A value of a type that JSON does not have becomes a dict with one key that begin
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = 
         kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), None)
         return items if kind is None else {kind: items}
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which is not saved, because reading an object back could run code. "
+        f"{where} is a {type(value).__name__}, which JSON cannot hold; nothing is pickled, because reading an object back could run code. "
         "Give numbers, text, tensors, and lists, tuples, sets and dicts of these"
     )
 
@@ -94,10 +95,20 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
     return _FROM_LIST[kind]([decode(each, get) for each in inside])
 
 
+def dumps(value: Any, where: str) -> bytes:
+    """Return a value as JSON text; ``where`` is its name in the error about a value of another type."""
+    return json.dumps(encode(value, None, where), separators=(",", ":"), allow_nan=False).encode()
+
+
+def loads(text: bytes) -> Any:
+    """Return the value of which ``dumps`` made a text. A named tuple comes back as a tuple."""
+    return decode(json.loads(text))
+
+
 def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biuf":
-            raise TypeError(f"{where} is an array of {value.dtype}, which is not saved: convert it to numbers")
+            raise TypeError(f"{where} is an array of {value.dtype}, which JSON cannot hold: convert it to numbers")
         return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), put, where)}
     if value.dim() == 0 and not value.is_complex():
         return {"$number": [str(value.dtype), encode(value.item(), None, where)]}
@@ -106,5 +117,5 @@ def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:
 
 def _put(tensor: Tensor, put: Callable[[Tensor], str] | None, where: str) -> str:
     if put is None:
-        raise TypeError(f"{where} is a tensor of shape {tuple(tensor.shape)}, but only single numbers are saved here")
+        raise TypeError(f"{where} is a tensor of shape {tuple(tensor.shape)}, but JSON holds only single numbers")
     return put(tensor.detach())
