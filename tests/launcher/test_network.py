@@ -236,7 +236,7 @@ def test_a_pickle_in_the_rendezvous_of_hosts_is_not_read(tmp_path: Path) -> None
     code = b"cos\nsystem\n(S'touch " + os.fsencode(victim) + b"'\ntR."
     store = serve_store("127.0.0.1", port)
     backend = C10dRendezvousBackend(store, "job")
-    store.set(backend._key, base64.b64encode(code))
+    store.set(backend._key, base64.b64encode(code).decode())
     settings = {"backend": "c10d", "endpoint": f"127.0.0.1:{port}", "run_id": "job", "min_nodes": 1, "max_nodes": 2}
     handler = elastic_rendezvous({**settings, "local_addr": "127.0.0.1", "join_timeout": "5"})
     with pytest.raises(Exception, match="corrupt"):
