@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ..grid.errors import ConfigError
-from ..launcher.hosts import Hosts, Slots, limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
+from ..launcher.hosts import Hosts, Slots, check_host, limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
 from ..launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
 from ..launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
 from ..launcher.worker import Module
@@ -88,6 +88,8 @@ def run(
         raise ConfigError(f"There is no file {script}. Give a Python file, or -m and the name of a module.")
     least, most = parse_nodes(nnodes) if nnodes else (1, 1)
     elastic = least != most or (rdzv_backend or "static") != "static" or bool(rdzv_endpoint or rdzv_id or rdzv_conf)
+    if master_addr:
+        check_host(master_addr, "--master-addr")
     shown = parse_ranks(tee, "--tee")
     extra = exported_variables(os.environ, export or [], ())
     slots = _slots(hostfile, include, exclude, nnodes, nproc)
@@ -259,13 +261,16 @@ def _rendezvous(
         if not equals:
             raise ConfigError(f"--rdzv-conf has {setting!r}, which has no value. Write key=value,key=value.")
         given[key.strip()] = value.strip()
+    host = endpoint.rpartition(":")[0] or endpoint
+    if given.get("store_type", "tcp") == "tcp":  # otherwise the endpoint is a file
+        check_host(host.removeprefix("[").removesuffix("]"), "--rdzv-endpoint")
     return {
         "backend": backend or "c10d",
         "endpoint": endpoint,
         "run_id": name or "triax",
         "min_nodes": least,
         "max_nodes": most,
-        "local_addr": own_address(endpoint.rpartition(":")[0] or endpoint),
+        "local_addr": own_address(host),
         **given,
     }
 

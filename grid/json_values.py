@@ -56,7 +56,8 @@ def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = 
         kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), None)
         return items if kind is None else {kind: items}
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold; nothing is pickled, because reading an object back could run code. "
+        f"{where} is a {type(value).__name__}, which JSON cannot hold, and nothing is pickled, because "
+        "reading a pickle could run code. "
         "Give numbers, text, tensors, and lists, tuples, sets and dicts of these"
     )
 

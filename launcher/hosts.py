@@ -17,7 +17,8 @@ from ..grid.errors import ConfigError, nearest
 
 Slots = dict[str, tuple[int, ...]]  # host -> the slots to use, in the order of the hostfile
 
-_LINE = re.compile(r"(?P<host>[^\s=]+)\s+slots=(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<host>[^\s=]+)\s+slots=(?P<slots>\d{1,5})")
+_HOST = re.compile(r"(\w[\w.-]*@)?[\w:][\w.:%-]*")  # with a user for ssh; a name, or an address also of IPv6
 _HOW = "write one line for each host, such as `worker-1 slots=4`"
 
 
@@ -56,6 +57,7 @@ def parse_hostfile(text: str, source: str = "the hostfile") -> dict[str, int]:
         if match is None:
             raise ConfigError(f"{source}, line {number}: {entry!r} is not a host with its slots: {_HOW}")
         host, slots = match["host"], int(match["slots"])
+        check_host(host, f"{source}, line {number}")
         if host in hosts:
             raise ConfigError(f"{source}, line {number}: {host} is listed twice: give all its slots in one line")
         if not slots:
@@ -64,6 +66,20 @@ def parse_hostfile(text: str, source: str = "the hostfile") -> dict[str, int]:
     if not hosts:
         raise ConfigError(f"{source} names no host: {_HOW}")
     return hosts
+
+
+def check_host(host: str, source: str) -> None:
+    """Check that a text is the name or address of a host. For ssh ``-oProxyCommand=...`` would be an option.
+
+    Raises:
+        ConfigError: it is not; the message begins with ``source``.
+    """
+    labels = host.rpartition("@")[2].removesuffix(".").split(".")
+    if not _HOST.fullmatch(host) or not all(1 <= len(label) <= 63 for label in labels):
+        raise ConfigError(
+            f"{source}: {host!r} is not the name or address of a host: write letters, digits, '-', '.' and ':', and "
+            "no '-' at the beginning, such as worker-1 or 10.0.0.1"
+        )
 
 
 def select(hosts: Mapping[str, int], include: str = "", exclude: str = "") -> Slots:

@@ -353,7 +353,7 @@ def own_address(address: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is too long
         return address
 
 

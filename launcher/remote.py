@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -21,10 +22,12 @@ from dataclasses import asdict
 from typing import IO
 
 from ..grid.errors import ConfigError
+from .hosts import check_host
 from .launch import STOP, Outcome
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host} {command}"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20 -- {host} {command}"
 GRACE = 15.0  # seconds beyond the time limit in which launchers must end once one has ended
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of a variable
 _MARK = "\x1etriax "  # begins the line with a launcher's outcome
 _HERE = ("localhost", "127.0.0.1", "::1")
 _PASSED = ("NCCL_", "TORCH_", "OMP_", "MKL_", "UCX_", "PYTHONPATH")  # prefixes of variables for every host
@@ -47,11 +50,13 @@ def exported_variables(
         always: prefixes of variables that are always exported.
 
     Raises:
-        ConfigError: this process does not have a variable that is asked for.
+        ConfigError: this process does not have a variable that is asked for, or it is not the name of a variable.
     """
     found = {name: value for name, value in environ.items() if always and name.startswith(always)}
     for each in asked:
         name, equals, value = each.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"--export {each!r}: write letters, digits and _ as the name, such as MY_OPTION=1")
         if not equals and name not in environ:
             raise ConfigError(f"--export {name}: this process has no such variable; write --export {name}=VALUE")
         found[name] = value if equals else environ[name]
@@ -64,10 +69,11 @@ def host_command(
     """Return the local command line that runs ``words`` on a host, in a folder and with environment variables.
 
     Raises:
-        ConfigError: the template lacks ``{host}`` or ``{command}``.
+        ConfigError: the template lacks ``{host}`` or ``{command}``, or the host's name is malformed.
     """
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
-    command = f"cd {shlex.quote(folder)} && exec env {' '.join([*assigned, shlex.join(words)])}"
+    check_host(host, "the hosts")
+    assigned = [f"{name}={value}" for name, value in sorted(environment.items())]
+    command = f"cd {shlex.quote(folder)} && exec env {shlex.join([*assigned, *words])}"
     if template == SSH and is_local_host(host):
         return ["sh", "-c", command]
     parts = shlex.split(template)
@@ -88,7 +94,7 @@ def is_local_host(host: str) -> bool:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0))  # only an address of this host can be bound
         return True
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is too long
         return False
 
 

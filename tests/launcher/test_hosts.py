@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triax.grid.errors import ConfigError
-from triax.launcher.hosts import limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
-from triax.launcher.remote import SSH, exported_variables, host_command
+from triax.launcher.hosts import check_host, limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
+from triax.launcher.launch import own_address
+from triax.launcher.remote import SSH, exported_variables, host_command, is_local_host
 
 HOSTS = {"worker-1": 4, "worker-2": 4, "10.0.0.3": 2}
 
@@ -36,6 +38,14 @@ def test_a_hostfile() -> None:
         ("a slots=-1", "line 1"),
         ("a slots=2\n\na slots=3", "line 3: a is listed twice"),
         ("a slots=0", "line 1: a has 0 slots"),
+        ("a slots=" + "9" * 5000, "line 1"),
+        # ssh would read them as options, and run a command on this host.
+        ("-oProxyCommand=x slots=1", "line 1"),
+        ("-F/tmp/config slots=1", "line 1: '-F/tmp/config' is not the name or address of a host"),
+        ("-x@b slots=1", "line 1: '-x@b' is not the name or address of a host"),
+        ("a;b slots=1", "line 1: 'a;b' is not the name or address of a host"),
+        ("a..b slots=1", "line 1: 'a..b' is not the name or address of a host"),
+        ("a" * 64 + ".b slots=1", "is not the name or address of a host"),
     ],
 )
 def test_hostfiles_refused(text: str, words: str) -> None:
@@ -137,6 +147,26 @@ def test_a_command_reaches_a_host_word_for_word() -> None:
         with pytest.raises(ConfigError, match="--launcher"):
             host_command(wrong, "far", ["python"], {}, "/")
     assert shlex.split(ssh[-1])[-2:] == ["python", "train.py"]
+
+
+def test_nothing_of_a_command_is_read_as_shell_text_or_as_an_option(tmp_path: Path) -> None:
+    """A variable called ``NCCL_X$(touch ran)`` ran the command on every host; ssh ran that of ``-oProxyCommand=``."""
+    victim, name = tmp_path / "ran", "NCCL_X$(touch ran)"
+    variables = {name: "1", "NCCL_Y": "a b"}
+    command = host_command("env HOST={host} sh -c {command}", "far", ["env"], variables, str(tmp_path))
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    assert f"{name}=1\n" in said and "NCCL_Y=a b\n" in said and not victim.exists()
+    assert host_command(SSH, "worker-1", ["python"], {}, "/")[-3:-1] == ["--", "worker-1"]
+    for host in ("-oProxyCommand=touch ran", "-x", "a b", "a..b", "", "a$(b)"):
+        for template in (SSH, "ssh -p 2222 {host} {command}"):
+            with pytest.raises(ConfigError, match="is not the name or address of a host"):
+                host_command(template, host, ["python"], {}, "/")
+    for host in ("worker-1", "10.0.0.1", "fe80::1%eth0", "::1", "user@worker-1.cluster.", "node_3"):
+        check_host(host, "the hostfile")
+    assert not is_local_host("a..b") and own_address("a" * 70) == "a" * 70
+    for asked in ("A-B=1", "=1", "X$(touch ran)=1", "-S=1"):
+        with pytest.raises(ConfigError, match="write letters, digits and _"):
+            exported_variables({}, [asked])
 
 
 def test_variables_passed_on() -> None:

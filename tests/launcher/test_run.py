@@ -158,6 +158,10 @@ def test_what_ranks_print_is_shown_while_they_print_it(tmp_path: Path) -> None:
         (["--hostfile", "hosts", "--rdzv-endpoint", "a:1", "script.py"], "is a fixed list"),
         (["--hostfile", "hosts", "--launcher", "rsh {host}", "script.py"], "--launcher 'rsh {host}'"),
         (["--hostfile", "local", "script.py"], "Give --master-addr"),
+        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "a..b", "script.py"], "--master-addr: 'a..b' is not"),
+        (["--hostfile", "hosts", "--master-addr", "-a", "script.py"], "--master-addr: '-a' is not the name or address"),
+        (["--rdzv-endpoint", "a b:1", "script.py"], "--rdzv-endpoint: 'a b' is not the name or address of a host"),
+        (["--export", "A$(b)=1", "script.py"], "--export 'A$(b)=1': write letters, digits and _"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_process_starts(
