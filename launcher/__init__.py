@@ -7,5 +7,6 @@
 - ``elastic.py``: torch's rendezvous of hosts that join and leave, without its pickles
 - ``hosts.py``: parser of the hostfile, ``--include`` and ``--exclude``
 - ``remote.py``: starts a launcher on every host, by ssh or another command
+- ``temporary_folders.py``: the launchers' temporary folders, and their removal after a killed launcher
 - ``log_tail.py``: shows the log files of ranks while they grow
 """

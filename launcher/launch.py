@@ -23,7 +23,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..grid.environment import loopback_interface, loopback_variables, read_environment
 from ..grid.topology import Topology
 from .log_tail import LogTail
+from .temporary_folders import launch_folder
 from .worker import Failure, LaunchJob, Module, read_failures
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def outcome_of(
     elif hosts is not None and (interface := interface_name(own_address(hosts.address))) is not None:
         defaults["GLOO_SOCKET_IFNAME"] = interface
     defaults = {name: value for name, value in defaults.items() if name not in os.environ}
-    with _environment({**defaults, **(environment or {})}), tempfile.TemporaryDirectory(prefix="triax-launch-") as temp:
+    with _environment({**defaults, **(environment or {})}), launch_folder() as temp:
         # The server imports its modules while this process imports its own, below. A running server is used unchanged.
         multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
@@ -225,7 +225,8 @@ def _run(
             elif rendezvous is not None:
                 handler = elastic_rendezvous(rendezvous)
             limits, here = (STOP, grace), _address(hosts, rendezvous)
-            agent = Agent(job, ranks, handler, restarts, again, DefaultLogsSpecs(), limits, here)
+            logs = DefaultLogsSpecs(str(Path(job.folder) / "torch"))  # empty: ranks redirect their own output
+            agent = Agent(job, ranks, handler, restarts, again, logs, limits, here)
             agent.launch()
             return Outcome(0)
         except SignalException as stop:

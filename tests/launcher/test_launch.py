@@ -17,7 +17,7 @@ from triax.grid.topology import Topology
 from triax.launcher.launch import cores, launch
 from triax.launcher.worker import lost_peer
 
-from processes import is_alive, last_line
+from processes import TRIAX, is_alive, last_line, started
 
 GRID = """
 import os, signal, sys, time
@@ -179,6 +179,38 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
             time.sleep(0.05)
     finally:
         program.kill()
+
+
+def test_temporary_folders_are_removed(tmp_path: Path) -> None:
+    """Every run left a folder ``torchelastic_...``, and a killed launcher two more. The next run removes these."""
+    temporary = tmp_path / "tmp"
+    for folder in ("pymp-of-another-program", "triax-launch-without-lock"):
+        (temporary / folder).mkdir(parents=True)
+    others = set(temporary.iterdir())
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    (tmp_path / "quick.py").touch()
+    (tmp_path / "stays.py").write_text("import time\nopen('ready', 'w').close()\ntime.sleep(100)\n")
+    run: list[object] = [*TRIAX, "run", "--log-dir", "none"]
+
+    def quick() -> None:
+        done = subprocess.run(
+            [*map(str, run), "quick.py"], cwd=tmp_path, env=environment, capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+
+    with started(*run, "stays.py", cwd=tmp_path, env=environment) as launcher:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.02)
+        alive = set(temporary.iterdir()) - others
+        assert {each.name.partition("-")[0] for each in alive} == {"triax", "pymp"}
+        quick()
+        assert set(temporary.iterdir()) == alive | others  # those of a living launcher stay
+        launcher.kill()
+        launcher.wait()
+        quick()
+        assert set(temporary.iterdir()) == others
 
 
 def test_lost_peers_are_recognised() -> None:

@@ -55,10 +55,10 @@ def listening(session: int) -> set[str]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if os.getsid(int(process.name)) == session:
-                links = {os.readlink(file) for file in (process / "fd").iterdir()}
-                found |= {address for link, address in sockets.items() if link in links}
-    return found
+            for file in (process / "fd").iterdir() if os.getsid(int(process.name)) == session else ():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    found.add(sockets.get(os.readlink(file), ""))
+    return found - {""}
 
 
 def listening_during(folder: Path, *commands: list[object], **environments: dict[str, str]) -> set[str]:
