@@ -160,6 +160,10 @@ class HangWatch:
             told = "; ".join(f"{grid.describe(rank)} is {text}" for rank, (_, text) in list(stands.items())[:8])
             if guilty:
                 message = "; ".join(f"{grid.describe(rank)} hangs: it is {text}" for rank, text in guilty[:4])
+                message += (
+                    f"; the time limit of {self._limit:g} s has expired: if it is only slow, give "
+                    "triax.Grid(timeout=...) more seconds"
+                )
             elif silent:
                 names = ", ".join(map(grid.describe, silent[:4]))
                 message = f"{names} does not answer: it was stopped, or its host is gone; {told}"

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from .rendezvous import HostRendezvous, LocalRendezvous
-from .worker import LaunchJob, attempt_file, run_rank
+from .worker import LaunchJob, attempt_file, mark, run_rank
 
 Exits = dict[int, int]  # rank -> exit code
 
@@ -103,8 +103,26 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._stop_limit)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of this host."""
+        return [worker.global_rank for worker in self._worker_group.workers]
+
+    def _mark_ranks_that_left(self) -> None:
+        """Mark ranks whose process ended with exit status 0, but whose script did not end: no rank waits for them.
+
+        Nor does torch: it would wait without end for the return value of such a process.
+        """
+        context: Any = self._pcontext
+        for index, (rank, process) in enumerate(zip(self.ranks, context._pc.processes, strict=True)):
+            if process.exitcode == 0:
+                context._return_values.setdefault(index, None)
+                if not mark(self._job.folder, "done", rank).exists():
+                    mark(self._job.folder, "left", rank).touch()
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._ended is None:
+            self._mark_ranks_that_left()
             with self._kill_after_limit():
                 result = super()._monitor_workers(worker_group)
         else:

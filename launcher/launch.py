@@ -34,7 +34,7 @@ from ..grid.environment import loopback_interface, loopback_variables, read_envi
 from ..grid.topology import Topology
 from .log_tail import LogTail
 from .temporary_folders import launch_folder
-from .worker import Failure, LaunchJob, Module, read_failures
+from .worker import Ends, Failure, LaunchJob, Module, read_ends, read_failures
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -209,7 +209,8 @@ def _run(
 
     def again(why: Exits | str, attempt: int) -> None:
         failures = read_failures(Path(job.folder))
-        line = why if isinstance(why, str) else _explain(why, failures, name, job.logs).line
+        ranks = agent.ranks if agent is not None else []
+        line = why if isinstance(why, str) else _explain(why, failures, ranks, name, job).line
         print_outcome(Outcome(0, f"{line.removesuffix(_STOPPED)}; restarting all ranks ({attempt} of {restarts})"))
         for path in Path(job.folder).glob("rank-*.json"):
             path.unlink(missing_ok=True)
@@ -238,7 +239,8 @@ def _run(
             return Outcome(128 + stop.sigval, line, cause=hosts is None)
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            outcome = _explain(exits, read_failures(Path(job.folder)), name, job.logs)
+            ranks_here = agent.ranks if agent is not None else []
+            outcome = _explain(exits, read_failures(Path(job.folder)), ranks_here, name, job)
             if hosts is not None and agent is not None:
                 reason = agent.end_reason(0.0 if outcome.cause else CAUSE_TIME)
                 if reason is not None and not outcome.cause:
@@ -257,7 +259,9 @@ def _run(
                 agent.close(why)
 
 
-def _explain(exits: Exits, failures: list[Failure], name: Callable[[int], str], logs: str | None) -> Outcome:
+def _explain(
+    exits: Exits, failures: list[Failure], ranks: list[int], name: Callable[[int], str], job: LaunchJob
+) -> Outcome:
     """Return the outcome of the first failure: of a rank that was killed, or the earliest error."""
     for rank, code in exits.items():
         # A rank that raised an error has written it down; this one was killed.
@@ -268,12 +272,40 @@ def _explain(exits: Exits, failures: list[Failure], name: Callable[[int], str], 
     first = min(failures, key=lambda failure: (failure.lost_peer, failure.when))
     if first.code == 2:
         return Outcome(2)
+    consequence = _consequence(first, read_ends(job.folder, ranks, exits), name)
+    if consequence is not None:
+        return Outcome(1, consequence + _STOPPED, first.trace)
     # Some errors name their rank, after the exception's type.
     kind, _, message = first.line.partition(": ")
     named = message.startswith(f"rank {first.rank} (")
     line = f"{message} ({kind.rpartition('.')[2]})" if named else f"{name(first.rank)} failed: {first.line}"
-    line += f" (all ranks' output: {logs})" if logs and first.lost_peer else ""
+    line += f" (all ranks' output: {job.logs})" if job.logs and first.lost_peer else ""
     return Outcome(1, line, first.trace, cause=not first.lost_peer)
+
+
+def _consequence(failure: Failure, ends: Ends, name: Callable[[int], str]) -> str | None:
+    """Return the cause of a failure that is another rank's end or slowness; None if the failure is the cause."""
+    who = name(failure.rank)
+    if ends.left and (failure.lost_peer or failure.timed_out):
+        names = ", ".join(map(name, ends.left))
+        return (
+            f"{names} left with exit status 0, without an exception, before its script ended, and {who} lost it: leave "
+            "out os._exit, or call it when all ranks are done"
+        )
+    if ends.done and failure.timed_out:
+        names = ", ".join(map(name, ends.done))
+        return (
+            f"{names} ended without an error, while {who} waited for it, until its time limit expired: let all ranks "
+            "take the same number of steps"
+        )
+    hangs = f"rank {failure.rank} (" in failure.line and "because" in failure.line  # a hang watch has said more
+    if ends.at_work and failure.timed_out and not hangs:
+        names = ", ".join(map(name, ends.at_work))
+        return (
+            f"{who} waited until its time limit expired, while {names} was still at work: if that rank is only slow, "
+            "give triax.Grid(timeout=...) more seconds"
+        )
+    return None
 
 
 def _name(folder: str, topology: Topology | None, rank: int) -> str:

@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from ..grid.hang_watch import timed_out
 
 EVERY = -1  # stands for all ranks
 LINGER = 1.5  # seconds that a failing rank waits, so that the launcher notices a killed rank before it
@@ -61,6 +63,33 @@ class Failure:
     trace: str
     lost_peer: bool
     code: int
+    timed_out: bool = False
+
+
+class Ends(NamedTuple):
+    """Ranks of one host by how they ended, when one of them had failed.
+
+    Attributes:
+        done: ranks whose script ended without an error.
+        left: ranks whose process ended with exit status 0 before their script did.
+        at_work: ranks that had not ended.
+    """
+
+    done: list[int]
+    left: list[int]
+    at_work: list[int]
+
+
+def read_ends(folder: str, ranks: Collection[int], failed: Collection[int]) -> Ends:
+    """Read how this host's ranks ended in this attempt; ``failed``: ranks that failed."""
+    done = [rank for rank in ranks if mark(folder, "done", rank).exists()]
+    left = [rank for rank in ranks if mark(folder, "left", rank).exists()]
+    return Ends(done, left, [rank for rank in ranks if rank not in {*done, *left, *failed}])
+
+
+def mark(folder: str, kind: str, rank: int) -> Path:
+    """Return the path of the empty file that says how a rank ended in this attempt: ``done`` or ``left``."""
+    return Path(folder) / f"{kind}-{attempt_file(folder).read_text()}-{rank}"
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -102,7 +131,7 @@ def run_rank(job: LaunchJob) -> None:
             _fail(job, rank, leave)
     except BaseException as error:
         _fail(job, rank, error)
-    _wait_for_all_ranks(Path(job.folder), rank)
+    _wait_for_all_ranks(job.folder, rank)
     if isinstance(job.target, (Path, Module)):
         atexit._run_exitfuncs()  # a forked process runs no exit handlers, and a script may have registered some
     if torch.distributed.is_initialized():
@@ -111,16 +140,17 @@ def run_rank(job: LaunchJob) -> None:
     sys.stderr.flush()
 
 
-def _wait_for_all_ranks(folder: Path, rank: int) -> None:
-    """Wait until all ranks of this host are done, because a rank that ends early could make another one fail.
+def _wait_for_all_ranks(folder: str, rank: int) -> None:
+    """Wait until all ranks of this host are done or have left: a rank that ends early could make another one fail.
 
     Args:
         folder: folder in which each rank leaves a mark when it is done.
         rank: this rank.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    (folder / f"done-{attempt}-{rank}").touch()
-    while len(list(folder.glob(f"done-{attempt}-*"))) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    mine = mark(folder, "done", rank)
+    mine.touch()
+    attempt = mine.name.split("-")[1]
+    while len(list(Path(folder).glob(f"[dl]*-{attempt}-*"))) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         time.sleep(0.01)
 
 
@@ -158,7 +188,7 @@ def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:
         ours = (__file__, runpy.__file__, "<frozen runpy>")
         story.stack[:] = [frame for frame in story.stack if frame.filename not in ours] or story.stack
         line = "".join(story.format_exception_only()).strip().splitlines()[0]
-        failure = Failure(rank, time.time(), line, "".join(story.format()), lost_peer(error), 1)
+        failure = Failure(rank, time.time(), line, "".join(story.format()), lost_peer(error), 1, timed_out(error))
     leave_failure(job.folder, failure)
     if job.logs is not None and (rank > 0 or job.shown is not None):
         # On a log that is shown, the trace of a consequence would be taken for the cause.

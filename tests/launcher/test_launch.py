@@ -95,6 +95,45 @@ def test_silent_exit_is_named(run: Any) -> None:
     assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: exit status 3, without an exception")
 
 
+def test_rank_that_left_is_named(run: Any) -> None:
+    """A rank that ends by ``os._exit(0)`` looks like one that is done: the rank that lost it was blamed."""
+    code, _, err = run("if grid.rank == 1: os._exit(0)\nforever()")
+    assert code == 1
+    assert last_line(err).startswith(
+        "rank 1 (pipe 1, data 0, tensor 0) left with exit status 0, without an exception, before its script ended, and "
+        "rank 0 (pipe 0, data 0, tensor 0) lost it"
+    )
+
+
+def test_others_need_not_wait_for_a_rank_that_left_at_its_end(run: Any) -> None:
+    """Each rank waits at its end until all are done. It waited without end for one that had left by ``os._exit(0)``."""
+    assert run("grid.world.all_reduce(x)\nif grid.rank == 1: os._exit(0)")[0] == 0
+
+
+WAITS = "grid = Grid(pipe=2, timeout=2)\nif grid.rank == 0: grid.pipe.all_reduce(x)\n"
+
+
+@pytest.mark.exhaustive
+def test_rank_that_ended_early_is_named(run: Any) -> None:
+    """A rank with fewer steps than the others ended in order, and the one that waited for it was blamed."""
+    code, _, err = run(WAITS)
+    assert code == 1
+    assert last_line(err).startswith(
+        "rank 1 (pipe 1, data 0, tensor 0) ended without an error, while rank 0 (pipe 0, data 0, tensor 0) waited for "
+        "it, until its time limit expired"
+    )
+
+
+@pytest.mark.exhaustive
+def test_time_limit_that_ended_a_slow_rank_is_named(run: Any) -> None:
+    code, _, err = run(WAITS + "time.sleep(60)")
+    assert code == 1
+    assert last_line(err).startswith(
+        "rank 0 (pipe 0, data 0, tensor 0) waited until its time limit expired, while rank 1 (pipe 1, data 0, "
+        "tensor 0) was still at work: if that rank is only slow, give triax.Grid(timeout=...) more seconds"
+    )
+
+
 def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
     code, _, err = run(
         "def inner(): raise ValueError('the second\\nhas two lines')\nif grid.rank == 1: inner()\nforever()"
@@ -181,6 +220,7 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
         program.kill()
 
 
+@pytest.mark.exhaustive
 def test_temporary_folders_are_removed(tmp_path: Path) -> None:
     """Every run left a folder ``torchelastic_...``, and a killed launcher two more. The next run removes these."""
     temporary = tmp_path / "tmp"

@@ -90,6 +90,7 @@ def test_a_run_on_one_host_listens_on_the_loopback_address_alone(tmp_path: Path)
     assert listening_during(tmp_path, [*TRIAX, "run", "--nproc", 2, "script.py"]) == {"127.0.0.1"}
 
 
+@pytest.mark.exhaustive
 def test_under_mpirun_too(tmp_path: Path) -> None:
     port = {"MASTER_PORT": str(free_port())}
     command: list[object] = [sys.executable, "script.py"]
@@ -97,6 +98,7 @@ def test_under_mpirun_too(tmp_path: Path) -> None:
     assert found == {"127.0.0.1"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["hosts", "elastic"])
 def test_several_hosts_listen_on_the_address_given(tmp_path: Path, way: str) -> None:
     """The launchers and ranks of two hosts, which are two addresses of this one, open nothing to other networks."""
