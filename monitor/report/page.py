@@ -114,13 +114,20 @@ def page(run: Run) -> str:
 
 
 def _or_text(show: Callable[[float], str]) -> Callable[[Any], Any]:
-    """Return a filter that formats numbers. None gives "", and other values stay as they are."""
-    return lambda value: show(value) if isinstance(value, int | float) else "" if value is None else value
+    """Return a filter that formats numbers. None gives "", and other values stay as they are.
+
+    Integers that are no finite float, which only a damaged file has, stay as they are too.
+    """
+    return lambda value: show(value) if _is_number(value) else "" if value is None else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
 
 
 def _ratio(counted: Iterable[Any], formula: Iterable[Any]) -> str:
     """Return one sum over another, of the values that are numbers; "" if the second sum is 0."""
-    part, whole = (sum(x for x in values if isinstance(x, int | float)) for values in (counted, formula))
+    part, whole = (sum(x for x in values if _is_number(x)) for values in (counted, formula))
     return f"{part / whole:.3f}" if whole else ""
 
 

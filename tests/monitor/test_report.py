@@ -181,7 +181,7 @@ def test_damaged_values_are_text_and_damaged_parts_are_left_out(tmp_path: Path) 
     record = json.loads((folder / "run.json").read_text())
     record |= {"parameters": "<b>many</b>", "flops_per_step": [1], "peak_tflops": "fast", "schedule": {}}
     record["ranks"][0] |= {"name": None, "parameters": "?"}
-    record["ranks"][0]["memory"]["held"] |= {"parameters": "1 MB", "gradients": None}
+    record["ranks"][0]["memory"]["held"] |= {"parameters": "1 MB", "gradients": None, "working": 10**400}
     record["ranks"][0]["traffic"]["sent"]["data"]["all_reduce"] = {"bytes": "most"}
     (folder / "run.json").write_text(json.dumps(record))
     page = Page(write_report(folder).read_text())
