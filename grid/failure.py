@@ -36,7 +36,10 @@ def _guarded(grid: Grid, abandon: Callable[[], object], what: str) -> Iterator[N
         grid.activity.start(None)
         raise
     except BaseException as error:
-        raise _left(error, grid, abandon) from error
+        raised = _left(error, grid, abandon)
+        if raised is error:
+            raise
+        raise raised from error
 
 
 def _left(error: BaseException, grid: Grid, abandon: Callable[[], object]) -> BaseException:

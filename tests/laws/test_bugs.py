@@ -555,3 +555,30 @@ def test_a_rank_that_fails_lets_go_of_the_next_layers_gather(ranks: Any) -> None
     """Stage 3 gathers a layer ahead: that gather kept the connections open, and the others waited for the limit."""
     for rank, (message, seconds) in enumerate(ranks(2, fails_while_it_gathers, timeout=40)):
         assert message.startswith(f"rank {rank} (") and "boom" in message and seconds < 20
+
+
+def failing_layer() -> bool:
+    """Return True if the error of a failing layer leads, by its causes, to the layer's own error."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise ZeroDivisionError("the layer's own")
+
+    grid = Grid(pipe=2, timeout=20)
+    model = PipelineModule([LayerSpec(nn.Linear, 4, 4), fail], grid=grid, loss_fn=mean_loss)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = triax.initialize(model=model, config=config)[0]
+    try:
+        engine.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 4))]))
+    except Exception as error:
+        cause: BaseException | None = error
+        for _ in range(9):
+            if cause is None or isinstance(cause, ZeroDivisionError):
+                break
+            cause = cause.__cause__
+        return cause is None or isinstance(cause, ZeroDivisionError)
+    return False
+
+
+def test_an_error_is_not_its_own_cause(ranks: Any) -> None:
+    """A program that follows the causes of a failed step's error never came to an end."""
+    assert ranks(2, failing_layer) == [True, True]
