@@ -279,10 +279,14 @@ class _SplitConvolution(torch.autograd.Function):
 
         x = x.detach()
         if ctx.parameter.requires_grad:
-            ctx.deferred.add(
-                ctx.parameter,
-                lambda into: into.add_(halves(dy, x, weight, sizes, *geometry, [False, True, False])[1]),
-            )
+            shape, dtype, device = weight.shape, weight.dtype, weight.device
+
+            def accumulate(into: Tensor) -> None:
+                # Only its shape is read, and in stage 3 of ZeRO the weight itself is released by now.
+                like = torch.empty(shape, dtype=dtype, device=device)
+                into.add_(halves(dy, x, like, sizes, *geometry, [False, True, False])[1])
+
+            ctx.deferred.add(ctx.parameter, accumulate)
         if bias is not None and bias.requires_grad:
             dims = [dim for dim in range(dy.dim()) if dim != 1]
             ctx.deferred.add(bias, lambda into: into.add_(dy.sum(dims)))
