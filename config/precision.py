@@ -49,7 +49,8 @@ class Fp16Config(Section):
     @model_validator(mode="after")
     def _agrees(self) -> Fp16Config:
         first = self.loss_scale or 2.0**self.initial_scale_power
-        if "min_loss_scale" in self.model_fields_set and self.min_loss_scale > first:
+        lowest = type(self).model_fields["min_loss_scale"].default  # which a resolved configuration has too
+        if self.min_loss_scale > max(first, lowest):
             key = "loss_scale" if self.loss_scale else f"2 ** initial_scale_power {self.initial_scale_power} ="
             raise ValueError(
                 f"min_loss_scale {self.min_loss_scale:g} is above {key} {first:g}, where the scale starts: lower "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..grid.errors import ConfigError, nearest
+from ..grid.errors import ConfigError, describe, nearest
 from . import onebit
 from .elementwise import Lion, UncorrectedAdam
 from .signature import check_arguments, defaults_of
@@ -65,7 +65,7 @@ def resolve(
             )
     name = {each.lower(): each for each in KNOWN}.get(kind.lower(), "")
     if not name:
-        raise ConfigError(f"optimizer.type = {kind!r}: there is no such optimizer; {nearest(kind, KNOWN)}")
+        raise ConfigError(f"optimizer.type = {describe(kind)}: there is no such optimizer; {nearest(kind, KNOWN)}")
     given = dict(params)
     if "max_grad_norm" in given:
         raise ConfigError("optimizer.params.max_grad_norm: write gradient_clipping, outside of optimizer, instead")

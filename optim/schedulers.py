@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..grid.errors import ConfigError, nearest
+from ..grid.errors import ConfigError, describe, nearest
 from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .signature import check_arguments, defaults_of
 
@@ -85,7 +85,7 @@ def _class(kind: str, key: str) -> type[LRScheduler]:
         raise ConfigError(f"{key}.type = {kind!r}: {_WITHOUT_JSON[kind]}")
     classes = {name.lower(): cls for name, cls in known().items()}
     if kind.lower() not in classes:
-        raise ConfigError(f"{key}.type = {kind!r}: there is no such schedule; {nearest(kind, known())}")
+        raise ConfigError(f"{key}.type = {describe(kind)}: there is no such schedule; {nearest(kind, known())}")
     return classes[kind.lower()]
 
 

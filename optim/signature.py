@@ -31,7 +31,7 @@ def check_arguments(
     taken = {key: p for key, p in inspect.signature(made).parameters.items() if key not in skip}
     for key in params:
         if key not in taken:
-            raise ConfigError(f"{where}: {name} has no {key}; it takes {', '.join(taken)} ({nearest(key, taken)})")
+            raise ConfigError(f"{where}: {name} has no {key[:60]}; it takes {', '.join(taken)} ({nearest(key, taken)})")
     for key, parameter in taken.items():
         required = parameter.default is inspect.Parameter.empty
         if required and key not in params:

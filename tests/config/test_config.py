@@ -28,6 +28,7 @@ from triax.config.resolved import json_schema, keys, markdown
 from triax.config.schema import Config
 from triax.engine import read_config
 from triax.engine.setup.check import resolve_config
+from triax.engine.setup.precision import make_loss_scaler
 from triax.grid.errors import ConfigError
 
 from paths import ROOT
@@ -847,6 +848,7 @@ def test_a_batch_of_another_size(ranks: Any, shape: tuple[int, int, int], schedu
         ({"ratio": 0.1}, "the configuration: there is no 'ratio' here, but in gradient_compression: write it there"),
         ({"bf16": {"loss_scale": 0}}, "bf16: there is no 'loss_scale' here, but in fp16 and amp: write it there"),
         ({"zero_optimization": {"qwerty": 1}}, "no key like it: `triax config --table` lists all keys"),
+        ({"optimizer": {"type": "z" * 5000}}, "there is no such optimizer; known are"),
         ({"z" * 5000: 1}, "no key like it: `triax config --table` lists all keys"),
     ],
 )
@@ -854,4 +856,14 @@ def test_a_key_of_another_section_is_sent_there(config: dict[str, Any], words: s
     """The message listed all 70 keys of the section."""
     with pytest.raises(ConfigError) as error:
         read_config({"train_batch_size": 2, **config})
-    assert words in str(error.value) and len(str(error.value)) < 200
+    assert words in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("section", ["fp16", "amp"])
+def test_a_loss_scale_below_one_is_the_users_own(section: str) -> None:
+    """A scale of 0.5 was refused for the default of min_loss_scale: in a resolved file, and for amp by pydantic."""
+    config = read_config({"train_batch_size": 2, section: {"enabled": True, "loss_scale": 0.5}})
+    again = read_config(resolve_config(config, batch_sizes(config, 1)))
+    for each in (config, again):
+        scaler = make_loss_scaler(each)
+        assert scaler is not None and scaler.scale == 0.5
