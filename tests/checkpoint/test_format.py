@@ -531,7 +531,7 @@ def test_the_command(saved: Path, tmp_path: Path) -> None:
     code, text = command("verify", tmp_path)
     assert code == 1 and "rank-00000.safetensors is damaged: its header" in text
     assert "is damaged" in command("export", tmp_path, tmp_path / "m.safetensors")[1]
-    assert "Give m.safetensors" in command("export", saved, "m.bin")[1]
+    assert "give m.safetensors" in command("export", saved, "m.bin")[1]
     assert "has no index.json" in command("show", tmp_path / "nothing")[1]
 
 
