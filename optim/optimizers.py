@@ -107,8 +107,8 @@ def fused(
 ) -> list[dict[str, Any]]:
     """Return parameter groups with ``fused=True``, if torch has a fused kernel for the optimizer and these parameters.
 
-    The groups stay as they are if the user chose an implementation (``fused`` or ``foreach`` in ``params``). The fused
-    kernel updates a flat range of parameters in one pass.
+    Groups stay as they are if the user chose an implementation (``fused`` or ``foreach`` in ``params``), or if they
+    have complex parameters. The fused kernel updates a flat range of parameters in one pass.
 
     Args:
         cls: the optimizer's class.
@@ -117,7 +117,8 @@ def fused(
     """
     choices = ("fused", "foreach", "capturable", "differentiable")
     if "fused" in inspect.signature(cls).parameters and not any(key in params for key in choices):
-        return [{**group, "fused": True} for group in groups]
+        real = [not any(parameter.is_complex() for parameter in group["params"]) for group in groups]
+        return [{**group, "fused": True} if fits else group for group, fits in zip(groups, real, strict=True)]
     return groups
 
 

@@ -274,6 +274,7 @@ class Bucket(FlatWeights):
             gradient.numel() == self.flat.numel
             and gradient.dtype == self._accumulation_dtype
             and gradient.is_contiguous()
+            and not gradient.is_conj()  # its memory holds the conjugate
             and _owns_memory(gradient)
         )
 

@@ -46,6 +46,8 @@ def make_buckets(
         dtype = member.parameter.dtype
         if member.group is None and (options.stage < 3 or not (dtype.is_floating_point or dtype.is_complex)):
             continue
+        if dtype.is_complex:
+            _refuse_real_parts(member, options)
         layout = member.layout
         run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
         layers = member.layers if options.stage == 3 else ()
@@ -64,6 +66,27 @@ def make_buckets(
         )
         items.append(Item(number, member.parameter.numel(), run, key, size))
     return [Bucket(flat, members, grid, options, memory) for flat in plan(items, grid.data.size, capacity)]
+
+
+def _refuse_real_parts(member: ManagedParameter, options: ZeroOptions) -> None:
+    """Refuse options under which a complex parameter would lose its imaginary part.
+
+    Raises:
+        ValueError: names the parameter and the option.
+    """
+    for value, what in (
+        (options.weight_dtype, "fp16 or bf16 weights (weight_dtype)"),
+        (options.accumulation_dtype, "master weights of another dtype (master_dtype)"),
+        (options.communication_dtype, "gradients sent in another dtype (communication_data_type, torch_autocast)"),
+        (options.exchange, "gradient compression or a 1-bit optimizer"),
+        (options.zeropp, "quantized weights or gradients (ZeRO++)"),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{member.layout.name} is {str(member.parameter.dtype).removeprefix('torch.')}, and {what} would keep "
+                "its real part only: leave that option out, or make the parameter of pairs of real numbers, and call "
+                "torch.view_as_complex on it in the module"
+            )
 
 
 def cast(parameters: Iterable[Tensor], module: nn.Module | None, dtype: torch.dtype | None) -> None:

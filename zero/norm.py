@@ -17,7 +17,9 @@ _PIECE = 2**16  # elements that are converted at once: a copy of all gradients w
 
 
 def square(flat: Tensor) -> Tensor:
-    """Return the sum of squares of a flat tensor, 0-dim float64."""
+    """Return the sum of squares of a flat tensor's absolute values, 0-dim float64."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     if flat.dtype == torch.float64:

@@ -199,7 +199,8 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Choose torch's fused kernel (one pass over memory, no temporaries) if there is one and the user chose none."""
     for group in optimizer.param_groups:
         chosen = group.get("foreach") is not None or group.get("capturable") or group.get("differentiable")
-        if "fused" in group and group["fused"] is None and not chosen:
+        complex_numbers = any(parameter.is_complex() for parameter in group["params"])  # no fused kernel takes them
+        if "fused" in group and group["fused"] is None and not chosen and not complex_numbers:
             group["fused"] = True
     return optimizer
 

@@ -904,3 +904,72 @@ def test_fp16_gradients_from_one_engine_to_the_next_stay_scaled(how: str) -> Non
         for name, value in theirs.items():
             assert value.abs().max() > 0
             assert (mine[name] - value).norm() < 0.01 * value.norm(), name
+
+
+class Waves(nn.Module):
+    """Complex parameters between real ones; one is used in its conjugate alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.waves = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+        self.conjugated = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.fft.fft(self.enter(x)) @ self.waves * self.conjugated.conj()
+        return y.real * y.imag.tanh()
+
+
+def waves(kind: str, zero: dict[str, Any] | None) -> list[Any]:
+    torch.manual_seed(3)
+    model = Waves().double()
+    found: list[Any] = []
+    cls, options = OPTIMIZERS[kind]
+    if zero is None:
+        optimizer = cls(model.parameters(), **options)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for replica in range(2):
+                (model(microbatch(step, 0, replica)[0]).square().mean() / 2).backward()
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.resolve_conj()  # else clipping fails
+            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            optimizer.step()
+            found.append((norm, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}))
+        return found
+    settings = config(kind, stage=zero.get("stage", 0), zero=zero)
+    engine = initialize(model=model, config=settings, grid=Grid(data=2, timeout=60))[0]
+    for step in range(STEPS):
+        engine.backward(engine(microbatch(step, 0, engine.grid.data.rank)[0]).square().mean())
+        engine.step()
+        found.append((engine.get_global_grad_norm(), engine.gather("gradients"), engine.gather()))
+    return found
+
+
+def all_waves() -> list[Any]:
+    offloaded = {"stage": 2, "sub_group_size": 17, "offload_optimizer": {"device": "cpu"}}
+    cases: list[tuple[str, dict[str, Any]]] = [("AdamW", {"stage": 2}), ("AdamW", offloaded)]
+    cases += [("SGD", {"stage": stage}) for stage in (0, 1, 3)]
+    return [(kind, waves(kind, zero)) for kind, zero in cases]
+
+
+def test_complex_parameters_are_torchs(ranks: Any) -> None:
+    """Their norm was of the real parts alone, so clipping was wrong too; the fused optimizers failed on them."""
+    wanted = {kind: waves(kind, None) for kind in OPTIMIZERS}
+    for found in ranks(2, all_waves):
+        for kind, steps in found:
+            torch.testing.assert_close(steps, wanted[kind], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"bf16": {"enabled": True}}, "waves is complex128, and fp16 or bf16 weights"),
+        ({"communication_data_type": "fp16"}, "waves is complex128, and gradients sent in another dtype"),
+    ],
+)
+def test_options_that_drop_the_imaginary_part_are_refused(more: dict[str, Any], words: str) -> None:
+    settings = {"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
+    with pytest.raises(ValueError, match=words):
+        initialize(model=Waves(), config=settings)
