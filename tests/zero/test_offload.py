@@ -238,7 +238,7 @@ def test_a_tied_bucket_is_cut_equally_on_each_of_its_stages() -> None:
     """Its sub-groups depended on what came before it on a rank, and so did the last bits of its weights."""
 
     def cuts(*others: int) -> list[list[tuple[int, int]]]:
-        tied = _Range(10, tie=0)
+        tied: Any = _Range(10, tie=0)
         buckets: Any = [*map(_Range, others), tied, _Range(2)]
         return [
             [(start, stop) for _, start, stop in pieces] for pieces in sub_groups(buckets, 4) if pieces[0][0] is tied
