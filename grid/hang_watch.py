@@ -207,12 +207,16 @@ class HangWatch:
             activity: the rank's activity.
             since: ``activity.since`` of the op or call that may be stuck.
         """
+        grid = self._grid()
+        reason = None if grid is None else grid.reported_failure()
+        del grid
         deadline = time.monotonic() + _LEAVE
         while time.monotonic() < deadline:
             # A grid that no longer exists has no work that could be stuck: the script caught the error and goes on.
             if self._over.wait(0.1) or activity.since != since or self._grid() is None:
                 return
-        print(f"rank {self._me} hangs after another rank failed: its process is ended", file=sys.stderr, flush=True)
+        why = reason or "another rank failed"
+        print(f"rank {self._me} does not go on, and its process is ended, because {why}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
