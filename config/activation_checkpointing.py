@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Strict, model_validator
 
-from .base import Section, idle, setting
+from .base import Section, setting
 
 
 class ActivationCheckpointingConfig(Section):
     """``activation_checkpointing``: which activations the backward pass recomputes, and which it keeps."""
 
+    enabled: bool | None = setting(
+        None,
+        "true: recompute, each layer by itself if no other key says how; false: recompute nothing; null: if a key asks "
+        "for it, which is one of interval, granularity, number_checkpoints, partition_activations, cpu_checkpointing.",
+    )
     interval: int | None = setting(
         None, "Recompute groups of so many layers of a stage; 0: none; null: the model's own.", ge=0
     )
@@ -38,10 +43,20 @@ class ActivationCheckpointingConfig(Section):
     preserve_rng_state: bool = setting(
         True, "Restore the state of torch's generators for recomputation. triax's Dropout does not need it."
     )
-    enabled: Any = idle("DeepSpeed has no such key; interval, granularity or number_checkpoints turn it on")
+
+    @property
+    def asked(self) -> bool:
+        """True if the section asks for recomputation: by ``enabled``, or by a key that says how."""
+        how = (self.interval, self.granularity, self.number_checkpoints, self.partition_activations)
+        return self.enabled is not False and self.interval != 0 and any((self.enabled, *how, self.cpu_checkpointing))
+
+    def _missing(self, key: str) -> str | None:
+        return None  # the other keys act without ``enabled``
 
     @model_validator(mode="after")
     def _agrees(self) -> ActivationCheckpointingConfig:
+        if self.enabled and self.interval == 0:
+            raise ValueError("enabled is true, but interval 0 recomputes nothing: set interval to 1, or leave it out")
         if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
             raise ValueError(
                 "contiguous_memory_optimization is true, but it needs two other keys, because it makes one buffer for "

@@ -179,6 +179,8 @@ class Config(Section):
     def recomputation(self) -> ActivationCheckpointingConfig:
         """``activation_checkpointing``, with ``pipeline.activation_checkpoint_interval`` merged in."""
         section, other = self.activation_checkpointing, self.pipeline.activation_checkpoint_interval
+        if section.enabled is False:
+            return ActivationCheckpointingConfig(enabled=False)
         return section.model_copy(update={"interval": other}) if other and section.interval is None else section
 
     @property

@@ -161,25 +161,10 @@ def _place_model(model: nn.Module, grid: Grid, config: Config, microbatches: int
 
 
 def _pipeline_notes(config: Config) -> list[str]:
-    """Return notes on the keys that have no effect on a model that is not a ``PipelineModule``.
-
-    Raises:
-        ConfigError: if a key of triax asks for recomputation, such as ``activation_checkpointing.interval``.
-            DeepSpeed's own keys of this section are only noted.
-    """
-    section = config.activation_checkpointing
-    how = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward"
-    if section.interval or section.granularity or config.pipeline.activation_checkpoint_interval:
-        raise ConfigError(
-            f"activation_checkpointing groups the layers of a PipelineModule, but this model is not one: list its "
-            f"layers in a PipelineModule, or leave interval and granularity out and {how}"
-        )
-    notes = []
-    if section.model_fields_set:
-        notes.append(f"activation_checkpointing has no effect on a model that is not a PipelineModule: {how}")
+    """Return notes on the keys that have no effect on a model that is not a ``PipelineModule``."""
     if config.pipeline.model_fields_set - {"stages", "activation_checkpoint_interval"}:
-        notes.append("pipeline has no effect, because the model is not a PipelineModule and runs as one stage")
-    return notes
+        return ["pipeline has no effect, because the model is not a PipelineModule and runs as one stage"]
+    return []
 
 
 def _to_device(model: nn.Module, grid: Grid) -> None:

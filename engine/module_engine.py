@@ -25,6 +25,7 @@ from ..grid.agreement import number
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
+from ..grid.random import DropoutState
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
 from .base import NO_OPTIMIZER, Engine, TrainingParts
@@ -33,6 +34,7 @@ from .named_parameters import named_parameters
 from .observer import ModuleObserver
 from .optimizer_step import advance_schedule
 from .setup.module import ModuleOptimizer, bind_dropout, broadcast_weights, describe_loss, set_dropout_samples
+from .setup.recomputation import log_profile, recompute_blocks
 
 
 class ModuleEngine(Engine):
@@ -56,6 +58,7 @@ class ModuleEngine(Engine):
         training_dataloader: this replica's microbatches of ``training_data``. None without training data.
         global_steps: number of optimizer steps, including those that fp16 skipped.
         micro_steps: number of calls of ``step``.
+        recompute: recomputation of the module's blocks; None if none is asked for.
         microbatch: number of microbatches of this step that are done.
         backward_passes: backward passes of this step, and the reductions of their gradients.
     """
@@ -68,6 +71,7 @@ class ModuleEngine(Engine):
         if self.loss_scaler is not None:
             self._scales.add(self.loss_scaler)
         self._dropout = bind_dropout(module, config.seed)
+        self.recompute = recompute_blocks(module, config, grid, self._dropout or DropoutState(config.seed))
         make, zero = parts.make_optimizer, config.zero_optimization
         if self._step_grid is not grid:
             broadcast_weights(module, grid, set())  # the data axis of one replica does not make replicas start equal
@@ -229,6 +233,7 @@ class ModuleEngine(Engine):
         )
         self.global_steps += 1
         self.observer.end_step(grid, loss)
+        log_profile(self.recompute)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if this microbatch is the last one of a step."""

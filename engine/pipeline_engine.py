@@ -138,7 +138,7 @@ class PipelineEngine(Engine):
                     loss = self._step(grid, self.optimizer, data_iter)
                 if self.replicas.just_synchronized:
                     self._sent = self.grid.traffic.report()
-            log_profile(self.module)
+            log_profile(self.module.recompute)
             return loss
 
     def _step(self, grid: Grid, optimizer: torch.optim.Optimizer, data_iter: Iterator[Any] | None) -> Tensor:
@@ -270,7 +270,7 @@ class PipelineEngine(Engine):
                 f"{list(schedule.placement)}, but the model was built on {list(self.module.placement)}: keep the batch "
                 "size, or make the engine with the new one"
             )
-        if self.config.activation_checkpointing.contiguous_memory_optimization:
+        if self.config.recomputation.contiguous_memory_optimization:
             raise ConfigError(
                 "set_train_batch_size does not work with contiguous_memory_optimization, whose buffer is made for the "
                 "first number of microbatches: set it to false"

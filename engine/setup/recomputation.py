@@ -1,16 +1,28 @@
-"""Activation checkpointing of a ``PipelineModule``, from the section ``activation_checkpointing``."""
+"""Activation checkpointing of a ``PipelineModule`` or a plain module, from ``activation_checkpointing``."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import nn
 
 from ...config.activation_checkpointing import ActivationCheckpointingConfig
+from ...config.schema import Config
+from ...grid import Grid
 from ...grid.errors import ConfigError
+from ...grid.random import DropoutState
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.recompute.kept_inputs import Inputs
-from ...pipe.recompute.recompute import Recompute
+from ...pipe.recompute.recompute import Group, Recompute
+from ...zero.modules.units import find_units
+
+_NONE_SELECTIVE = (
+    "granularity is selective, but no module of the model has a class attribute recompute, as Attention of "
+    "triax.models has: set granularity to full or matmul"
+)
 
 
 def configure_recomputation(
@@ -33,30 +45,124 @@ def configure_recomputation(
     names = section.checkpointable_layers or module.checkpointable_layers
     _check_names(module, names)
     groups = bool(interval or section.number_checkpoints)
-    notes = _notes(module, section, groups)
-    granularity = section.granularity or "full"
-    recompute = Recompute(
-        module.grid,
-        module.dropout_state,
+    notes = _notes(module.grid, section, groups)
+    layers = sum(module.boundaries[s + 1] - module.boundaries[s] for s in module.stages)
+    if section.number_checkpoints and not len(module.stages) <= section.number_checkpoints <= layers:
+        notes.append(
+            f"number_checkpoints {section.number_checkpoints}: a rank with {len(module.stages)} stages of {layers} "
+            f"layers has at least {len(module.stages)} groups and at most {layers}"
+        )
+    recompute = _make(module.grid, module.dropout_state, section, interval, section.number_checkpoints, names)
+    slots = max_inputs_held(module, recompute, schedule) if section.contiguous_memory_optimization else 0
+    recompute.inputs = _inputs(module.grid, section, slots)
+    module.recompute = recompute
+    asking = recompute.install(module)
+    if section.granularity == "selective" and not any(module.grid.world.all_gather_json(asking)):
+        raise ConfigError(f"activation_checkpointing: {_NONE_SELECTIVE}")
+    return [f"activation_checkpointing: {note}" for note in notes]
+
+
+def recompute_blocks(module: nn.Module, config: Config, grid: Grid, dropout: DropoutState) -> Recompute | None:
+    """Make a plain module recompute its repeated blocks, if the configuration asks for it.
+
+    The blocks are the units of ZeRO stage 3. Their ``forward`` is replaced, which must happen before stage 3 replaces
+    it, so that a block's weights are gathered before it runs again.
+
+    Args:
+        module: the module, on the grid's device.
+        config: the checked configuration.
+        grid: the grid of the engine.
+        dropout: the key of the module's ``triax`` dropouts.
+
+    Returns:
+        The recomputation; None if none is asked for.
+
+    Raises:
+        ConfigError: the configuration asks for groups of layers, or there is no block to recompute.
+    """
+    section = config.recomputation
+    notes = _notes(grid, section, section.asked)
+    recompute = None
+    if section.asked:
+        if (section.interval or 0) > 1:
+            raise ConfigError(
+                f"activation_checkpointing.interval {section.interval} groups the layers of a PipelineModule, but this "
+                "model is not one, and each of its blocks is recomputed by itself: set interval to 1, or list the "
+                "layers in a PipelineModule"
+            )
+        given = [key for key in ("number_checkpoints", "contiguous_memory_optimization") if getattr(section, key)]
+        if given:
+            notes.append(f"{', '.join(given)}: each block of a plain module is a group of its own")
+        recompute = _make(grid, dropout, section, 1, None, section.checkpointable_layers)
+        recompute.inputs = _inputs(grid, section)
+        problem = _install(module, recompute)
+        if problem is not None and (section.enabled or section.interval or section.granularity):
+            raise ConfigError(f"activation_checkpointing: {problem}")
+        notes += [] if problem is None else [problem]
+    for note in notes if grid.rank == 0 else ():
+        logging.getLogger("triax").warning("activation_checkpointing: %s", note)
+    return recompute
+
+
+def _install(module: nn.Module, recompute: Recompute) -> str | None:
+    """Make the blocks of a plain module recompute; return the reason if there is none to recompute."""
+    asking = recompute.install(module)
+    if recompute.granularity == "selective":
+        return None if asking else _NONE_SELECTIVE
+    units = find_units(module)[1:]
+    names = recompute.names
+    if units:
+        _check_there(names, {type(part).__name__ for _, part in units})
+    chosen = {part: name for name, part in units if names is None or type(part).__name__ in names}
+    others = {part for _, part in units} - chosen.keys()
+    # Models of transformers have a flag, and a function that runs their blocks; they then keep no KV cache.
+    families = [part for part in module.modules() if hasattr(part, "supports_gradient_checkpointing")]
+    theirs = {part for family in families for part in family.modules()}
+    flags = [part for part in theirs if hasattr(part, "gradient_checkpointing")]
+    if not any(part.gradient_checkpointing for part in flags):
+        able = {part for family in families if family.supports_gradient_checkpointing for part in family.modules()}
+        for part in flags:
+            if part in able and part not in others:
+                group = Group(0, 1, True, f"a {type(part).__name__}", (), tuple(part.buffers()))
+                part._gradient_checkpointing_func = functools.partial(recompute.run_block, group)  # type: ignore[assignment]
+                part.gradient_checkpointing = True  # type: ignore[assignment]
+    for part, name in chosen.items():
+        if part not in theirs:
+            group = Group(0, 1, True, f"block {name}", (), tuple(part.buffers()))
+            forward = part.forward
+            part.forward = functools.wraps(forward)(functools.partial(recompute.run_block, group, forward))
+    if any(part not in theirs or getattr(part, "gradient_checkpointing", False) for part in chosen):
+        return None
+    return (
+        "the model has no repeated blocks that can be recomputed, so nothing is: put its blocks into a ModuleList, or "
+        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward and leave this section out"
+    )
+
+
+def _make(
+    grid: Grid,
+    dropout: DropoutState,
+    section: ActivationCheckpointingConfig,
+    interval: int,
+    number: int | None,
+    names: Sequence[str] | None,
+) -> Recompute:
+    return Recompute(
+        grid,
+        dropout,
         interval,
-        section.number_checkpoints,
+        number,
         names,
-        granularity,
+        section.granularity or "full",
         preserve_rng_state=section.preserve_rng_state,
         synchronize=section.synchronize_checkpoint_boundary,
         profile=section.profile,
     )
-    slots = max_inputs_held(module, recompute, schedule) if section.contiguous_memory_optimization else 0
-    partition = section.partition_activations and granularity != "selective"
-    recompute.inputs = Inputs(module.grid, partition, section.cpu_checkpointing, slots)
-    module.recompute = recompute
-    asking = recompute.install(module)
-    if granularity == "selective" and not any(module.grid.world.all_gather_json(asking)):
-        raise ConfigError(
-            "activation_checkpointing has granularity selective, but no module of the model has a class attribute "
-            "recompute, as Attention of triax.models has: set granularity to full or matmul"
-        )
-    return [f"activation_checkpointing: {note}" for note in notes]
+
+
+def _inputs(grid: Grid, section: ActivationCheckpointingConfig, slots: int = 0) -> Inputs:
+    partition = section.partition_activations and section.granularity != "selective"
+    return Inputs(grid, partition, section.cpu_checkpointing, slots)
 
 
 def max_inputs_held(module: PipelineModule, recompute: Recompute, schedule: Schedule) -> int:
@@ -69,23 +175,24 @@ def max_inputs_held(module: PipelineModule, recompute: Recompute, schedule: Sche
     return most
 
 
-def log_profile(module: PipelineModule) -> None:
+def log_profile(recompute: Recompute | None) -> None:
     """Log the number and time of this step's recomputations, if ``profile`` is set."""
-    report = module.recompute.report()
-    if report is not None:
+    report = None if recompute is None else recompute.report()
+    if recompute is not None and report is not None:
         count, seconds = report
         logging.getLogger("triax").warning(
-            "%s: %d recomputations took %.1f ms of this step", module.grid.describe(), count, seconds * 1e3
+            "%s: %d recomputations took %.1f ms of this step", recompute.grid.describe(), count, seconds * 1e3
         )
 
 
 def _interval(module: PipelineModule, section: ActivationCheckpointingConfig) -> int:
     """Return the number of layers of a recomputed group, from the configuration or the model. 0: not set.
 
-    If only a granularity is given, a group is one layer.
+    If recomputation is asked for, and no key says how layers are grouped, a group is one layer.
     """
     given, own = section.interval, module.activation_checkpoint_interval
     contradictions = {
+        "enabled false": section.enabled is False,
         "granularity selective": section.granularity == "selective",
         f"number_checkpoints {section.number_checkpoints}": bool(section.number_checkpoints),
         f"interval {given}": given not in (None, own),
@@ -97,12 +204,15 @@ def _interval(module: PipelineModule, section: ActivationCheckpointingConfig) ->
                 "recomputes groups of that many whole layers: leave out one of them"
             )
     if given is None and not own:
-        return int(section.granularity in ("full", "matmul") and not section.number_checkpoints)
+        return int(section.asked and section.granularity != "selective" and not section.number_checkpoints)
     return own if given is None else given
 
 
 def _check_names(module: PipelineModule, names: Sequence[str] | None) -> None:
-    there = {name for stage in range(len(module.placement)) for name in module.typenames(stage)}
+    _check_there(names, {name for stage in range(len(module.placement)) for name in module.typenames(stage)})
+
+
+def _check_there(names: Iterable[str] | None, there: set[str]) -> None:
     unknown = sorted(set(names or ()) - there)
     if unknown:
         raise ConfigError(
@@ -111,7 +221,7 @@ def _check_names(module: PipelineModule, names: Sequence[str] | None) -> None:
         )
 
 
-def _notes(module: PipelineModule, section: ActivationCheckpointingConfig, groups: bool) -> list[str]:
+def _notes(grid: Grid, section: ActivationCheckpointingConfig, groups: bool) -> list[str]:
     selective = section.granularity == "selective"
     given = [
         key
@@ -123,16 +233,8 @@ def _notes(module: PipelineModule, section: ActivationCheckpointingConfig, group
     notes = []
     if section.partition_activations and selective:
         notes.append("partition_activations: q, k and v are sharded over the tensor ranks already")
-    elif section.partition_activations and module.grid.tensor.size == 1:
+    elif section.partition_activations and grid.tensor.size == 1:
         notes.append("partition_activations: the tensor axis has one rank, which keeps all of each input")
-    if section.cpu_checkpointing and module.grid.device.type == "cpu":
+    if section.cpu_checkpointing and grid.device.type == "cpu":
         notes.append("cpu_checkpointing: the model is in the host's memory already, and so are its inputs")
-    if section.number_checkpoints and not selective:
-        stages = module.stages
-        layers = sum(module.boundaries[s + 1] - module.boundaries[s] for s in stages)
-        if not len(stages) <= section.number_checkpoints <= layers:
-            notes.append(
-                f"number_checkpoints {section.number_checkpoints}: a rank with {len(stages)} stages of {layers} layers "
-                f"has at least {len(stages)} groups and at most {layers}"
-            )
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -15,6 +16,8 @@ from ...grid import Grid
 from ...grid.random import DropoutState
 from ..backward import SplitBackward
 
+CHECKPOINT = "torch.utils.checkpoint"
+
 
 class _AllRecomputed(BaseException):
     """Signal that ends the second run of a group when all saved tensors have been recomputed.
@@ -24,16 +27,35 @@ class _AllRecomputed(BaseException):
 
 
 class SavedValue:
-    """Stand-in for a tensor that autograd saves. ``tensor`` is set when the group has run again.
+    """Stand-in for a tensor that autograd saves. It holds the tensor when the group has run again.
 
     The graph drops it when it is no longer needed; with the last one the frame is freed.
     """
 
-    __slots__ = ("__weakref__", "frame", "tensor")
+    __slots__ = ("__weakref__", "_version", "frame", "tensor")
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.tensor: Tensor | None = None
+        self._version = 0
+
+    def put(self, tensor: Tensor) -> None:
+        """Hold the tensor."""
+        self.tensor, self._version = tensor.detach(), tensor._version
+
+    def take(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since it was saved.
+        """
+        assert self.tensor is not None
+        if self.tensor._version != self._version:
+            raise RuntimeError(
+                f"{self.frame.name} changes a tensor in place that its backward pass needs, of shape "
+                f"{tuple(self.tensor.shape)}: change a copy of it instead, for instance x = x + 1 in place of x += 1"
+            )
+        return self.tensor
 
 
 class Frame:
@@ -42,10 +64,16 @@ class Frame:
     Args:
         run_again: runs the group a second time.
         name: the group's name in messages.
+        watches: find out whether the group calls ``torch.utils.checkpoint``. Until ``end_watch`` tensors are kept.
+
+    Attributes:
+        name: the group's name.
+        checkpoints: True if the group was seen to call ``torch.utils.checkpoint``.
     """
 
-    def __init__(self, run_again: Callable[[], None], name: str) -> None:
-        self._run_again, self._name = run_again, name
+    def __init__(self, run_again: Callable[[], None], name: str, watches: bool = False) -> None:
+        self._run_again, self.name = run_again, name
+        self._watches, self.checkpoints = watches, False
         active = _get_current_function_mode_stack()
         self._split = next((mode for mode in active if isinstance(mode, SplitBackward)), None)
         self._values: list[weakref.ReferenceType[SavedValue]] = []
@@ -77,13 +105,12 @@ class Frame:
             nonlocal done
             if (tensor.shape, tensor.dtype) != self._kinds[done]:
                 raise RuntimeError(self._differs(done, f"{tuple(tensor.shape)} {tensor.dtype}"))
-            alias = tensor.detach()
             if (value := self._values[done]()) is not None:
-                value.tensor = alias
+                value.put(tensor)
             done += 1
             if done == len(self._values):
                 raise _AllRecomputed
-            return alias
+            return tensor.detach()
 
         with (
             suppress(_AllRecomputed),
@@ -116,12 +143,23 @@ class Frame:
         value = SavedValue(self)
         self._values.append(weakref.ref(value))
         self._kinds.append((tensor.shape, tensor.dtype))
+        if self._watches:
+            value.put(tensor)
+            self.checkpoints = self.checkpoints or runs_within(CHECKPOINT)
         return value
+
+    def end_watch(self) -> None:
+        """Drop the tensors that were kept, unless the group checkpoints by itself: then it is not run again."""
+        self._watches = False
+        if not self.checkpoints:
+            for reference in self._values:
+                if (value := reference()) is not None:
+                    value.tensor = None
 
     def _differs(self, place: int, now: str) -> str:
         was = f"{tuple(self._kinds[place][0])} {self._kinds[place][1]}"
         return (
-            f"{self._name} did something else when computed again: of the {len(self._values)} tensors that autograd "
+            f"{self.name} did something else when computed again: of the {len(self._values)} tensors that autograd "
             f"saves, number {place} was {was} and is {now}. A recomputed layer may depend on its input, on torch's "
             "generators and on triax's Dropout, and on nothing else that changes between the two runs"
         )
@@ -130,8 +168,17 @@ class Frame:
 def _unpack(value: SavedValue) -> Tensor:
     if value.tensor is None:
         value.frame.recompute()
-    assert value.tensor is not None
-    return value.tensor
+    return value.take()
+
+
+def runs_within(*modules: str) -> bool:
+    """Return True if a function of one of these modules is running around the caller."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") in modules:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class State:

@@ -26,7 +26,7 @@ from ...grid import Grid
 from ...grid.autograd import mark
 from ...grid.random import DropoutState
 from ...grid.ranges import split
-from .frame import Frame, State
+from .frame import CHECKPOINT, Frame, State, runs_within
 from .kept_inputs import Inputs, KeptNest
 from .kept_matmuls import Matmuls
 
@@ -113,6 +113,8 @@ class Recompute:
         self._preserve_rng_state = preserve_rng_state
         self._synchronize, self._profile = synchronize, profile
         self._groups: dict[int, list[Group]] = {}
+        self._watched: set[str] = set()  # blocks of a plain module that have run once
+        self._checkpointing: set[str] = set()  # those that call torch.utils.checkpoint
         self._count, self._seconds = 0, 0.0
 
     def groups(self, module: Stages, stage: int) -> Sequence[Group]:
@@ -167,8 +169,32 @@ class Recompute:
             prefetch: called when the backward pass reaches the output. The second run then begins at that point, not
                 when a saved tensor is asked for: all replicas gather weights at the same point.
         """
-        if not torch.is_grad_enabled():
+        return (
+            self._run(group, function, args, kwargs, prefetch) if torch.is_grad_enabled() else function(*args, **kwargs)
+        )
+
+    def run_block(self, group: Group, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a block of a plain module as ``run`` does, but without recomputation if it is recomputed already.
+
+        It is within another block, or within ``torch.utils.checkpoint``, or if it calls ``torch.utils.checkpoint``
+        itself, which its first run finds out.
+        """
+        if not torch.is_grad_enabled() or group.name in self._checkpointing or runs_within(__name__, CHECKPOINT):
             return function(*args, **kwargs)
+        return self._run(group, function, args, kwargs, watches=group.name not in self._watched)
+
+    def __deepcopy__(self, memo: object) -> Recompute:
+        return self  # a copied module recomputes as the first does
+
+    def _run(
+        self,
+        group: Group,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prefetch: Callable[[], None] | None = None,
+        watches: bool = False,
+    ) -> Any:
         if self._synchronize:
             self.grid.synchronize()
         inputs = KeptNest(self.inputs, group.name, (args, kwargs))
@@ -180,10 +206,14 @@ class Recompute:
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 
-        frame = Frame(run_again, group.name)
+        frame = Frame(run_again, group.name, watches)
         with matmuls.recorded(frame) if matmuls else nullcontext(), frame.hooks():
             result = function(*args, **kwargs)
         state.keep_changed_buffers()
+        if watches:
+            frame.end_watch()
+            self._watched.add(group.name)
+            self._checkpointing |= {group.name} if frame.checkpoints else set()
         if prefetch is not None:
             begin = weakref.WeakMethod(frame.begin)  # the graph's values hold the frame as long as it is needed
 

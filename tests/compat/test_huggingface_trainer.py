@@ -281,6 +281,49 @@ def test_precision(ranks: Any, plain: Any, tmp_path: Path, key: str, stage: int,
     assert stored == {torch.bfloat16 if key == "bf16" else torch.float16}
 
 
+def recomputed(case: str, stage: int, section: dict[str, Any], itself: bool) -> tuple[dict[str, Tensor], int, int]:
+    """Gradients of a model in a plain loop, elements that its forward pass saves, and calls of its first block."""
+    model = model_of(case).double()
+    if itself:
+        model.activation_checkpointing_enable()
+    calls, saved = 0, 0
+    block = (model.transformer.h if case == "gpt2" else model.model.layers)[0]
+    inner = block.mlp.forward
+
+    def counted(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return inner(x)
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    block.mlp.forward = counted
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config |= {"zero_optimization": {"stage": stage}, "activation_checkpointing": section}
+    engine, *_ = triax.initialize(model=model, config=config)
+    rows = [Text()[i] for i in range(4)]
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    return {name: g.clone() for name, g in engine.gather("gradients").items()}, saved, calls
+
+
+@pytest.mark.parametrize(("case", "stage"), [("gpt2", 1), ("llama", 3)])
+def test_activation_checkpointing_in_a_plain_loop(ranks: Any, case: str, stage: int) -> None:
+    """The section did nothing. Blocks that checkpoint by themselves are not recomputed twice."""
+    ((wanted, most, once),) = ranks(1, recomputed, case, stage, {}, False)
+    for section, itself in (({"enabled": True}, False), ({"enabled": True}, True), ({}, True)):
+        for found, saved, calls in ranks(2, recomputed, case, stage, section, itself):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+            assert once == 1 and calls == 2 and saved < 0.6 * most, (section, itself, calls, saved, most)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"label_smoothing_factor": 0.1},
     {"activation_checkpointing": True},

@@ -142,7 +142,6 @@ def test_auto_is_what_follows_from_the_rest_or_an_error() -> None:
 def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
     idle: dict[str, Any] = {
         "zero_optimization": {"stage": 1, "stage3_max_act_size": 1e9, "offload_param": {"device": "cpu"}},
-        "activation_checkpointing": {"enabled": True},
         "pipeline": {"micro_batch_size": 4, "stages": "auto"},
         "sparse_attention": False,
         "zero_allow_untested_optimizer": True,
@@ -153,12 +152,11 @@ def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -
     for words in (
         "zero_optimization.stage3_max_act_size does nothing: DeepSpeed has no such key",
         "zero_optimization.offload_param stores shards of the weights, and in stage 1 they are whole: it does nothing",
-        "activation_checkpointing.enabled does nothing: DeepSpeed has no such key",
         "pipeline.micro_batch_size does nothing: microbatches have train_micro_batch_size_per_gpu samples",
         "zero_allow_untested_optimizer does nothing",
     ):
         assert words in caplog.text
-    assert len(caplog.records) == 5
+    assert len(caplog.records) == 4
 
 
 @pytest.mark.parametrize(

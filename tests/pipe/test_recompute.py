@@ -449,6 +449,8 @@ def configured(section: dict[str, Any], interval: int = 0, grid: Grid | None = N
         ({"contiguous_memory_optimization": True}, 0, "set partition_activations to true, and give number_checkpoints"),
         ({"interval": 2, "number_checkpoints": 2}, 0, "interval 2 and number_checkpoints 2 both set"),
         ({"number_checkpoints": 2}, 3, "number_checkpoints 2, but the model has activation_checkpoint_interval=3"),
+        ({"enabled": False}, 3, "enabled false, but the model has activation_checkpoint_interval=3"),
+        ({"enabled": True, "interval": 0}, 0, "enabled is true, but interval 0 recomputes nothing"),
         ({"interval": 2}, 3, "interval 2, but the model has activation_checkpoint_interval=3"),
         ({"granularity": "selective"}, 3, "granularity selective, but the model has"),
         ({"granularity": "selective", "interval": 1}, 0, "leave out interval and number_checkpoints"),
@@ -469,7 +471,7 @@ def test_contradictions(section: dict[str, Any], interval: int, message: str) ->
     ("section", "note"),
     [
         (
-            {"cpu_checkpointing": True, "profile": True},
+            {"cpu_checkpointing": True, "interval": 0, "profile": True},
             "cpu_checkpointing, profile: nothing is recomputed; set interval",
         ),
         ({"interval": 1, "partition_activations": True}, "the tensor axis has one rank"),
@@ -491,6 +493,10 @@ def test_which_layers_each_key_recomputes() -> None:
     assert groups({}) == [] and groups({}, 3) == [3, 1] and groups({"interval": 3}) == [3, 1]
     assert groups({"interval": 0}) == [] and groups({"number_checkpoints": 3}) == [1, 1, 2]
     assert groups({"granularity": "full"}) == groups({"granularity": "matmul"}) == [1] * 4
+    for asks in ("enabled", "partition_activations", "cpu_checkpointing"):
+        assert groups({asks: True}) == [1] * 4 and groups({asks: True}, 3) == groups({asks: True, "interval": 3})
+        assert groups({asks: True, "number_checkpoints": 2}) == [2, 2]
+    assert groups({"enabled": False, "interval": 1, "cpu_checkpointing": True}) == []
     assert groups({"granularity": "matmul", "interval": 2}) == groups({"granularity": "matmul"}, 2) == [2, 2]
 
 
