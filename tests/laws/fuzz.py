@@ -276,11 +276,11 @@ def law(case: Case) -> tuple[str, float]:
         return "replicas", 1e-10 if precision == "fp64" else 0.05
     if zero.get("zero_quantized_gradients") or zero.get("zero_quantized_weights"):
         return "alone" if dropped or scheduled or precision in HALF else "plain", 0.5
-    if precision in (*HALF, "autocast"):
-        return "alone", 0.05
     exact = kind == "topk" and compression.get("ratio") == 1.0
     if kind in ("topk", "powersgd") and not exact and not compression.get("start_step"):
         return "replicas", 1e-8 if precision == "fp64" else 0.05
+    if precision in (*HALF, "autocast"):
+        return "alone", 0.05
     low = config.get("communication_data_type", "fp32" if kind != "bf16" else kind)
     near = {"fp64": 1e-10, "fp32": 1e-3}[precision] if low == "fp32" else 0.05
     if config.get("communication_data_type") == "fp32" and precision == "fp64":
