@@ -25,8 +25,18 @@ from .reader import LoadOptions, open_checkpoint
 _LOG = logging.getLogger("triax")
 
 
-def open_newest(grid: Grid, folder: Path, options: LoadOptions) -> Snapshot | None:
-    """Open the newest checkpoint of a folder that is complete and undamaged; None if there is none. Collective."""
+def load_newest(grid: Grid, folder: Path, options: LoadOptions, load: Callable[[Snapshot], None]) -> bool:
+    """Load the newest checkpoint of a folder that is complete and undamaged. Collective.
+
+    Args:
+        grid: the run's grid.
+        folder: the folder of checkpoints.
+        options: which parts of the checkpoint are compared with their checksums.
+        load: function that loads a snapshot, or raises ``DamagedError`` with nothing changed.
+
+    Returns:
+        True if a checkpoint was loaded; False if there is none.
+    """
     found = None
     if grid.rank == 0:
         folders.restore(folder)
@@ -35,13 +45,14 @@ def open_newest(grid: Grid, folder: Path, options: LoadOptions) -> Snapshot | No
         found = folders.tags(folder)[::-1]
     for tag in grid.world.all_gather_json(found)[0]:
         try:
-            return open_checkpoint(grid, folder / tag, options)
+            load(open_checkpoint(grid, folder / tag, options))
+            return True
         except DamagedError as error:
             if grid.rank == 0:
                 _LOG.warning("%s is not used: %s", folder / tag, error)
     if grid.rank == 0:
         _LOG.warning("%s has no checkpoint to resume from: the run starts from the beginning", folder)
-    return None
+    return False
 
 
 class AutoSaver:

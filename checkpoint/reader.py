@@ -81,7 +81,7 @@ class Reader:
         at = 0
         for file, span, name in ranges:
             if at * size // max(total, 1) == rank:
-                self._folder.check(file, span, name)
+                self.index.check_range(self._folder, file, span, name)
             at += span.stop - span.start
 
 

@@ -165,9 +165,14 @@ class Loader(DataLoader[Any]):
             ValueError: a state of another data set or seed, or in the middle of a global batch of this size.
         """
         order = self._order
+        for key in ("epoch", "sample"):
+            if type(state.get(key)) is not int or not 0 <= state[key] < 2**62:
+                raise ValueError(f"{key} of the position is {state.get(key)!r}, but it must be a number from 0 on")
         for key, mine in (("samples", order.samples), ("seed", order.seed)):
-            if state[key] != mine:
-                raise ValueError(f"The position is of training_data with {key} {state[key]}, but here it is {mine}.")
+            if state.get(key) != mine:
+                raise ValueError(
+                    f"The position is of training_data with {key} {state.get(key)}, but here it is {mine}."
+                )
         first, middle = divmod(state["sample"], order.train)
         if middle:
             raise ValueError(

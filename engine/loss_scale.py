@@ -122,7 +122,7 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the scale and the counters to those that ``state_dict`` returned."""
-        self.scale, self.skipped = state["scale"], state["skipped"]
+        self.scale, self.skipped = float(state["scale"]), state["skipped"]
         self._good, self._patience = state["good"], state["patience"]
 
     def update(self, overflow: bool, report: bool) -> None:

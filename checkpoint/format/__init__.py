@@ -2,5 +2,6 @@
 
 folder.py: the folder of checkpoints: the commit (a rename that makes a checkpoint valid), latest, pruning, checks
 index.py: index.json: where the boxes of each tensor lie, with checksums
+head.py: checks of the index's values beside its tensors
 mapped_files.py: the safetensors files, read through memory maps, and their checksums
 """

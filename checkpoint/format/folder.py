@@ -210,6 +210,6 @@ def verify(path: Path, index: Index) -> Iterator[str]:
     folder = index.folder(path)
     for file, span, name in index.byte_ranges():
         try:
-            folder.check(file, span, name)
+            index.check_range(folder, file, span, name)
         except CorruptError as error:
             yield str(error)

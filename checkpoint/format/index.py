@@ -9,20 +9,28 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 import zlib
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...grid.dtypes import TORCH_NAMES
+import torch
+
+from ...grid.dtypes import SAFETENSORS_NAMES, TORCH_NAMES
 from ...grid.errors import CorruptError
-from ...grid.ranges import Spans, shape_of
+from ...grid.ranges import Spans, everything, shape_of
 from ...grid.safetensors import ByteRange
+from .head import LARGEST, check_head
 from .mapped_files import MappedFiles
 
 NAME = "index.json"
 FORMAT, VERSION = "triax checkpoint", 1
+_FILE, _CRC = re.compile(r"[\w-][\w.-]*\.safetensors"), re.compile(r"[0-9a-f]{8}")
+_MOST_DIMS, _PRIME = 64, 2**61 - 1
 _TAIL = re.compile(rb'"checksum": "([0-9a-f]{8})"\n\}\n\Z')
 
 
@@ -91,12 +99,16 @@ class Index:
         Raises:
             CorruptError: if one of these checks fails. The message contains ``file``, the name of the index.
         """
-        for name in self.files:
-            if Path(name).name != name:
-                raise CorruptError(f"{file} names the file {name!r}, which is not in its folder")
+        for name, held in self.files.items():
+            if _FILE.fullmatch(name) is None:
+                raise CorruptError(f"{file} names the file {name!r}, which is not a safetensors file in its folder")
+            if not held.header.start == 0 < held.header.stop <= held.size:
+                raise CorruptError(f"{file}: the header of {name} is not in the file's {held.size} bytes")
         for name, entry in self.tensors.items():
             elements, width = 0, TORCH_NAMES[entry.dtype].itemsize
-            for box, stored_in, _, span in entry.boxes:
+            for box, stored_in, key, span in entry.boxes:
+                if key != (name if box == everything(entry.shape) else box_name(name, box)):
+                    raise CorruptError(f"{file}: {name} has a box {box} under the key {key!r}")
                 size = math.prod(shape_of(box))
                 elements += size
                 inside = len(box) == len(entry.shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, entry.shape))
@@ -111,6 +123,13 @@ class Index:
             numel = math.prod(entry.shape)
             if whole and elements != numel:
                 raise CorruptError(f"{file}: the boxes of {name} hold {elements} of its {numel} elements")
+            if whole and not _tiles([box for box, *_ in entry.boxes], entry.shape):
+                raise CorruptError(f"{file}: the boxes of {name} overlap, and do not hold all of it")
+        if whole:
+            try:
+                check_head(self.head, lambda name: (self.tensors[f"client/{name}"], torch.empty(0))[1])
+            except ValueError as error:
+                raise CorruptError(f"{file} is malformed: {error}") from error
 
     def byte_ranges(self, kinds: Collection[str] = ()) -> list[tuple[str, ByteRange, str]]:
         """Return the ranges of bytes that have a checksum, in the order of the files: file, range, and what it holds.
@@ -126,6 +145,38 @@ class Index:
             for stored in tensor.boxes
         ]
         return sorted(headers + boxes, key=lambda item: (item[0], item[1].start))
+
+    def check_range(self, folder: MappedFiles, file: str, span: ByteRange, name: str) -> None:
+        """Compare a range that ``byte_ranges`` returned with its checksum, and a header's entries with the index.
+
+        Raises:
+            CorruptError: if they differ.
+        """
+        folder.check(file, span, name)
+        if span != self.files[file].header:
+            return
+        found, wanted = folder.header(file, span), self._headers.get(file, {})
+        found.pop("__metadata__", None)
+        for key in dict.fromkeys([*found, *wanted]):
+            if found.get(key) != wanted.get(key):
+                raise CorruptError(
+                    f"{folder.path / file} has {key} as {found.get(key)}, but {NAME} has it as {wanted.get(key)}"
+                )
+
+    @cached_property
+    def _headers(self) -> dict[str, dict[str, Any]]:
+        """For each file the entries of its header, by key."""
+        found: dict[str, dict[str, Any]] = {}
+        for tensor in self.tensors.values():
+            dtype = SAFETENSORS_NAMES[TORCH_NAMES[tensor.dtype]]
+            for box, file, key, (start, stop, _) in tensor.boxes:
+                first = self.files[file].header.stop
+                found.setdefault(file, {})[key] = {
+                    "dtype": dtype,
+                    "shape": list(shape_of(box)),
+                    "data_offsets": [start - first, stop - first],
+                }
+        return found
 
     def folder(self, path: Path) -> MappedFiles:
         """Return the checkpoint's files for reading. ``path`` is the checkpoint's folder."""
@@ -151,8 +202,8 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
     if tail is None or f"{zlib.crc32(text):08x}" != tail[1].decode():
         raise CorruptError(f"{file} is damaged: its bytes do not have the checksum at its end")
     try:
-        content = json.loads(data)
-        if content["format"] != FORMAT or content["version"] > VERSION:
+        content = json.loads(data, object_pairs_hook=_object)
+        if content["format"] != FORMAT or not _natural(content["version"]) <= VERSION:
             raise CorruptError(
                 f"{file} is a {content['format']} of version {content['version']}, but this triax reads a {FORMAT} up "
                 f"to version {VERSION}. Install a later triax"
@@ -162,13 +213,16 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
         index = Index(
             content,
             {name: _entry(entry) for name, entry in tensors.items()},
-            {name: StoredFile(each["bytes"], _span(each["header"], each["crc32"])) for name, each in files.items()},
+            {
+                name: StoredFile(_natural(each["bytes"]), _span(each["header"], each["crc32"]))
+                for name, each in files.items()
+            },
         )
+        index.check(str(file), whole)
     except CorruptError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever malformed content leads to
         raise CorruptError(f"{file} is not the index of a checkpoint ({type(error).__name__}: {error})") from error
-    index.check(str(file), whole)
     return index
 
 
@@ -186,15 +240,59 @@ def _plain(entry: StoredTensor) -> dict[str, Any]:
 
 
 def _entry(entry: Mapping[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in TORCH_NAMES:
+    if TORCH_NAMES.get(entry["dtype"]) not in SAFETENSORS_NAMES:
         raise ValueError(f"there is no dtype {entry['dtype']!r}")
     boxes = [
-        StoredBox(tuple((a, b) for a, b in e["slices"]), e["file"], e["key"], _span(e["bytes"], e["crc32"]))
+        StoredBox(
+            tuple((_natural(a), _natural(b)) for a, b in e["slices"]),
+            e["file"],
+            e["key"],
+            _span(e["bytes"], e["crc32"]),
+        )
         for e in entry["boxes"]
     ]
-    return StoredTensor(tuple(entry["shape"]), entry["dtype"], boxes)
+    shape = tuple(_natural(length) for length in entry["shape"])
+    if math.prod(max(length, 1) for length in shape) > LARGEST or len(shape) > _MOST_DIMS:
+        raise ValueError(f"there is no tensor of shape {shape}")
+    return StoredTensor(shape, entry["dtype"], boxes)
+
+
+def _box(slices: list[list[int]]) -> Spans:
+    return tuple((_natural(start), _natural(stop)) for start, stop in slices)
 
 
 def _span(place: list[int], crc32: str) -> ByteRange:
     start, stop = place
-    return ByteRange(start, stop, crc32)
+    if not isinstance(crc32, str) or _CRC.fullmatch(crc32) is None:
+        raise ValueError(f"{crc32!r} is not a checksum")
+    return ByteRange(_natural(start), _natural(stop), crc32)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise ValueError(f"{str(value)[:40]} is not a number from 0 to {LARGEST}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _tiles(boxes: Sequence[Spans], shape: Sequence[int]) -> bool:
+    """Return True if the boxes, whose volumes add up to that of the tensor, do not overlap.
+
+    Each dim is measured with random positions in place of its indices: the volumes add up again only if each element
+    is in one box. That takes time in proportion to the boxes, and not to their pairs.
+    """
+    if len(boxes) < 2:
+        return True
+    places = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
+
+    def volume(box: Spans) -> int:
+        return math.prod(place[high] - place[low] for place, (low, high) in zip(places, box, strict=True))
+
+    return (sum(map(volume, boxes)) - volume(everything(shape))) % _PRIME == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +61,21 @@ class MappedFiles:
                 f"{self.path / file} is damaged: {what}, bytes {span.start} to {span.stop}, has the checksum "
                 f"{crc:08x} now, and had {span.crc32} when it was written"
             )
+
+    def header(self, file: str, span: ByteRange) -> dict[str, Any]:
+        """Return the header of a file: for each tensor's key its dtype, shape and range of bytes, and ``__metadata__``.
+
+        Raises:
+            CorruptError: the bytes are not the header of a safetensors file.
+        """
+        mapped, _ = self._map(file)
+        try:
+            entries = json.loads(mapped[8 : span.stop])
+            if int.from_bytes(mapped[:8], "little") != span.stop - 8 or not isinstance(entries, dict):
+                raise ValueError("another length")
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{self.path / file} is damaged: its header is not that of safetensors") from error
+        return entries
 
     def _map(self, file: str) -> tuple[mmap.mmap, Tensor]:
         if file not in self._maps:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.async_writer import AsyncWriter, report_failure
-from ...checkpoint.auto import AutoSaver, open_newest
+from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
 from ...checkpoint.format import folder as folders
 from ...checkpoint.protocol import Snapshot
@@ -99,13 +99,14 @@ class Checkpointer:
         """
         engine = self._engine
         options = self.load_options()
-        snapshot = open_newest(engine.grid, folder, options)
-        if snapshot is not None:
+
+        def load(snapshot: Snapshot) -> None:
             self.resumed = self._apply(snapshot, options)
-            if engine.grid.rank == 0:
-                logging.getLogger("triax").warning(
-                    "the run resumes from %s, after step %d", snapshot.source, engine.global_steps
-                )
+
+        if load_newest(engine.grid, folder, options, load) and engine.grid.rank == 0:
+            logging.getLogger("triax").warning(
+                "the run resumes from %s, after step %d", self.resumed[0], engine.global_steps
+            )
 
     def auto_saver(self) -> AutoSaver | None:
         """Return the object that saves a checkpoint every ``checkpoint.every`` steps. None if the key is not set."""

@@ -15,6 +15,7 @@ from ...checkpoint.random_states import set_random_states
 from ...checkpoint.reader import LoadOptions
 from ...grid import Axis, layout_of
 from ...grid.agreement import agreed
+from ...grid.errors import CorruptError
 from ...grid.json_values import decode
 from ...optim.schedulers import follow
 from ...zero.state_shards import StateShards
@@ -34,6 +35,7 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
         options: which parts of the state to load.
 
     Raises:
+        DamagedError: on every rank, before anything was changed, if the engine cannot use the snapshot's values.
         CheckpointError: on every rank, before anything was changed, if the snapshot is of another model and
             ``options.strict`` is set, or if it cannot be loaded at this point of the run.
     """
@@ -45,6 +47,8 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
             raise ValueError(
                 f"{gathered} is gathered now: call load_checkpoint outside of whole_weights() and gathered()"
             )
+        if not options.weights_only:
+            check_values(engine, snapshot, options)
         if engine.replica_state is not None:
             engine.replica_state.require_loadable(snapshot, options)
     shapes = {f"{WEIGHTS}/{named.layout.name}": named.layout.shape for named in shards.parameters}
@@ -81,6 +85,45 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
     if grid.rank == 0:
         for note in notes:
             logging.getLogger("triax").warning("%s: %s", snapshot.source, note)
+
+
+def check_values(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> None:
+    """Check that the options of parameter groups and the schedule's state have the types of the engine's own.
+
+    Raises:
+        CorruptError: naming the first value of another type.
+    """
+    schedule = engine.lr_scheduler
+    for place, run in (("run", snapshot.header["run"]), *snapshot.numbers.items()):
+        saved = run.get("lr_scheduler")
+        if options.schedule and schedule is not None and saved is not None and saved["type"] == type(schedule).__name__:
+            state, its = decode(saved["state"]), schedule.state_dict()
+            for key in its.keys() & {"last_epoch", "last_batch_iteration"} - state.keys():
+                raise CorruptError(f"{snapshot.source}: {place}.lr_scheduler has no {key}")
+            _check_alike(snapshot, f"{place}.lr_scheduler", state, its)
+        groups = decode(run.get("param_groups") or [])
+        own = [] if engine.optimizer is None else engine.optimizer.param_groups
+        for number, (group, its) in enumerate(zip(groups, own, strict=True) if len(groups) == len(own) else ()):
+            saved_keys = {key: value for key, value in its.items() if key not in NOT_SAVED}
+            _check_alike(snapshot, f"{place}.param_groups.{number}", group, saved_keys)
+
+
+def _check_alike(snapshot: Snapshot, place: str, saved: Any, own: Any) -> None:
+    """Check that a saved value is of a type that can take the place of an own one, and that no number is NaN."""
+    if isinstance(own, dict) and isinstance(saved, dict):
+        for key in saved.keys() & own.keys():
+            _check_alike(snapshot, f"{place}.{key}", saved[key], own[key])
+        return
+    if isinstance(own, (list, tuple)) and type(saved) is type(own) and (len(own) == len(saved) or type(own) is list):
+        for number, (each, its) in enumerate(zip(saved, own, strict=False)):
+            _check_alike(snapshot, f"{place}.{number}", each, its)
+        return
+    number = (int, float, Tensor)
+    numbers = isinstance(own, number) and isinstance(saved, number) and isinstance(own, bool) == isinstance(saved, bool)
+    if own is not None and not numbers and (not isinstance(saved, type(own)) or isinstance(own, tuple)):
+        raise CorruptError(f"{snapshot.source}: {place} is {saved!r}, but it must be like {own!r}")
+    if numbers and saved != saved:
+        raise CorruptError(f"{snapshot.source}: {place} is NaN")
 
 
 def read_weights(engine: Checkpointed, shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape]) -> None:
@@ -142,7 +185,7 @@ def same_optimizer_state(snapshot: Snapshot, engine: Checkpointed) -> bool:
 def set_optimizer(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     """Load the options of the parameter groups and the loss scale. Returns notes about values that did not fit."""
     notes = _set_options(engine, run, lambda key: key not in NOT_SAVED)
-    if engine.loss_scaler is not None and "loss_scaler" in run:
+    if engine.loss_scaler is not None and run.get("loss_scaler") is not None:
         engine.loss_scaler.load_state_dict(run["loss_scaler"])
     return notes
 
@@ -176,7 +219,7 @@ def set_position(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
             loader.load_state_dict(decode(run["loader"]))
         elif loader is not None:
             loader.seek(samples // engine.batch.train)
-    except ValueError as error:  # other data: the weights are loaded all the same
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of other data: the weights are loaded
         notes.append(f"training_data starts from the beginning, because {error}")
     return notes
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import triax
 from triax.checkpoint.convert.export import runs
 from triax.checkpoint.format import folder as folders
-from triax.checkpoint.format.index import Index, StoredTensor, read_index
+from triax.checkpoint.format.index import Index, read_index
 from triax.checkpoint.protocol import pieces
 from triax.checkpoint.reader import Reader
 from triax.grid import Layout
@@ -178,12 +178,14 @@ def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
 
 def _affected(folder: Path, index: Index, file: str, place: int) -> list[str]:
     """``verify`` of what holds one byte of a file."""
-    tensors = {
-        name: StoredTensor(entry.shape, entry.dtype, here)
-        for name, entry in index.tensors.items()
-        if (here := [box for box in entry.boxes if box.file == file and box.span.start <= place < box.span.stop])
-    }
-    return [*folders.verify(folder, Index(index.head, tensors, {file: index.files[file]}))]
+    problems = []
+    for held, span, name in index.byte_ranges():
+        if held == file and span.start <= place < span.stop:
+            try:
+                index.check_range(index.folder(folder), held, span, name)
+            except CorruptError as error:
+                problems.append(str(error))
+    return problems
 
 
 def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
