@@ -18,6 +18,7 @@ from torch import Tensor
 from ..grid import Grid
 from ..grid.errors import CheckpointError
 from ..grid.ranges import Spans, shape_of
+from .lineage import Lineage
 from .protocol import Snapshot, TensorBox, WholeTensor
 from .writer import Writer
 
@@ -45,14 +46,20 @@ class AsyncWriter:
         self._problem: str | None = None
 
     def write(
-        self, snapshot: Snapshot, folder: Path, tag: str, save_latest: bool, done: Callable[[str | None], None]
+        self,
+        snapshot: Snapshot,
+        folder: Path,
+        tag: str,
+        save_latest: bool,
+        lineage: Lineage,
+        done: Callable[[str | None], None],
     ) -> None:
         """Copy a snapshot to host memory, and start to write the copy in a thread.
 
         The previous checkpoint must be complete, so call ``wait`` first.
 
         Args:
-            snapshot, folder, tag, save_latest: arguments of ``Writer``.
+            snapshot, folder, tag, save_latest, lineage: arguments of ``Writer``.
             done: called in the thread at the end, with None or the reason of a failure.
         """
         grid = self._grid
@@ -61,7 +68,7 @@ class AsyncWriter:
         def all_gather(text: str) -> list[str | None]:  # in the store: collectives are the training's
             return grid.store_barrier(f"{name}/{next(numbers)}", text, grid.timeout)
 
-        writer = Writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest)
+        writer = Writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest, lineage)
 
         def run() -> None:
             _lower_priority()

@@ -16,22 +16,26 @@ from typing import Any
 import torch
 
 from ..grid import Grid
-from ..grid.errors import DamagedError
+from ..grid.errors import CheckpointError, DamagedError
 from .async_writer import report_failure
 from .format import folder as folders
+from .lineage import Lineage
 from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
 
 _LOG = logging.getLogger("triax")
 
 
-def load_newest(grid: Grid, folder: Path, options: LoadOptions, load: Callable[[Snapshot], None]) -> bool:
+def load_newest(
+    grid: Grid, folder: Path, options: LoadOptions, lineage: Lineage, load: Callable[[Snapshot], None]
+) -> bool:
     """Load the newest checkpoint of a folder that is complete and undamaged. Collective.
 
     Args:
         grid: the run's grid.
         folder: the folder of checkpoints.
         options: which parts of the checkpoint are compared with their checksums.
+        lineage: the run's identity and locks.
         load: function that loads a snapshot, or raises ``DamagedError`` with nothing changed.
 
     Returns:
@@ -39,7 +43,7 @@ def load_newest(grid: Grid, folder: Path, options: LoadOptions, load: Callable[[
     """
     found = None
     if grid.rank == 0:
-        folders.restore(folder)
+        _tidy_up(folder, lineage)
         for tag, reason in folders.unreadable(folder):
             _LOG.warning("%s is not used: %s", folder / tag, reason)
         found = folders.tags(folder)[::-1]
@@ -53,6 +57,14 @@ def load_newest(grid: Grid, folder: Path, options: LoadOptions, load: Callable[[
     if grid.rank == 0:
         _LOG.warning("%s has no checkpoint to resume from: the run starts from the beginning", folder)
     return False
+
+
+def _tidy_up(folder: Path, lineage: Lineage) -> None:
+    """Undo what an interrupted run left, unless a run saves into the folder now, or it cannot be written to."""
+    if folder.is_dir():
+        with contextlib.suppress(CheckpointError, OSError):
+            if lineage.lock(folder, wait=False):
+                lineage.unlock(folder)
 
 
 class AutoSaver:

@@ -99,8 +99,9 @@ class Snapshot:
         tensors: name -> tensor. In a snapshot that an engine made, a tensor has the boxes that this rank writes, and
             over all ranks each element is in one box. In a snapshot read from a checkpoint, it has all boxes.
         numbers: for each parameter, the entries of its optimizer state that are single numbers, in JSON.
-        header: the run in JSON: its step, configuration, grid, versions, ``run`` (counters and schedules) and
-            ``client_state``. Equal on all ranks.
+        header: the run in JSON: its step, configuration, grid, versions, ``run`` (counters and schedules),
+            ``identity`` (``Lineage.next_save``) and ``client_state``. Equal on all ranks. Read from a checkpoint it has
+            also the ``checksum`` of the index.
         source: the checkpoint's folder, for messages; empty for a snapshot of an engine.
         after_write: called with each tensor when it has been written, so that values kept on disk can leave memory.
     """

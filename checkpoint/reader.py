@@ -59,7 +59,9 @@ class Reader:
         self.path, self.index = path, index
         self._folder = index.folder(path)
         head = dict(index.head)
-        self.snapshot = Snapshot(numbers=head.pop("numbers", {}), header=head, source=str(path))
+        self.snapshot = Snapshot(
+            numbers=head.pop("numbers", {}), header=head | {"checksum": index.checksum}, source=str(path)
+        )
         for name, entry in index.tensors.items():
             tensor = self.snapshot.declare(name, entry.shape, TORCH_NAMES[entry.dtype])
             for box, file, _, span in entry.boxes:

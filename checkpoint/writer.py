@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..grid import Grid
+from ..grid.errors import CheckpointError
 from ..grid.ranges import everything, shape_of
 from ..grid.safetensors import TensorStream
 from .format import folder as folders
-from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, read_index
+from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, checksum, read_index, save_name
+from .lineage import Lineage
 from .protocol import Snapshot
 
 AllGather = Callable[[str], Sequence[str | None]]  # from this rank's text to those of all ranks; None: a rank is absent
@@ -29,15 +31,25 @@ class Writer:
         folder, tag: the folder of checkpoints, and the new checkpoint's name.
         all_gather: function that gathers a text from every rank. It is called equally often on each rank.
         save_latest: name the checkpoint in the file ``latest``.
+        lineage: the run's identity and locks.
     """
 
     def __init__(
-        self, grid: Grid, snapshot: Snapshot, folder: Path, tag: str, all_gather: AllGather, save_latest: bool
+        self,
+        grid: Grid,
+        snapshot: Snapshot,
+        folder: Path,
+        tag: str,
+        all_gather: AllGather,
+        save_latest: bool,
+        lineage: Lineage,
     ) -> None:
         self._name, self._rank, self._size = grid.describe(), grid.rank, grid.size
         folder = folder.absolute()  # the process may change its directory while this is written
-        self._folder, self._tag, self._temporary = folder, tag, folders.partial_path(folder, tag)
+        self._folder, self._tag, self._temporary = folder, tag, folders.partial_path(folder, tag, lineage.run)
         self._snapshot, self._all_gather, self._save_latest = snapshot, all_gather, save_latest
+        self._lineage, self._identity = lineage, lineage.next_save()
+        snapshot.header["identity"] = self._identity
 
     def run(self) -> str | None:
         """Write the checkpoint. Returns None, or on every rank the reason why it failed.
@@ -48,7 +60,7 @@ class Writer:
             problem = self._on_all_ranks(phase)
             if problem is not None:
                 if self._rank == 0:
-                    folders.discard(self._folder, self._tag)
+                    folders.discard(self._folder, self._tag, self._lineage.run)
                 return problem
         return None
 
@@ -66,7 +78,7 @@ class Writer:
 
     def _begin(self) -> None:
         if self._rank == 0:
-            folders.begin(self._folder, self._tag)
+            self._lineage.begin(self._folder, self._tag, self._identity)
 
     def _write(self) -> None:
         deadline = time.monotonic() + _SEEN
@@ -81,11 +93,14 @@ class Writer:
 
     def _commit(self) -> None:
         if self._rank == 0:
-            index = merged(self._temporary, self._size, self._snapshot.header)
-            folders.write_atomically(self._temporary / NAME, index.dump())
+            header = self._snapshot.header
+            data = merged(self._temporary, self._size, header).dump()
+            folders.write_atomically(self._temporary / NAME, data)
             for rank in range(self._size):
                 (self._temporary / _piece(rank)).unlink()
-            folders.commit(self._folder, self._tag, self._save_latest)
+            self._lineage.lock(self._folder)  # another run may have it, if this one was held up for long
+            folders.commit(self._folder, self._tag, self._lineage.run, self._save_latest)
+            self._lineage.written(self._folder, header, checksum(data))
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, OSError) and error.strerror:
@@ -96,7 +111,7 @@ class Writer:
                 return f"{text} (this rank writes {self._snapshot.bytes / 1e6:.3g} MB, {free / 1e6:.3g} MB are free)"
             except (OSError, StopIteration):
                 return text
-        return f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
@@ -115,8 +130,8 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
         name: StoredTensor(tensor.shape, str(tensor.dtype).removeprefix("torch."))
         for name, tensor in snapshot.tensors.items()
     }
-    size = 0
-    with closing(TensorStream(folder / file, announced, checksums=True)) as stream:
+    size, identity = 0, snapshot.header["identity"]
+    with closing(TensorStream(folder / file, announced, True, {"save": save_name(identity)})) as stream:
         for key, (name, _, each) in zip(keys, boxes, strict=True):
             value = each.load()
             span = stream.write(key, value)
@@ -126,7 +141,11 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
                 snapshot.after_write(value)
         stream.sync()
     header = stream.head
-    index = Index({"numbers": snapshot.numbers}, tensors, {file: StoredFile(max(size, header.stop), header)})
+    index = Index(
+        {"numbers": snapshot.numbers, "save": save_name(identity)},
+        tensors,
+        {file: StoredFile(max(size, header.stop), header)},
+    )
     folders.write_atomically(folder / _piece(rank), index.dump())
 
 
@@ -142,6 +161,8 @@ def merged(folder: Path, size: int, head: dict[str, Any]) -> Index:
     numbers: dict[str, Any] = {}
     for rank in range(size):
         piece = read_index(folder, _piece(rank), whole=False)
+        if piece.head["save"] != whole.save:
+            raise ValueError(f"{_piece(rank)} is of the save {piece.head['save']}, and not of {whole.save}")
         numbers.update(piece.head["numbers"])
         whole.files.update(piece.files)
         for name, entry in piece.tensors.items():

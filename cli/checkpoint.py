@@ -32,6 +32,11 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
     grid = " x ".join(f"{size} {axis}" for axis, size in index.head["grid"].items())
     out.print(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
     out.print(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
+    identity = index.head.get("identity")
+    if identity is not None:
+        parent = identity["parent"]
+        came = f", after step {parent['step']} of run {parent['run'] or '(unknown)'}" if parent else ""
+        out.print(f"run {identity['run']}, number {identity['order']} of its folder{came}")
     totals: dict[str, int] = {}
     table = Table(title_justify="left")
     for name, side in (("tensor", "left"), ("dtype", "left"), ("shape", "left"), ("MB", "right"), ("boxes", "right")):
@@ -239,18 +244,20 @@ def differences(a: Snapshot, b: Snapshot) -> list[str]:
 
 
 def _open(path: Path) -> Reader:
-    from ..checkpoint.format.folder import latest, readable_path
+    from ..checkpoint.format.folder import last, readable_path
     from ..checkpoint.format.index import NAME, read_index
     from ..checkpoint.reader import Reader
     from ..grid.errors import CorruptError
 
     found: Any = path
-    if not (path / NAME).is_file():
-        tag = latest(path) if path.is_dir() else None
-        if tag is None:
-            raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
-        found = readable_path(path, tag)
     try:
+        if not (path / NAME).is_file():
+            tag, note = last(path) if path.is_dir() else (None, "")
+            if note:
+                typer.echo(note, err=True)
+            if tag is None:
+                raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
+            found = readable_path(path, tag)
         return Reader(found, read_index(found))
     except (CorruptError, OSError) as error:
         raise ConfigError(str(error)) from error

@@ -539,9 +539,13 @@ class Engine:
         """Resume, and save automatically from now on, as the section ``checkpoint`` says. Called by ``initialize``.
 
         Raises:
-            CheckpointError: on every rank, if the newest undamaged checkpoint is of another model.
+            CheckpointError: on every rank, if the newest undamaged checkpoint is of another model, or if another run
+                saves into the folder.
         """
         settings = self.config.checkpoint
+        if settings.every is not None and settings.dir is not None:
+            with self.all_or_none("checkpoint"):
+                self.checkpointer.claim(Path(settings.dir))
         if settings.resume == "auto" and settings.dir is not None:
             with self.all_or_none("resume"):
                 self.checkpointer.resume(Path(settings.dir))

@@ -32,11 +32,12 @@ class ByteRange(NamedTuple):
     crc32: str  # 8 hexadecimal digits; empty where none was computed
 
 
-def header(tensors: Announced) -> tuple[bytes, dict[str, int]]:
+def header(tensors: Announced, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """Make the head of a safetensors file.
 
     Args:
         tensors: name -> (shape, dtype) of all tensors, in the order in which the file has them.
+        metadata: further entries of the file's metadata.
 
     Returns:
         The head's bytes, and for each tensor the byte of the file at which it begins.
@@ -44,7 +45,7 @@ def header(tensors: Announced) -> tuple[bytes, dict[str, int]]:
     Raises:
         ValueError: a dtype that the format does not have.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     starts, at = {}, 0
     for name, (shape, dtype) in tensors.items():
         if dtype not in SAFETENSORS_NAMES:
@@ -73,6 +74,7 @@ class TensorStream:
         path: path of the file.
         tensors: name -> (shape, dtype) of all tensors, in the order in which ``write`` will be called.
         checksums: compute a CRC-32 of each range of bytes that is written.
+        metadata: further entries of the file's metadata.
 
     Attributes:
         head: range of the bytes before the first tensor.
@@ -82,8 +84,10 @@ class TensorStream:
         ValueError: a dtype that the format does not have.
     """
 
-    def __init__(self, path: Path, tensors: Announced, checksums: bool) -> None:
-        top, self._starts = header(tensors)
+    def __init__(
+        self, path: Path, tensors: Announced, checksums: bool, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        top, self._starts = header(tensors, metadata)
         self._tensors, self._checksums = tensors, checksums
         self._names = iter(tensors)
         self._file = path.open("wb", buffering=0)

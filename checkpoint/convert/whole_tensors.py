@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from ...grid import Grid
+from ..lineage import Lineage
 from ..protocol import Snapshot
 from ..writer import Writer
 
@@ -35,7 +37,7 @@ def write_whole(folder: Path, tag: str, snapshot: Snapshot, run: dict[str, Any],
         "run": run,
         "client_state": {},
     }
-    problem = Writer(Grid(), snapshot, folder, tag, lambda text: [text], True).run()
+    problem = Writer(Grid(), snapshot, folder, tag, lambda text: [text], True, Lineage(secrets.token_hex(6))).run()
     if problem is not None:
         raise RuntimeError(problem)
 

@@ -3,8 +3,9 @@
 runs/                   save_dir of save_checkpoint
   latest                the tag of the last checkpoint
   global_step10/        one checkpoint: index.json and the ranks' files
-  .global_step20.part/  a checkpoint that is being written; ``commit`` renames it
+  .global_step20.RUN.part/  a checkpoint that the run RUN is writing; ``commit`` renames it
   .best.old/            a checkpoint that another of its name is about to replace
+  .lock                 the run that saves into the folder (lock.py)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ...grid.errors import CorruptError
 from .index import NAME, Index, read_index
 
 LATEST = "latest"
+_LONGEST = 200  # bytes of a tag: names of files have 255, and parts and runs need the rest
 _AUTOMATIC = re.compile(r"global_step\d+")  # tags that no user chose
 
 
@@ -30,35 +32,41 @@ def check_tag(tag: str) -> None:
     Raises:
         ValueError: if it cannot.
     """
-    if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST:
+    usable = tag.isprintable() and 0 < len(tag.encode(errors="replace")) <= _LONGEST
+    if not usable or Path(tag).name != tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
-            f"the tag {tag!r} cannot be the name of a checkpoint's folder: give one like 'global_step10', which "
+            f"the tag {tag[:60]!r} cannot be the name of a checkpoint's folder: give one like 'global_step10', which "
             f"contains no /, begins with no dot, and is not '{LATEST}'"
         )
 
 
-def partial_path(folder: Path, tag: str) -> Path:
-    """Return the folder of a checkpoint that is being written."""
-    return folder / f".{tag}.part"
+def partial_path(folder: Path, tag: str, run: str) -> Path:
+    """Return the folder of a checkpoint that a run is writing."""
+    return folder / f".{tag}.{run}.part"
 
 
-def begin(folder: Path, tag: str) -> None:
-    """Make the folder to write to. Remains of an earlier attempt are removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    restore(folder)
-    for path in (partial_path(folder, tag), replaced_path(folder, tag)):
+def begin(folder: Path, tag: str, run: str) -> None:
+    """Make the folder to write to. Remains of an earlier attempt of the run are removed."""
+    for path in (partial_path(folder, tag, run), replaced_path(folder, tag)):
         if path.exists():
             shutil.rmtree(path)
-    partial_path(folder, tag).mkdir()
+    partial_path(folder, tag, run).mkdir()
 
 
-def commit(folder: Path, tag: str, save_latest: bool) -> None:
+def remove_parts(folder: Path) -> None:
+    """Remove what runs that have ended were writing. Only the owner of the folder's lock calls it."""
+    for path in folder.glob(".*.part"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def commit(folder: Path, tag: str, run: str, save_latest: bool) -> None:
     """Rename the folder of a completely written checkpoint to its tag. An older checkpoint of that tag is replaced.
 
     Raises:
         OSError: if the folder could not be renamed. The folder of checkpoints is then unchanged.
     """
-    temporary, final, before = partial_path(folder, tag), folder / tag, replaced_path(folder, tag)
+    temporary, final, before = partial_path(folder, tag, run), folder / tag, replaced_path(folder, tag)
     sync(temporary, strict=True)
     latest_file = _write_beside(folder / LATEST, tag.encode()) if save_latest else None
     replaces = final.exists()
@@ -93,7 +101,7 @@ def remove(folder: Path, tag: str) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Finish removals and undo replacements that a kill interrupted. Only the job that writes calls it."""
+    """Finish removals and undo replacements that a kill interrupted. Only the lock's owner calls it."""
     for removed in folder.glob(".*.gone"):
         shutil.rmtree(removed, ignore_errors=True)
     for before in folder.glob(".*.old"):
@@ -111,9 +119,9 @@ def readable_path(folder: Path, tag: str) -> Path:
     return before if before.is_dir() and not (folder / tag).exists() else folder / tag
 
 
-def discard(folder: Path, tag: str) -> None:
+def discard(folder: Path, tag: str, run: str) -> None:
     """Remove the partly written folder of a checkpoint whose writing failed."""
-    shutil.rmtree(partial_path(folder, tag), ignore_errors=True)
+    shutil.rmtree(partial_path(folder, tag, run), ignore_errors=True)
     with contextlib.suppress(OSError):
         (folder / f".{LATEST}.part").unlink(missing_ok=True)
 
@@ -158,15 +166,21 @@ def sync(folder: Path, strict: bool = False) -> None:
 def tags(folder: Path) -> list[str]:
     """Return the tags of a folder's checkpoints, the oldest first.
 
-    They are ordered by the time in the index, which copying a folder does not change. The number of steps is no order:
-    a run that went back to an earlier checkpoint writes newer ones of fewer steps.
+    Each checkpoint's order is one more than the largest in its folder when it was written, so that a run that went back
+    to an earlier checkpoint, or whose clock was set back, writes newer ones. The time in the index, which copies keep,
+    decides between checkpoints of one order: those of runs in other folders, and of older versions, which have none.
     """
     found = []
     for tag, index in _indices(folder):
         if isinstance(index, Index):
             written = index.head.get("written", (folder / tag / NAME).stat().st_mtime)
-            found.append((written, index.head.get("step", 0), tag))
-    return [tag for _, _, tag in sorted(found)]
+            found.append((index.order, written, index.head["step"], tag))
+    return [tag for *_, tag in sorted(found)]
+
+
+def last_order(folder: Path) -> int:
+    """Return the largest order of a folder's checkpoints; 0 if none has one."""
+    return max((index.order for _, index in _indices(folder) if isinstance(index, Index)), default=0)
 
 
 def unreadable(folder: Path) -> Iterator[tuple[str, str]]:
@@ -187,9 +201,45 @@ def _indices(folder: Path) -> Iterator[tuple[str, Index | Exception]]:
 def latest(folder: Path) -> str | None:
     """Return the tag in the file ``latest``; None if there is no such file."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
+
+
+def last(folder: Path) -> tuple[str | None, str]:
+    """Return the tag to load where none was given, and a note for the log.
+
+    It is the one in the file ``latest``. If that does not name a checkpoint of the folder, it is the newest one.
+
+    Returns:
+        The tag, or None if there is no file ``latest``; and a note, empty if ``latest`` names the newest checkpoint.
+
+    Raises:
+        CorruptError: if ``latest`` does not name a checkpoint, and there is none.
+    """
+    named = latest(folder)
+    if named is None:
+        return None, ""
+    known = tags(folder)
+    newest = known[-1] if known else None
+    try:
+        check_tag(named)
+        found = (readable_path(folder, named) / NAME).is_file()
+    except ValueError:
+        found = False
+    if not found and newest is None:
+        raise CorruptError(
+            f"{folder / LATEST} is damaged: it has {named[:60]!r}, which is not a checkpoint in {folder}, and there is "
+            "no other. Remove the file to start from the beginning"
+        )
+    if not found:
+        return newest, f"{folder / LATEST} has {named[:60]!r}, which is not a checkpoint there: {newest} is used"
+    if newest not in (None, named):
+        return (
+            named,
+            f"{folder / LATEST} names {named}, which is used, though {newest} is newer. Give a tag for another",
+        )
+    return named, ""
 
 
 def prunable(folder: Path, keep: int, automatic: bool = False) -> list[str]:

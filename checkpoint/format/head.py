@@ -23,23 +23,23 @@ Count = Annotated[int, Field(ge=1, le=_MOST_RANKS)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
+class _SavedPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
 
-class _LossScale(_Part):
+class _SavedLossScale(_SavedPart):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     skipped: Natural
     good: Natural
     patience: int
 
 
-class _Schedule(_Part):
+class _SavedSchedule(_SavedPart):
     type: str
     state: dict[str, Any]
 
 
-class _LocalUpdates(_Part):
+class _SavedLocalUpdates(_SavedPart):
     type: str
     replicas: Count
     since: Natural
@@ -48,33 +48,46 @@ class _LocalUpdates(_Part):
     meetings: Natural
 
 
-class _Compression(_Part):
+class _SavedCompression(_SavedPart):
     type: str
     replicas: Count
     steps: Natural | None
 
 
-class _Replica(_Part):
+class _SavedReplica(_SavedPart):
     param_groups: list[dict[str, Any]] = []
-    lr_scheduler: _Schedule | None = None
+    lr_scheduler: _SavedSchedule | None = None
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     skipped: Natural = 0
 
 
-class _Run(_Part):
+class _SavedRun(_SavedPart):
     global_steps: Natural
     global_samples: Natural = 0
     train_batch_size: Natural = 0
     seed: int = 0
     optimizer: str | None = None
     param_groups: list[dict[str, Any]] = []
-    loss_scaler: _LossScale | None = None
-    lr_scheduler: _Schedule | None = None
-    local_updates: _LocalUpdates | None = None
-    exchange: _Compression | None = None
+    loss_scaler: _SavedLossScale | None = None
+    lr_scheduler: _SavedSchedule | None = None
+    local_updates: _SavedLocalUpdates | None = None
+    exchange: _SavedCompression | None = None
 
 
-class Head(_Part):
+class _SavedParent(_SavedPart):
+    run: str
+    step: Natural
+    checksum: str
+
+
+class _SavedIdentity(_SavedPart):
+    run: str
+    save: Natural
+    order: Natural
+    parent: _SavedParent | None
+
+
+class SavedHead(_SavedPart):
     """The entries of an index beside ``files`` and ``tensors``, as ``Snapshot`` documents them."""
 
     tag: str = ""
@@ -84,7 +97,8 @@ class Head(_Part):
     grid: dict[str, Count]
     config: dict[str, Any]
     model: dict[str, Any] | None = None
-    run: _Run
+    identity: _SavedIdentity | None = None
+    run: _SavedRun
     client_state: dict[str, Any] = {}
     numbers: dict[str, dict[str, Any]]
 
@@ -100,7 +114,7 @@ def check_head(head: Mapping[str, Any], client_tensor: Callable[[str], Tensor]) 
         ValueError: naming the first entry that cannot be used.
     """
     try:
-        checked = Head.model_validate(dict(head))
+        checked = SavedHead.model_validate(dict(head))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -116,13 +130,13 @@ def check_head(head: Mapping[str, Any], client_tensor: Callable[[str], Tensor]) 
             _check_number(f"numbers.{name}.step", _decode(f"numbers.{name}", state).get("step", 0), 0)
 
 
-def _runs(head: Head) -> list[tuple[str, _Run | _Replica]]:
+def _runs(head: SavedHead) -> list[tuple[str, _SavedRun | _SavedReplica]]:
     """Return the places that have options of parameter groups and a schedule: the run, and each replica."""
-    found: list[tuple[str, _Run | _Replica]] = [("run", head.run)]
+    found: list[tuple[str, _SavedRun | _SavedReplica]] = [("run", head.run)]
     for name, state in head.numbers.items():
         if name.startswith("replica/") and "/" not in name.removeprefix("replica/"):
             try:
-                found.append((f"numbers.{name}", _Replica.model_validate(state)))
+                found.append((f"numbers.{name}", _SavedReplica.model_validate(state)))
             except ValidationError as error:
                 first = error.errors(include_url=False, include_context=False)[0]
                 raise ValueError(f"numbers.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

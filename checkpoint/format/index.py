@@ -72,11 +72,23 @@ class Index:
         head: the run's header and numbers: see ``protocol.Snapshot``.
         tensors: by kind and name: ``weights/layers.0.weight``, ``optimizer/exp_avg/layers.0.weight``.
         files: the safetensors files.
+        checksum: at the end of the file that was read; empty for an index that was not.
     """
 
     head: dict[str, Any]
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
+    checksum: str = ""
+
+    @property
+    def order(self) -> int:
+        """Place of the checkpoint in the order of its folder; 0 if an older version wrote it."""
+        return int((self.head.get("identity") or {}).get("order", 0))
+
+    @property
+    def save(self) -> str:
+        """Name of the save, which each of its files has too; empty if an older version wrote it."""
+        return save_name(self.head.get("identity"))
 
     def dump(self) -> bytes:
         """Return the bytes of the file: a line for each tensor, and at the end a checksum of all before it."""
@@ -99,11 +111,11 @@ class Index:
         Raises:
             CorruptError: if one of these checks fails. The message contains ``file``, the name of the index.
         """
-        for name, held in self.files.items():
+        for name, (size, header) in self.files.items():
             if _FILE.fullmatch(name) is None:
                 raise CorruptError(f"{file} names the file {name!r}, which is not a safetensors file in its folder")
-            if not held.header.start == 0 < held.header.stop <= held.size:
-                raise CorruptError(f"{file}: the header of {name} is not in the file's {held.size} bytes")
+            if not header.start == 0 < header.stop <= size:
+                raise CorruptError(f"{file}: the header of {name} is not in the file's {size} bytes")
         for name, entry in self.tensors.items():
             elements, width = 0, TORCH_NAMES[entry.dtype].itemsize
             for box, stored_in, key, span in entry.boxes:
@@ -156,7 +168,12 @@ class Index:
         if span != self.files[file].header:
             return
         found, wanted = folder.header(file, span), self._headers.get(file, {})
-        found.pop("__metadata__", None)
+        save = (found.pop("__metadata__", None) or {}).get("save", "")
+        if save != self.save:
+            raise CorruptError(
+                f"{folder.path / file} was written in the save {save or '(none)'}, but {NAME} in the save "
+                f"{self.save or '(none)'}: the files of two runs are mixed"
+            )
         for key in dict.fromkeys([*found, *wanted]):
             if found.get(key) != wanted.get(key):
                 raise CorruptError(
@@ -217,6 +234,7 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
                 name: StoredFile(_natural(each["bytes"]), _span(each["header"], each["crc32"]))
                 for name, each in files.items()
             },
+            tail[1].decode(),
         )
         index.check(str(file), whole)
     except CorruptError:
@@ -224,6 +242,17 @@ def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
     except Exception as error:  # whatever malformed content leads to
         raise CorruptError(f"{file} is not the index of a checkpoint ({type(error).__name__}: {error})") from error
     return index
+
+
+def save_name(identity: Mapping[str, Any] | None) -> str:
+    """Return the name of a save: its run, and its number in that run. Empty if an older version wrote it."""
+    return f"{identity['run']}-{identity['save']}" if identity else ""
+
+
+def checksum(data: bytes) -> str:
+    """Return the checksum at the end of an index's bytes."""
+    tail = _TAIL.search(data)
+    return "" if tail is None else tail[1].decode()
 
 
 def box_name(name: str, box: Spans) -> str:
@@ -290,7 +319,7 @@ def _tiles(boxes: Sequence[Spans], shape: Sequence[int]) -> bool:
     """
     if len(boxes) < 2:
         return True
-    places = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
+    places: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
     def volume(box: Spans) -> int:
         return math.prod(place[high] - place[low] for place, (low, high) in zip(places, box, strict=True))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.format.folder import latest, readable_path
+from ...checkpoint.format.folder import last, readable_path
 from ...checkpoint.format.index import read_index
 from ...grid import layout_of
 
@@ -55,7 +55,7 @@ def saved_axes(folder: Path) -> dict[str, Any] | None:
     Raises:
         CorruptError: the checkpoint's index is damaged.
     """
-    tag = latest(folder)
+    tag = last(folder)[0]
     if tag is None:
         return None
     axes: dict[str, Any] = read_index(readable_path(folder, tag)).head["grid"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from ...checkpoint.async_writer import AsyncWriter, report_failure
 from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
 from ...checkpoint.format import folder as folders
+from ...checkpoint.lineage import Lineage
 from ...checkpoint.protocol import Snapshot
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
@@ -43,6 +47,11 @@ class Checkpointer:
         self.resumed: Loaded = (None, None)
         self.writer: AsyncWriter | None = None
 
+    @cached_property
+    def _lineage(self) -> Lineage:
+        """Identity of the run, which rank 0 draws. Collective at its first use."""
+        return Lineage(self._engine.grid.world.all_gather_json(secrets.token_hex(6))[0])
+
     def save(
         self,
         save_dir: str | Path,
@@ -68,9 +77,12 @@ class Checkpointer:
         grid, folder = self._engine.grid, Path(load_dir)
         self.wait()
         given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag))
+        note = ""
         with agreed(grid):
-            chosen = given or folders.latest(folder)
+            chosen, note = (given, "") if given else folders.last(folder)
         chosen = grid.world.all_gather_json(chosen)[0]
+        if note and grid.rank == 0:
+            logging.getLogger("triax").warning("%s", note)
         if chosen is None:
             if grid.rank == 0:
                 logging.getLogger("triax").warning(
@@ -103,7 +115,7 @@ class Checkpointer:
         def load(snapshot: Snapshot) -> None:
             self.resumed = self._apply(snapshot, options)
 
-        if load_newest(engine.grid, folder, options, load) and engine.grid.rank == 0:
+        if load_newest(engine.grid, folder, options, self._lineage, load) and engine.grid.rank == 0:
             logging.getLogger("triax").warning(
                 "the run resumes from %s, after step %d", self.resumed[0], engine.global_steps
             )
@@ -128,6 +140,18 @@ class Checkpointer:
             save=save,
             wait=self.wait,
         )
+
+    def claim(self, folder: Path) -> None:
+        """Take the lock of the folder of automatic checkpoints before the first step. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if another run saves into the folder.
+        """
+        grid, lineage = self._engine.grid, self._lineage
+        with agreed(grid):
+            if grid.rank == 0:
+                with contextlib.suppress(OSError):  # the first save says so, and checkpoint.on_failure decides
+                    lineage.lock(folder)
 
     def may_save(self) -> bool:
         """Return True if an automatic checkpoint may be saved after the step that just ended.
@@ -180,7 +204,7 @@ class Checkpointer:
             folders.check_tag(tag)
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
         if not settings.async_:
-            problem = Writer(grid, snapshot, folder, tag, grid.world.all_gather_json, save_latest).run()
+            problem = Writer(grid, snapshot, folder, tag, grid.world.all_gather_json, save_latest, self._lineage).run()
             if problem is None:
                 done()
             return problem
@@ -191,11 +215,12 @@ class Checkpointer:
                 done()
 
         self.writer = self.writer or AsyncWriter(grid)
-        self.writer.write(snapshot, folder, tag, save_latest, written)
+        self.writer.write(snapshot, folder, tag, save_latest, self._lineage, written)
         return before if settings.on_failure == "stop" else None
 
     def _apply(self, snapshot: Snapshot, options: LoadOptions) -> tuple[str, dict[str, Any]]:
         with agreed(self._engine.grid):
             client_state = snapshot.client_state()
         apply(self._engine, snapshot, options)
+        self._lineage.loaded(snapshot.header, snapshot.header["checksum"])
         return snapshot.source, client_state

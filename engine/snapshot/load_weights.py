@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def load_weights(
     grid = grid or Grid()
     with agreed(grid):
         folder = Path(path)
-        if not (folder / NAME).is_file() and (tag := folders.latest(folder)) is not None:
-            folder = folders.readable_path(folder, tag)
+        if not (folder / NAME).is_file() and (found := folders.last(folder))[0] is not None:
+            folder = folders.readable_path(folder, found[0])
+            if found[1] and grid.rank == 0:
+                logging.getLogger("triax").warning("%s", found[1])
     tensors = open_checkpoint(grid, folder, LoadOptions(weights_only=True, verify=verify)).tensors
     targets = {name: (layout, tensor) for name, layout, tensor in _targets(module, grid)}
     away = next((name for name, (_, tensor) in targets.items() if tensor.is_meta), None)

@@ -94,6 +94,10 @@ def check_values(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions)
         CorruptError: naming the first value of another type.
     """
     schedule = engine.lr_scheduler
+    if options.optimizer and isinstance(engine.data_axis.optimizer, torch.optim.Adam):
+        for name in snapshot.under(f"{OPTIMIZER}/exp_avg/").tensors:
+            if "step" not in snapshot.numbers.get(name, ()):
+                raise CorruptError(f"{snapshot.source}: the optimizer's state of {name} has moments, but no step")
     for place, run in (("run", snapshot.header["run"]), *snapshot.numbers.items()):
         saved = run.get("lr_scheduler")
         if options.schedule and schedule is not None and saved is not None and saved["type"] == type(schedule).__name__:
@@ -114,13 +118,14 @@ def _check_alike(snapshot: Snapshot, place: str, saved: Any, own: Any) -> None:
         for key in saved.keys() & own.keys():
             _check_alike(snapshot, f"{place}.{key}", saved[key], own[key])
         return
-    if isinstance(own, (list, tuple)) and type(saved) is type(own) and (len(own) == len(saved) or type(own) is list):
+    lists = isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple))
+    if lists and (len(own) == len(saved) or type(own) is type(saved) is list):
         for number, (each, its) in enumerate(zip(saved, own, strict=False)):
             _check_alike(snapshot, f"{place}.{number}", each, its)
         return
-    number = (int, float, Tensor)
-    numbers = isinstance(own, number) and isinstance(saved, number) and isinstance(own, bool) == isinstance(saved, bool)
-    if own is not None and not numbers and (not isinstance(saved, type(own)) or isinstance(own, tuple)):
+    kinds = (int, float, Tensor)
+    numbers = isinstance(own, kinds) and isinstance(saved, kinds) and isinstance(own, bool) == isinstance(saved, bool)
+    if own is not None and not numbers and (lists or not isinstance(saved, type(own))):
         raise CorruptError(f"{snapshot.source}: {place} is {saved!r}, but it must be like {own!r}")
     if numbers and saved != saved:
         raise CorruptError(f"{snapshot.source}: {place} is NaN")

@@ -21,7 +21,7 @@ import triax
 from triax.checkpoint.format.index import read_index
 from triax.grid.errors import CorruptError
 
-BAD = (None, "x", -1, 10**30, float("nan"), True, [], {})
+BAD: tuple[Any, ...] = (None, "x", -1, 10**30, float("nan"), True, [], {})
 GONE = object()
 
 
