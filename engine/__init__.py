@@ -5,8 +5,6 @@ base.py               Engine: batch sizes, weights by name, DeepSpeed's accessor
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
-nonfinite.py          losses and gradients that are NaN or infinite: raise, skip or ignore
-loss_scale.py         fp16's loss scaler; loss scales where backward passes run through several engines
 named_parameters.py   parameters with their whole-model names
 replicas.py           replica strategies: all replicas step together (data parallelism), or:
 local_updates.py      local SGD, DiLoCo and asynchronous DiLoCo

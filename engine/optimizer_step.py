@@ -21,11 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..config.schema import Config
 from ..grid import Grid, agreement
 from ..grid.errors import AgreedError
+from ..optim.loss_scale import LossScaler
+from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from ..optim.schedulers import advance, follow
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.norm import clip_factor
-from .loss_scale import LossScaler
-from .nonfinite import MicrobatchLosses, NonFinitePolicy
 
 
 class OptimizerStep:

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by DeepSpeed's name or torch's, from ``(type, params)``.
+"""Optimizers and learning-rate schedules by DeepSpeed's name or torch's, from ``(type, params)``; checks of a step.
 
 optimizers.py: ``resolve``, from a type and its arguments to a class and its own arguments; names that are refused.
 elementwise.py: Lion, and Adam without bias correction.
@@ -7,4 +7,6 @@ schedulers.py: ``make_scheduler``, from a type and its parameters to a torch sch
 lr_schedules.py: DeepSpeed's schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
 signature.py: arguments checked against a class's signature.
 dry_run.py: a trial step of an optimizer and a schedule, so that wrong arguments fail at once.
+loss_scale.py: fp16's loss scaler; loss scales where backward passes run through several engines.
+nonfinite.py: losses and gradients that are NaN or infinite: raise, skip or ignore.
 """

@@ -10,7 +10,7 @@ from ...config.schema import Config
 from ...grid.dtypes import dtype_of
 from ...grid.errors import ConfigError, no_such
 from ...grid.grid import Grid
-from ..loss_scale import LossScaler
+from ...optim.loss_scale import LossScaler
 
 
 def weight_dtype(config: Config) -> torch.dtype | None:

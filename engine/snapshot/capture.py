@@ -21,11 +21,11 @@ from ...checkpoint.reader import LoadOptions
 from ...grid import VERSION, Grid, layout_of
 from ...grid.json_values import encode
 from ...grid.layout import FlatRange
+from ...optim.loss_scale import LossScaler
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.shard_ranges import NamedParameter
 from ...zero.state_shards import StateShards
-from ..loss_scale import LossScaler
 from ..named_parameters import named_parameters
 from . import residuals
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import triax
 from triax import Grid, PipelineModule
 from triax.config.precision import Fp16Config
-from triax.engine.loss_scale import LossScaler
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.optim.loss_scale import LossScaler
 
 VOCABULARY, LENGTH, SAMPLES = 50, 12, 16
 

@@ -16,13 +16,28 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ..config.precision import Fp16Config
+
+class LossScaleOptions(Protocol):
+    """DeepSpeed's options of the loss scale, as the section ``fp16`` of the configuration has them."""
+
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def initial_scale_power(self) -> int: ...
+    @property
+    def loss_scale_window(self) -> int: ...
+    @property
+    def hysteresis(self) -> int: ...
+    @property
+    def consecutive_hysteresis(self) -> bool: ...
+    @property
+    def min_loss_scale(self) -> float: ...
 
 
 class BackwardScales:
@@ -102,19 +117,19 @@ class LossScaler:
     A static scale (``loss_scale`` above 0) never changes. Steps that overflow are skipped in this case too.
 
     Args:
-        config: the section with DeepSpeed's keys of the loss scale.
+        options: how the scale starts and changes.
 
     Attributes:
         scale: factor of the loss before the backward pass.
         skipped: number of steps that overflowed.
     """
 
-    def __init__(self, config: Fp16Config) -> None:
-        self._config = config
-        self.scale = float(config.loss_scale or 2**config.initial_scale_power)
+    def __init__(self, options: LossScaleOptions) -> None:
+        self._options = options
+        self.scale = float(options.loss_scale or 2**options.initial_scale_power)
         self.skipped = 0
         self._good = 0  # steps since the last overflow or doubling
-        self._patience = config.hysteresis
+        self._patience = options.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and the counters, for a checkpoint."""
@@ -135,19 +150,19 @@ class LossScaler:
         before = self.scale
         if not overflow:
             self._good += 1
-            if self._config.consecutive_hysteresis:
-                self._patience = self._config.hysteresis
-            if not self._config.loss_scale and self._good % self._config.loss_scale_window == 0:
+            if self._options.consecutive_hysteresis:
+                self._patience = self._options.hysteresis
+            if not self._options.loss_scale and self._good % self._options.loss_scale_window == 0:
                 self.scale *= 2
-                self._patience = self._config.hysteresis
+                self._patience = self._options.hysteresis
             return
         self.skipped += 1
         self._good = 0
-        if not self._config.loss_scale:
+        if not self._options.loss_scale:
             if self._patience > 1:
                 self._patience -= 1
             else:
-                self.scale = max(self.scale / 2, self._config.min_loss_scale)
+                self.scale = max(self.scale / 2, self._options.min_loss_scale)
         if report:
             logging.getLogger("triax").warning(
                 "overflow in fp16: step skipped on every rank (%d so far); loss scale %g -> %g",
