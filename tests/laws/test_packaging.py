@@ -276,7 +276,7 @@ def test_options_reach_the_command(clone: Path) -> None:
 
 def test_every_target_is_explained(clone: Path) -> None:
     listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
-    assert listed == ["help", "install", "train", "check", "test", "test-all", "lint"]
+    assert listed == ["help", "install", "train", "check", "test", "test-all", "fuzz", "lint"]
 
 
 @pytest.mark.parametrize("status", [0, 1])
