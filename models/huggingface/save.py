@@ -132,7 +132,7 @@ def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]
     """
     theirs, prefix = hugging_face(module)
     if names is None and theirs is not None:
-        return {prefix + name: Entry((name,)) for name in theirs.state_dict()}  # a tied weight under every name
+        return {prefix + name: Entry((name,)) for name in theirs.state_dict(keep_vars=True)}  # tied: every name
     if names is None:
         wrapped = wrapping(module)
         names = names_of(config.get("model_type")) if wrapped is None else wrapped.names()
