@@ -112,7 +112,7 @@ def main_job(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
 
 
 def behind(options: Any, folder: str) -> None:
-    """What a save behind the run costs its steps: what each rank does; the first one prints."""
+    """Measure on each rank what an asynchronous save costs the steps beside it; rank 0 prints."""
     grid, trained, parameters, one = main_job(options) if options.main_job else blocks(options)
 
     def steps(count: int) -> None:

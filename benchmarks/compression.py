@@ -1,4 +1,4 @@
-"""What compressed gradients and local updates cost in loss, and save in bytes: one GPT, trained by each method.
+"""Loss and bytes of compressed gradients and local updates: one GPT, trained by each method.
 
     python benchmarks/compression.py                             # every method that is not in the file of results yet
     python benchmarks/compression.py --methods none,topk         # these
@@ -181,7 +181,7 @@ def configured(options: Options, name: str) -> dict[str, Any]:
 
 
 def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
-    """What every rank does; the first one keeps the result."""
+    """Train one row of the table on this rank; rank 0 keeps the result."""
     import triax
 
     corpus, grid = load(find(options.text), options.runs / "corpus"), triax.Grid()

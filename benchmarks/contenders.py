@@ -1,4 +1,4 @@
-"""Those who are compared: each trains a stack on the ranks of one pipe axis, one step a call, with SGD."""
+"""Contenders of the pipeline benchmark: each trains a stack on the ranks of one pipe axis, a step per call, by SGD."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Contender(Protocol):
         """Forward and backward of every microbatch, then the optimizer."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those of a step, of this rank's entries, by ``entry.parameter``. Steps are not timed from then on."""
+        """Gradients of a step, of this rank's entries, by ``entry.parameter``. Steps are not timed from then on."""
 
 
 class OneProcess:

@@ -38,7 +38,7 @@ CHECKED = 3  # steps after which the weights are compared
 
 @dataclass
 class Row:
-    """What one loop took."""
+    """Time of one loop."""
 
     name: str
     times: list[float] = field(default_factory=list)  # of each round: seconds a step
@@ -78,7 +78,7 @@ Made = tuple[Callable[[], object], Callable[[], dict[str, Tensor]]]  # a step, a
 
 
 def bare(shape: Shape) -> Made:
-    """What anybody writes who has one process and no toolkit."""
+    """Plain training loop of one process without a toolkit."""
     model, data = shape.model(), shape.data()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
 

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Measure generation on this rank."""
     import torch
 
     import triax

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: contenders in turn, the slowest rank's time, what others took of the machine, bytes."""
+"""Measuring for the benchmarks: contenders in turn, the slowest rank's time, what others took of the machine, bytes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ STACKS = {"gpt": GPT, "tiny": TINY, "smoke": SMOKE}
 
 @dataclass
 class Row:
-    """What one contender took, on one stack and so many stages."""
+    """Times of one contender on one stack and number of stages."""
 
     name: str
     problem: str = ""  # why it did not run

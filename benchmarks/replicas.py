@@ -1,4 +1,4 @@
-"""Those who are compared on the data axis: each trains the same stack on its own microbatches, with AdamW."""
+"""Contenders on the data axis: each trains the same stack on its own microbatches, with AdamW."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def share(stack: Stack, microbatches: int) -> Batch:
 
 
 def plain(stack: Stack, microbatches: int) -> dict[str, Tensor]:
-    """What all of them must find: plain autograd's gradients, of everybody's microbatches."""
+    """Reference: plain autograd's gradients of all replicas' microbatches."""
     model = stack.whole()
     batch = stack.batch(microbatches * dist.get_world_size())
     for inputs, labels in batch:
@@ -47,7 +47,7 @@ def plain(stack: Stack, microbatches: int) -> dict[str, Tensor]:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The same optimizer for everybody: torch's fused one."""
+    """Optimizer of every contender: torch's fused AdamW."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 

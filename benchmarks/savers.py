@@ -1,4 +1,4 @@
-"""Who saves and loads in benchmarks/checkpoint.py: triax, FSDP2 with torch's DCP, DeepSpeed; the same model, AdamW."""
+"""Contenders that save and load in benchmarks/checkpoint.py: triax, FSDP2 with DCP, DeepSpeed; one model, AdamW."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def model(options: Any, seed: int = 0) -> nn.Sequential:
-    """The same weights for the same seed."""
+    """Make the model; equal seeds give equal weights."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Block(options.width) for _ in range(options.layers)))
 

@@ -1,4 +1,4 @@
-"""Those who are compared on the tensor axis: one transformer layer, or a GPT, forward and backward.
+"""Contenders on the tensor axis: one transformer layer, or a GPT, forward and backward.
 
 All start from the weights of the same plain module, and see the same tokens. A fused qkv is laid out head by head, so
 that a slice of its rows is whole heads for everybody.
@@ -26,7 +26,7 @@ ALONE = "one process"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is run: ``sequences`` of ``length`` tokens through a GPT, or through one of its layers.
+    """Size of the work: ``sequences`` of ``length`` tokens through a GPT, or through one of its layers.
 
     With a vocabulary of 0 it is one layer, from hidden states to a number that weighs each of its outputs.
     """
@@ -180,7 +180,7 @@ class Alone:
 
 
 class Shared(Alone):
-    """The same, with a part of it on every rank."""
+    """Contender that runs the work with a part of it on every rank."""
 
     def step(self) -> None:
         self.run()

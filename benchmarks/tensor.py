@@ -45,7 +45,7 @@ SHAPES = {
 
 @dataclass
 class Row:
-    """What one contender took."""
+    """Times of one contender."""
 
     name: str
     times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's

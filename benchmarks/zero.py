@@ -41,7 +41,7 @@ STACKS = {"gpt": GPT, "large": LARGE, "smoke": SMOKE}
 
 @dataclass
 class Row:
-    """What one contender took."""
+    """Times of one contender."""
 
     name: str
     problem: str = ""  # why it did not run
@@ -107,7 +107,7 @@ def memory(replicas: int, options: argparse.Namespace) -> list[Row]:
 
 
 def wanted(name: str, options: argparse.Namespace) -> bool:
-    """Whether a contender was asked for."""
+    """Return True if a contender was asked for."""
     return not options.only or name == DDP or any(part in name for part in options.only)
 
 

@@ -102,7 +102,7 @@ def load(sources: Sequence[Source], cache: Path) -> Corpus:
 
 
 def split(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """Which files to train on, and which to hold out: a matter of each file's name alone."""
+    """Split files into those to train on and those to hold out, by each file's name alone."""
     ranked = sorted(sources, key=lambda source: _fraction(source.name))
     count = sum(_fraction(source.name) < HELD_OUT for source in ranked)
     if len(ranked) > 1:
@@ -120,7 +120,7 @@ def _walk(folder: Path) -> Iterator[Source]:
 
 
 def _is_text(path: Path) -> bool:
-    """As git has it: no zero byte near the beginning."""
+    """Return True if a file has no zero byte near its beginning, which is git's test for text."""
     try:
         with path.open("rb") as file:
             return END not in file.read(8000)
@@ -160,7 +160,7 @@ def _read(sources: Sequence[Source]) -> list[bytes]:
 
 
 def check_length(corpus: Corpus, length: int) -> None:
-    """Whether both parts have a window of ``length`` bytes and its next byte.
+    """Check that both parts have a window of ``length`` bytes and its next byte.
 
     Raises:
         ValueError: one has not.

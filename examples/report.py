@@ -1,4 +1,4 @@
-"""What a training run shows and leaves behind: a progress line, loss.png, schedule.png and report.html."""
+"""Reports of a training run: a progress line, loss.png, schedule.png and report.html."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str)
 
 
 def from_zero(times: Timeline) -> Timeline:
-    """The same timeline, with the first op at time 0."""
+    """Shift a timeline so that its first op begins at time 0."""
     first = min(span.start for row in times.rows for span in row)
     return Timeline(
         tuple(tuple(s._replace(start=s.start - first, end=s.end - first) for s in row) for row in times.rows)
@@ -136,7 +136,7 @@ def from_zero(times: Timeline) -> Timeline:
 
 
 def mean_costs(schedule: Schedule, measured: Timeline) -> Costs:
-    """What each stage's ops took on average."""
+    """Return the mean time of each stage's ops."""
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in measured.rows:
         for op, start, end in row:

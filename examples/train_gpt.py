@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def train(options: Options) -> None:
-    """What every rank does, from the empty grid to the pictures."""
+    """Train on this rank, from the empty grid to the pictures."""
     import triax
     from triax.models.huggingface.save import save_hf
 
@@ -259,11 +259,11 @@ class Clock:
         self.left = min((self._options.steps - step) * self._step, max(self._limit - self.elapsed, 0.0))
 
     def skip(self) -> None:
-        """What was done since the last step is not part of the next one."""
+        """Leave the time since the last step out of the next one."""
         self._before = time.monotonic()
 
     def is_up(self) -> bool:
-        """Whether the next step is the last one in time, with one to spare: rank 0's clock decides for all."""
+        """Return True if the next step is the last one in time, with one to spare; rank 0's clock decides for all."""
         import torch
 
         up = torch.tensor(

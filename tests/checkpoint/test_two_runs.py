@@ -82,7 +82,7 @@ def test_a_second_run_is_told_whose_folder_it_is(ranks: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("tag", ["same", "global_step{}"])
 def test_two_jobs_at_once(tmp_path: Path, tag: str) -> None:
-    """Of 81 states that two such jobs left, 41 failed verify. Now at each moment all checkpoints are whole."""
+    """Two such jobs left 81 states, of which 41 failed verify. Now at each moment all checkpoints are whole."""
     runs = [engine(0), engine(1)]
     for trained in runs:
         train(trained)  # here, because a fork has no threads for it
@@ -162,7 +162,7 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(tmp_path: Path) -> None:
 def test_a_lock_from_another_host_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process cannot be looked up, and its clock is another: it lives while its heartbeat moves."""
+    """A process of another host cannot be looked up, and has another clock: it lives while its heartbeat moves."""
     monkeypatch.setattr(locks, "_PAUSE", 0.05)
     path, end = lock_of(tmp_path), threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_copy_of_a_folder_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_was_held_up_does_not_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock was taken while it stood still; it comes back in the middle of a save."""
+    """A stopped run loses its lock, and comes back in the middle of a save."""
     trained = engine()
     train(trained)
     assert trained.save_checkpoint(tmp_path, "a")
@@ -242,7 +242,7 @@ def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_latest_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of 96 flipped bits two silently loaded another checkpoint; ../x and absolute paths were followed."""
+    """Two of 96 flipped bits silently loaded another checkpoint; ../x and absolute paths were followed."""
     trained = engine()
     for _ in range(3):
         train(trained)

@@ -457,7 +457,7 @@ def scaled(fused: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_torchs_grad_scaler(ranks: Any, fused: bool) -> None:
-    """It unscaled gradients while they were being sent: other weights on every rank, and of the wrong size."""
+    """The scaler unscaled gradients while they were being sent: weights were wrong, and unlike on every rank."""
 
     def plain(optimizer: Any, model: nn.Module) -> Any:
         optimizer.synchronize = lambda: None

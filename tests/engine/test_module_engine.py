@@ -1040,7 +1040,7 @@ def local_ranks() -> tuple[int, str]:
 
 
 def test_local_rank_is_the_launchers(ranks: Any) -> None:
-    """It was 0 on every rank without a GPU."""
+    """``local_rank`` was 0 on every rank without a GPU."""
     assert ranks(2, local_ranks) == [(0, "0"), (1, "1")]
 
 

@@ -245,7 +245,7 @@ def live_twice(life: Case, case: Case, folder: str) -> tuple[int, list[float], l
 
 
 class Verdict(NamedTuple):
-    """How a case ended."""
+    """Outcome of a case."""
 
     kind: str
     text: str = ""

@@ -52,7 +52,7 @@ SCHEDULES = [name for name in RECIPES if name != "forward"]
 
 
 class Verdict(NamedTuple):
-    """How a case ended: ``equal``, ``refused``, or a finding."""
+    """Outcome of a case: ``equal``, ``refused``, or a finding."""
 
     kind: str
     text: str = ""

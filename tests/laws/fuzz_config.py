@@ -233,7 +233,7 @@ def damaged(choose: random.Random, config: dict[str, Any]) -> bytes:
 
 
 class Verdict(NamedTuple):
-    """How a configuration ended: accepted, refused, or a finding."""
+    """Outcome of a configuration: accepted, refused, or a finding."""
 
     kind: str
     text: str = ""

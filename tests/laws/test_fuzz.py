@@ -63,7 +63,7 @@ def test_some_faults(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.exhaustive
 def test_a_rank_that_waits_in_vain_names_the_other(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended with "another rank failed", without its name."""
+    """The message was "another rank failed", without the rank's name."""
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [{"kind": "interrupt", "grid": [2, 1, 1], "step": 3, "victim": 0}]
     assert faults.judge({"steps": 5, "lives": lives}) == faults.Verdict("survived")

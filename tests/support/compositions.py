@@ -130,7 +130,7 @@ def pipeline_module(case: Case, grid: Grid) -> PipelineModule:
 
 
 class Chain(nn.Module):
-    """The same layers as a plain module."""
+    """Plain module of a case's layers."""
 
     def __init__(self, case: Case, grid: Grid) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ def _optimizer(case: Case, grid: Grid, first: int, last: int, load: str, save: s
 
 
 class Found:
-    """What a rank saw of an engine: its own parts of whole tensors, which ``whole`` puts together."""
+    """Record of an engine on one rank: its own parts of whole tensors, which ``whole`` puts together."""
 
     def __init__(self, engine: Any) -> None:
         self.steps: list[Any] = []

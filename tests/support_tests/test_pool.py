@@ -207,7 +207,7 @@ def test_environment_is_torchruns(ranks: Any) -> None:
 
 
 def test_processes_and_group_numbers_do_not_leak(ranks: Any) -> None:
-    """The same processes serve all jobs; nothing of a job is left, not even open files."""
+    """One set of processes serves all jobs; nothing of a job is left, not even open files."""
     before = [pid for _, _, pid in ranks(4, whoami)]
     first = ranks(4, sees_the_mess)
     for _ in range(3):

@@ -235,7 +235,7 @@ def test_sub_groups_cut_and_put_together(size: int) -> None:
 
 
 def test_a_tied_bucket_is_cut_equally_on_each_of_its_stages() -> None:
-    """Its sub-groups depended on what came before it on a rank, and so did the last bits of its weights."""
+    """Sub-groups depended on what came before the bucket on a rank, and so did the last bits of its weights."""
 
     def cuts(*others: int) -> list[list[tuple[int, int]]]:
         tied: Any = _Range(10, tie=0)

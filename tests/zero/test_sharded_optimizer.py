@@ -461,7 +461,7 @@ def test_arguments_refused(changes: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_torchs_grad_scaler_is_refused(stage: int) -> None:
-    """It unscales `.grad`, which is not what the step reads."""
+    """The scaler unscales `.grad`, which is not what the step reads."""
     model = nn.Linear(WIDTH, 1)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     for kind in ("plain loop", "engine"):
