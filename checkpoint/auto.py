@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,7 @@ class AutoSaver:
         self.signalled = False
         self._flag = torch.zeros(1, dtype=torch.int64, device=grid.device)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            signal.signal(signal.SIGTERM, _SigtermHandler(self))
 
     def after_call(self, step: int, may_save: Callable[[], bool] = lambda: True) -> None:
         """Save a checkpoint if a step was taken since the last call and a checkpoint is due.
@@ -146,5 +148,25 @@ class AutoSaver:
                 with contextlib.suppress(OSError):
                     folders.remove(self._folder, tag)
 
-    def _on_sigterm(self, *_: Any) -> None:
-        self.signalled = True
+
+class _SigtermHandler:
+    """Handler that sets ``saver.signalled`` on the first SIGTERM.
+
+    Where nothing would be saved, the signal has the effect that it had before: on the second SIGTERM, when ``saver``
+    is gone, and in child processes that were forked from this one.
+    """
+
+    def __init__(self, saver: AutoSaver) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        self._before = before._before if isinstance(before, _SigtermHandler) else before
+        self._saver, self._process = weakref.ref(saver), os.getpid()
+
+    def __call__(self, number: int, frame: Any) -> None:
+        saver = self._saver()
+        if saver is not None and not saver.signalled and os.getpid() == self._process:
+            saver.signalled = True
+        elif callable(self._before):
+            self._before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL if self._before is None else self._before)
+            os.kill(os.getpid(), number)

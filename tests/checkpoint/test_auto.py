@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -387,3 +389,29 @@ def test_the_same_grid_goes_on_bitwise(ranks: Any, tmp_path: Path, cell: Cell, j
     kinds = {name.rpartition("/")[0] for name in tensors(tmp_path / f"global_step{STEPS}")}
     state = {"AdamW": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "Adafactor": {"row_var", "col_var", "variance"}}
     assert kinds == {"weights", *(f"optimizer/{key}" for key in state[job.optimizer])}
+
+
+def test_sigterm_ends_a_process_that_will_not_save() -> None:
+    """It was swallowed for ever: by forked children, after the engine was gone, and the second time."""
+    program = """
+import os, signal, sys
+from types import SimpleNamespace as Namespace
+from triax.checkpoint.auto import AutoSaver
+
+saver = AutoSaver(Namespace(device="cpu"), None, 1, None, True, 0, None, None)
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGTERM or saver.signalled)
+if sys.argv[1] == "gone":
+    del saver
+else:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert saver.signalled
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    ends = {"fork": 0, "gone": -signal.SIGTERM, "twice": -signal.SIGTERM}
+    runs = {case: subprocess.Popen([sys.executable, "-c", program, case]) for case in ends}
+    assert {case: run.wait(timeout=60) for case, run in runs.items()} == ends

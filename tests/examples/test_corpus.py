@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
+import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -87,15 +87,21 @@ def test_cache_follows_the_files(texts: Path, tmp_path: Path) -> None:
     assert {path.suffix for path in cache.iterdir()} == {".bin", ".json", ""}  # no temporary file is left
 
 
-def _load(arguments: tuple[Path, Path]) -> int:
-    texts, cache = arguments
-    return len(C.load(C.find([texts]), cache).training)
-
-
 def test_many_processes_at_once(texts: Path, tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        sizes = pool.map(_load, [(texts, tmp_path / "cache")] * 8)
-    assert len(set(sizes)) == 1 and sizes[0] > 0
+    program = f"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {str(EXAMPLES)!r})
+import corpus
+
+for _ in range(2):
+    print(len(corpus.load(corpus.find([Path({str(texts)!r})]), Path({str(tmp_path / "cache")!r})).training))
+"""
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    sizes = {size for run in runs for size in run.communicate(timeout=60)[0].split()}
+    assert len(sizes) == 1 and int(sizes.pop()) > 0 and all(run.returncode == 0 for run in runs)
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
 
 
