@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..grid import Axis, Layout
+from ..grid import Grid, Layout
 from ..grid.json_values import decode, encode
 from ..grid.layout import FlatRange
 from ..grid.ranges import Spans, boxes_of_range, everything, overlap, shape_of, within
@@ -61,26 +61,21 @@ class WholeTensor:
             if common is not None:
                 target[within(common, box)].copy_(held.load()[within(common, held.box)])
 
-    def read_range(self, part: FlatRange, axis: Axis) -> None:
-        """Copy a flat range of this rank's shard of the tensor into ``part.value``.
-
-        Args:
-            part: the range, with the layout of the parameter.
-            axis: the tensor axis.
-        """
-        for box, value in pieces(part, axis.rank, axis.size):
+    def read_range(self, part: FlatRange, grid: Grid) -> None:
+        """Copy a flat range of this rank's shard of the tensor into ``part.value``."""
+        for box, value in _pieces_here(part, grid):
             self.read(box, value)
 
-    def read_shard(self, target: Tensor, layout: Layout, axis: Axis) -> None:
+    def read_shard(self, target: Tensor, layout: Layout, grid: Grid) -> None:
         """Copy this rank's shard of the tensor into ``target``.
 
         Args:
             target: has the shard's shape.
-            layout: layout of the parameter: which dim the tensor axis shards.
-            axis: the tensor axis.
+            layout: layout of the parameter: which dims the tensor axis and the expert axis shard.
+            grid: the grid of this rank.
         """
         value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        for box in layout.boxes(axis.rank, axis.size):
+        for box in layout.boxes(grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size)):
             self.read(tuple((each.start, each.stop) for each in box.whole), value[box.local])
         target.copy_(value)
 
@@ -122,10 +117,10 @@ class Snapshot:
         if value.numel():
             tensor.boxes.append(TensorBox(everything(value.shape), lambda: value))
 
-    def add_range(self, name: str, part: FlatRange, axis: Axis) -> None:
-        """Add a flat range of this rank's shard of a tensor. ``axis``: the tensor axis."""
+    def add_range(self, name: str, part: FlatRange, grid: Grid) -> None:
+        """Add a flat range of this rank's shard of a tensor."""
         tensor = self.declare(name, part.layout.shape, part.value.dtype)
-        tensor.boxes += (TensorBox(box, value.detach) for box, value in pieces(part, axis.rank, axis.size))
+        tensor.boxes += (TensorBox(box, value.detach) for box, value in _pieces_here(part, grid))
 
     def of_kinds(self, *kinds: str) -> dict[str, WholeTensor]:
         """Return the tensors of these kinds, kind after kind, by their names without the kind."""
@@ -175,7 +170,11 @@ class Snapshot:
         )
 
 
-def pieces(part: FlatRange, rank: int, size: int) -> Iterator[tuple[Spans, Tensor]]:
+def _pieces_here(part: FlatRange, grid: Grid) -> Iterator[tuple[Spans, Tensor]]:
+    return pieces(part, grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size))
+
+
+def pieces(part: FlatRange, rank: int, size: int, expert: tuple[int, int] = (0, 1)) -> Iterator[tuple[Spans, Tensor]]:
     """Yield the boxes of the whole tensor that make up a flat range of one shard of it.
 
     Each comes with its values: a view of the range's values, in the box's shape.
@@ -183,10 +182,11 @@ def pieces(part: FlatRange, rank: int, size: int) -> Iterator[tuple[Spans, Tenso
     Args:
         part: the range, with the layout of the parameter.
         rank, size: position of the shard's rank on the tensor axis, and the size of that axis.
+        expert: position of the shard's rank on the expert axis, and the size of that axis.
     """
-    shard = part.layout.boxes(rank, size)
+    shard = part.layout.boxes(rank, size, expert)
     at = 0
-    for here in boxes_of_range(part.layout.local_shape(rank, size), part.start, part.stop):
+    for here in boxes_of_range(part.layout.local_shape(rank, size, expert), part.start, part.stop):
         spans = tuple((each.start, each.stop) for each in here)
         shape = shape_of(spans)
         value = part.value[at : at + math.prod(shape)].view(shape)

@@ -235,7 +235,7 @@ class PipelineEngine(Engine):
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
         zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
-        formulas = traffic_formulas(self.data_axis, self.grid.data.size, zero, self.program, rank)
+        formulas = traffic_formulas(self.data_axis, zero, self.program, rank)
         return {"sent": sent, **formulas} | self.replicas.traffic()
 
     def memory_report(self) -> dict[str, Any]:

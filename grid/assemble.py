@@ -22,7 +22,7 @@ def assemble(grid: Grid, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
         grid: the grid whose ranks hold the shards.
         shards: name -> shard on this rank. Only the shards of the first replica are used.
     """
-    mine = shards if grid.data.is_first else {}
+    mine = {name: shard for name, shard in shards.items() if grid.axis(shard[0].replicas).is_first}
     told = grid.world.all_gather_json(
         [(name, astuple(layout), tensor.shape, tensor.dtype) for name, (layout, tensor) in mine.items()]
     )
@@ -42,12 +42,15 @@ def assemble(grid: Grid, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
 def assemble_ranks(topology: Topology, ranks: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor]:
     """Return name -> unsharded tensor, assembled from the shards of each rank."""
     whole: dict[str, Tensor] = {}
+    experts_of = {rank: group for group in topology.groups("expert") for rank in group}
     for rank, shards in enumerate(ranks):
-        coordinate = topology.coordinate(rank)
         for name, (layout, _) in shards.items():
             if name not in whole:
-                tensor_ranks = (
-                    topology.rank(**{**coordinate._asdict(), "tensor": t}) for t in range(topology.size("tensor"))
-                )
-                whole[name] = layout.assemble([ranks[r][name][1] for r in tensor_ranks])
+                experts = experts_of[rank] if layout.expert_dim is not None else [rank]
+                places = [topology.coordinate(each)._asdict() for each in experts]
+                tensor_ranks = [
+                    [topology.rank(**{**place, "tensor": t}) for t in range(topology.size("tensor"))]
+                    for place in places
+                ]
+                whole[name] = layout.assemble_experts([[ranks[r][name][1] for r in row] for row in tensor_ranks])
     return whole

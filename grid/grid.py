@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from .environment import (
     timeline_folder,
 )
 from .hang_watch import Activity, HangWatch, timed_out, with_timeout
-from .topology import DEFAULT_AXES, Topology
+from .topology import AXES, DERIVED_AXES, Topology
 
 T = TypeVar("T", bound=Observer)
 
@@ -52,14 +52,23 @@ class Grid:
 
     Args:
         pipe: size of the pipe axis, along which the list of layers is cut into stages.
-        data: number of replicas; None: the number of processes divided by pipe x tensor.
+        data: number of replicas; None: the number of processes divided by pipe x context x tensor.
         tensor: number of shards of each layer.
-        order: names of the axes, outermost first. Groups of the last axis are consecutive ranks.
+        context: number of ranks that share each sequence (context parallelism).
+        expert: number of shards of each layer's experts (expert parallelism). It divides data x context, whose ranks
+            hold different experts in turn.
+        order: names of the axes, outermost first. Groups of the last axis are consecutive ranks. By default pipe, data,
+            context, tensor.
         device: device of this rank; by default its GPU, or the CPU if there is none.
         timeout: seconds after which any wait fails.
 
     Attributes:
-        pipe, data, tensor: the ``Axis`` of that name: ``.rank``, ``.size``, ``.group``, ``.ranks``.
+        pipe, data, context, tensor: the ``Axis`` of that name: ``.rank``, ``.size``, ``.group``, ``.ranks``.
+        expert: the ``Axis`` of the ranks that hold the shards of the experts of this rank's layers.
+        data_context: the ``Axis`` of data and context joined, over which all other parameters are replicated. It is
+            ``data`` itself if context = 1.
+        expert_data: the ``Axis`` over which this rank's experts are replicated: ``data_context``, divided by expert. It
+            is ``data_context`` itself if expert = 1.
         world: the ``Axis`` of all ranks.
         rank, size: rank of this process, and number of processes.
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
@@ -68,7 +77,8 @@ class Grid:
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 in the same script; None on one process.
 
     Raises:
-        ValueError: the product of the sizes is not the number of processes, or ranks ask for different grids.
+        ValueError: the product of the sizes is not the number of processes, ``expert`` does not divide data x context,
+            or ranks ask for different grids.
     """
 
     def __init__(
@@ -77,17 +87,20 @@ class Grid:
         data: int | None = None,
         tensor: int = 1,
         *,
-        order: Sequence[str] = DEFAULT_AXES,
+        context: int = 1,
+        expert: int = 1,
+        order: Sequence[str] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
     ) -> None:
         environment = None if dist.is_initialized() else read_environment()
         self.rank, self.size = _rank_and_size(environment)
-        sizes = {"pipe": pipe, "data": data, "tensor": tensor}
+        sizes = {"pipe": pipe, "data": data, "tensor": tensor} | ({} if context == 1 else {"context": context})
+        sizes["data"] = _replicas(sizes, self.size)
+        order = [name for name in AXES if name in sizes] if order is None else order
         if sorted(order) != sorted(sizes):
-            raise ValueError(f"order={tuple(order)} does not name each axis once: give pipe, data, tensor in any order")
-        sizes["data"] = _replicas(pipe, data, tensor, self.size)
-        self.topology = Topology(**{name: sizes[name] or 1 for name in order})
+            raise ValueError(f"order={tuple(order)} does not name each axis once: give {', '.join(sizes)} in any order")
+        self.topology = Topology(expert=expert, **{name: sizes[name] or 1 for name in order})
         self.coordinate = self.topology.coordinate(self.rank)
         leave_name(self.rank, self.describe())
         self.local_rank = local_rank()
@@ -111,9 +124,13 @@ class Grid:
         self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
         self._require_same_sizes()
         self.mesh = self._mesh()
-        self.pipe, self.data, self.tensor = (self._axis(name) for name in DEFAULT_AXES)
-        for axis in (self.world, self.pipe, self.data, self.tensor):
+        self.pipe, self.data, self.context, self.tensor = (self._axis(name) for name in AXES)
+        for axis in (self.world, self.pipe, self.data, self.context, self.tensor):
             self._connect(axis)
+        self.data_context = self.data if self.context.size == 1 else self.joint("data_context")
+        self.expert, self.expert_data = self._alone("expert"), self.data_context
+        if expert > 1:
+            self.expert, self.expert_data = self.joint("expert"), self.joint("expert_data")
         if (folder := timeline_folder()) is not None:
             from .comm.timeline_recorder import TimelineRecorder  # imported only where it is used
 
@@ -130,16 +147,16 @@ class Grid:
         return self.data.size
 
     def axis(self, name: str) -> Axis:
-        """Return the axis of a name: pipe, data or tensor."""
-        if name not in DEFAULT_AXES:
-            raise ValueError(f"a grid has no axis {name!r}: give one of {', '.join(DEFAULT_AXES)}")
+        """Return the axis of a name: pipe, data, context, tensor, expert, data_context or expert_data."""
+        if name not in (*AXES, *DERIVED_AXES):
+            raise ValueError(f"a grid has no axis {name!r}: give one of {', '.join((*AXES, *DERIVED_AXES))}")
         axis: Axis = getattr(self, name)
         return axis
 
     def axes(self) -> list[Axis]:
         """Return the axes of all groups of this rank that exist so far, including the world."""
         joined = [axis for axis in self._subgroups.values() if axis is not None]
-        return [self.world, self.pipe, self.data, self.tensor, *joined]
+        return [self.world, self.pipe, self.data, self.context, self.tensor, self.expert, *joined]
 
     def joint(self, *axes: str) -> Axis:
         """Return several axes joined as one: ``joint("pipe", "tensor")`` is the ranks of one replica.
@@ -160,11 +177,12 @@ class Grid:
         in the same order. A call with the same arguments returns the same axis again.
 
         Args:
-            axis: pipe, data or tensor.
+            axis: the name of an axis.
             members: positions on that axis.
             purpose: a name. Another purpose makes another group of the same ranks, whose operations do not wait for
                 those of this group.
         """
+        axis = self.axis(axis).name if axis in DERIVED_AXES else axis  # it may be another one: data, if context = 1
         key = (axis + purpose, tuple(members))
         if key not in self._subgroups:
             groups = [[group[i] for i in members] for group in self.topology.groups(axis)]
@@ -290,8 +308,8 @@ class Grid:
         Raises:
             ValueError: on every rank.
         """
-        if self.size > 1 and not same(self.world, self.topology.axes, self.device):
-            found = self.world.all_gather_json(list(self.topology.axes.items()))
+        if self.size > 1 and not same(self.world, self.topology.sizes, self.device):
+            found = self.world.all_gather_json(list(self.topology.sizes.items()))
             other = next(rank for rank in range(self.size) if found[rank] != found[0])
             said = [" x ".join(f"{name} {size}" for name, size in found[rank]) for rank in (0, other)]
             raise ValueError(
@@ -311,7 +329,12 @@ class Grid:
         ranks = torch.arange(self.size).view(self.topology.shape)
         return DeviceMesh.from_group(mine, self.device.type, mesh=ranks, mesh_dim_names=self.topology.names)
 
+    def _alone(self, name: str) -> Axis:
+        return Axis(name, [self.rank], self.rank, None, self.traffic)
+
     def _axis(self, name: str) -> Axis:
+        if name not in self.topology.axes:
+            return self._alone(name)
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)
         group = self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None
         return Axis(name, ranks, self.rank, group, self.traffic)
@@ -338,7 +361,7 @@ class Grid:
             axis.all_reduce(torch.zeros(1, device=self.device))
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.topology.axes.items())
+        sizes = ", ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         return f"Grid({sizes}; {self.describe()}, {self.device})"
 
 
@@ -354,19 +377,20 @@ def _rank_and_size(environment: Environment | None) -> tuple[int, int]:
     return (environment.rank, environment.world_size) if environment else (0, 1)
 
 
-def _replicas(pipe: int, data: int | None, tensor: int, processes: int) -> int:
+def _replicas(sizes: Mapping[str, int | None], processes: int) -> int:
     """Return the size of the data axis.
 
     Raises:
         ValueError: the sizes do not fit the number of processes.
     """
-    Topology(pipe=pipe, data=1 if data is None else data, tensor=tensor)  # refuses sizes below 1
-    replica = pipe * tensor
+    known = Topology(**{name: 1 if size is None else size for name, size in sizes.items()})  # refuses sizes below 1
+    data = sizes["data"]
+    replica = known.world_size // (data or 1)
     if data is None and processes % replica == 0:
         return processes // replica
     if data is not None and replica * data == processes:
         return data
-    asked = f"pipe {pipe} x data {data if data is not None else '?'} x tensor {tensor}"
+    asked = " x ".join(f"{name} {'?' if size is None else size}" for name, size in sizes.items())
     nearest = replica * (math.ceil(processes / replica) if data is None else data)
     need = f"a multiple of {replica} processes" if data is None else f"{nearest} processes"
     raise ValueError(
@@ -418,5 +442,5 @@ def _tcp_store(environment: Environment, limit: timedelta) -> dist.TCPStore:
 def _group(ranks: Sequence[int], limit: timedelta, name: str) -> Any:
     # Not for the data axis, which moves large tensors while all ranks compute: its threads keep the normal policy.
     # (2 ranks on 2 cores: steps of ZeRO 1 to 3 take 3 to 7 % less. A pipeline waits for small messages.)
-    with contextlib.nullcontext() if name == "data" else batch_threads():
+    with contextlib.nullcontext() if "data" in name else batch_threads():
         return dist.new_group(ranks, timeout=limit)

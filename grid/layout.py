@@ -1,4 +1,4 @@
-"""Layout: a frozen record of where each element of a parameter lies on the tensor axis.
+"""Layout: a frozen record of where each element of a parameter lies on the tensor axis and on the expert axis.
 
 It is the only attribute that triax sets on parameters. It decides the slice taken at initialization, the group over
 which the gradient is reduced, which rank counts it in the gradient norm, its ZeRO range, and its box in a checkpoint.
@@ -6,6 +6,7 @@ which the gradient is reduced, which rank counts it in the gradient norm, its Ze
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Layout:
         partial: the parameter is replicated over the tensor axis, but each rank computes a partial sum of its
             gradient (norms on sequence shards): the gradients are summed over the tensor axis.
         tie: the key of the group of tied weights to which the parameter belongs, or None.
+        expert_dim: the dim that the expert axis shards, which counts a layer's experts; None: it shards none.
     """
 
     shape: tuple[int, ...]
@@ -55,8 +57,16 @@ class Layout:
     partial: bool = False
     tie: str | None = None
     unit: int = 1
+    expert_dim: int | None = None
 
     def __post_init__(self) -> None:
+        if self.expert_dim is not None and (
+            not 0 <= self.expert_dim < len(self.shape) or self.expert_dim == self.shard_dim
+        ):
+            raise ValueError(
+                f"expert_dim={self.expert_dim} must be a dim of the shape {self.shape} other than "
+                f"shard_dim={self.shard_dim}: give the dim that counts the experts"
+            )
         if self.shard_dim is None:
             if self.parts is not None or self.unit != 1:
                 raise ValueError(
@@ -88,40 +98,54 @@ class Layout:
         """True if the tensor axis shards the parameter."""
         return self.shard_dim is not None
 
-    def boxes(self, rank: int, size: int) -> list[Box]:
-        """Return the boxes of the unsharded tensor that one rank of the tensor axis holds, one for each fused part.
+    @property
+    def replicas(self) -> str:
+        """The name of the grid's axis over which the parameter is replicated, and its gradient summed."""
+        return "data_context" if self.expert_dim is None else "expert_data"
+
+    def boxes(self, rank: int, size: int, expert: tuple[int, int] = (0, 1)) -> list[Box]:
+        """Return the boxes of the unsharded tensor that one rank holds, one for each fused part.
 
         Args:
             rank: rank on the tensor axis.
             size: size of the tensor axis.
+            expert: rank on, and size of, the expert axis.
         """
         everything = tuple(slice(0, length) for length in self.shape)
+        whole, local = everything, everything
+        if self.expert_dim is not None:
+            start, stop = split(self.shape[self.expert_dim], expert[1], expert[0])
+            whole = _at(everything, self.expert_dim, slice(start, stop))
+            local = _at(everything, self.expert_dim, slice(0, stop - start))
         if self.shard_dim is None:
-            return [Box(everything, everything)]
+            return [Box(whole, local)]
         boxes = []
         part_start = local_start = 0
         for length in self._parts:
             start, stop = split(length, size, rank, self.unit)
             span = slice(part_start + start, part_start + stop)
-            local = slice(local_start, local_start + stop - start)
-            boxes.append(Box(_at(everything, self.shard_dim, span), _at(everything, self.shard_dim, local)))
+            here = slice(local_start, local_start + stop - start)
+            boxes.append(Box(_at(whole, self.shard_dim, span), _at(local, self.shard_dim, here)))
             part_start += length
             local_start += stop - start
         return boxes
 
-    def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Return the shape of the shard of rank ``rank`` on a tensor axis of size ``size``."""
-        if self.shard_dim is None:
-            return self.shape
-        length = sum(self.lengths(rank, size))
-        return (*self.shape[: self.shard_dim], length, *self.shape[self.shard_dim + 1 :])
+    def local_shape(self, rank: int, size: int, expert: tuple[int, int] = (0, 1)) -> tuple[int, ...]:
+        """Return the shape of the shard of the rank that ``boxes`` describes."""
+        shape = list(self.shape)
+        if self.expert_dim is not None:
+            start, stop = split(shape[self.expert_dim], expert[1], expert[0])
+            shape[self.expert_dim] = stop - start
+        if self.shard_dim is not None:
+            shape[self.shard_dim] = sum(self.lengths(rank, size))
+        return tuple(shape)
 
     def lengths(self, rank: int, size: int) -> list[int]:
         """Return the length of each fused part in the shard of rank ``rank`` on a tensor axis of size ``size``."""
         return [stop - start for start, stop in (split(n, size, rank, self.unit) for n in self._parts)]
 
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Return the shard of rank ``rank`` on a tensor axis of size ``size``.
+    def shard(self, whole: Tensor, rank: int, size: int, expert: tuple[int, int] = (0, 1)) -> Tensor:
+        """Return the shard of the rank that ``boxes`` describes.
 
         It is a view of the unsharded tensor if it is one box, else a copy.
         """
@@ -130,18 +154,23 @@ class Layout:
                 f"the tensor to shard has the shape {tuple(whole.shape)}, but {self.name or 'the parameter'} has the "
                 f"shape {self.shape}: give the unsharded tensor"
             )
-        if self.shard_dim is None:
+        if self.shard_dim is None and self.expert_dim is None:
             return whole
-        pieces = [whole[box.whole] for box in self.boxes(rank, size)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.shard_dim)
+        pieces = [whole[box.whole] for box in self.boxes(rank, size, expert)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.shard_dim or 0)
 
-    def gather(self, axis: Axis, mine: Tensor) -> Tensor:
-        """All-gather the shards and return the unsharded tensor on every rank of the axis. Collective over the axis.
+    def gather(self, axis: Axis, mine: Tensor, expert: Axis | None = None) -> Tensor:
+        """All-gather the shards and return the unsharded tensor on every rank. Collective over the axes that shard it.
 
         Args:
             axis: the tensor axis.
             mine: this rank's shard.
+            expert: the expert axis, if it may shard the tensor.
         """
+        if self.expert_dim is not None and expert is not None and expert.size > 1:
+            start, stop = split(self.shape[self.expert_dim], expert.size, expert.rank)
+            experts = self._of_experts(stop - start).gather(axis, mine)
+            return Layout(self.shape, shard_dim=self.expert_dim).gather(expert, experts)
         if not self.sharded or axis.size == 1:
             return mine
         shapes = [torch.Size(self.local_shape(rank, axis.size)) for rank in range(axis.size)]
@@ -152,7 +181,7 @@ class Layout:
         flats = gathered.split(most)
         return self.assemble([flat[: shape.numel()].view(shape) for flat, shape in zip(flats, shapes, strict=True)])
 
-    def assemble(self, shards: list[Tensor]) -> Tensor:
+    def assemble(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the unsharded tensor, given the shards of all ranks of the tensor axis: the inverse of ``shard``."""
         if self.shard_dim is None:
             return shards[0]
@@ -161,6 +190,23 @@ class Layout:
             for box in self.boxes(rank, len(shards)):
                 whole[box.whole] = shard[box.local]
         return whole
+
+    def assemble_experts(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the unsharded tensor, given for each rank of the expert axis the shards of its tensor-parallel ranks.
+
+        Only the first list is used if the expert axis does not shard the parameter.
+        """
+        if self.expert_dim is None:
+            return self.assemble(shards[0])
+        lengths = [row[0].shape[self.expert_dim] for row in shards]
+        rows = [self._of_experts(length).assemble(row) for length, row in zip(lengths, shards, strict=True)]
+        return Layout(self.shape, shard_dim=self.expert_dim).assemble(rows)
+
+    def _of_experts(self, length: int) -> Layout:
+        """Return the layout of a part of the parameter with ``length`` experts, over the tensor axis alone."""
+        assert self.expert_dim is not None
+        shape = (*self.shape[: self.expert_dim], length, *self.shape[self.expert_dim + 1 :])
+        return replace(self, shape=shape, expert_dim=None)
 
     @property
     def _parts(self) -> tuple[int, ...]:

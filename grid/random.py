@@ -71,7 +71,9 @@ class Uniform:
 
 
 @torch.no_grad()
-def initialize(parameter: Tensor, layout: Layout, rank: int, size: int, init: Normal | Uniform) -> None:
+def initialize(
+    parameter: Tensor, layout: Layout, rank: int, size: int, init: Normal | Uniform, expert: tuple[int, int] = (0, 1)
+) -> None:
     """Fill this rank's shard of a parameter with its slice of the whole tensor's initial values.
 
     It takes exactly one number from torch's CPU generator, for any shard, so that the numbers drawn next do not depend
@@ -82,6 +84,7 @@ def initialize(parameter: Tensor, layout: Layout, rank: int, size: int, init: No
         layout: the parameter's layout.
         rank, size: this process's rank on the tensor axis, and the size of the tensor axis.
         init: distribution of the values.
+        expert: this process's rank on the expert axis, and the size of that axis.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     if parameter.is_meta or parameter.numel() == 0:
@@ -89,7 +92,7 @@ def initialize(parameter: Tensor, layout: Layout, rank: int, size: int, init: No
     rows, *rest = layout.shape
     block_rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(rest)))
     generator = torch.Generator()
-    for box in layout.boxes(rank, size):
+    for box in layout.boxes(rank, size, expert):
         start, stop = box.whole[0].start, box.whole[0].stop
         shift = box.local[0].start - start
         for first in range(start // block_rows * block_rows, stop, block_rows):

@@ -20,17 +20,26 @@ class ReplicaGrid(Grid):
         full_grid: the grid of all replicas; failures, observers and ``close`` are passed on to it.
         world: the axis of the replica's ranks, in the order of ``topology``.
         data: an axis that contains this rank only.
+
+    Raises:
+        ValueError: the full grid has an expert axis: its shards would be on several replicas.
         rank: this process's rank on the full grid.
     """
 
     def __init__(self, full_grid: Grid) -> None:
+        if full_grid.expert.size > 1:
+            raise ValueError(
+                "local updates train each replica alone, but the experts of a layer are spread over "
+                f"{full_grid.expert.size} ranks of data x context: use a grid with expert=1, or leave local_updates out"
+            )
         # Not by Grid's constructor, which makes process groups: this is a view of an existing grid.
         self.__dict__.update(full_grid.__dict__)
         self.full_grid = full_grid
         self.topology = Topology(**{**full_grid.topology.axes, "data": 1})
-        self.world = full_grid.joint("pipe", "tensor")
+        self.world = full_grid.joint("pipe", "context", "tensor")
         self.size = self.world.size
         self.data = Axis("data", [full_grid.rank], full_grid.rank, None, full_grid.traffic)
+        self.data_context = self.expert_data = self.data if self.context.size == 1 else self.context
         self.mesh = None
 
     @property

@@ -10,7 +10,10 @@ from collections import namedtuple
 from itertools import product
 from typing import Any
 
+# The axes of every grid, and the axis that a grid has if it is asked for.
 DEFAULT_AXES = ("pipe", "data", "tensor")
+AXES = ("pipe", "data", "context", "tensor")
+DERIVED_AXES = ("expert", "data_context", "expert_data")  # see ``Topology.groups``
 
 
 class Topology:
@@ -19,22 +22,34 @@ class Topology:
     ``Topology(pipe=2, data=2, tensor=2)`` numbers its ranks as a row-major array of shape (2, 2, 2), so the
     ranks of a tensor group are consecutive: the axis that communicates most stays inside a host.
 
+    The expert axis is not an axis of this array: it divides data x context. The ranks of data x context, in order,
+    are cut into runs of ``expert`` ranks. The ranks of a run hold different experts ("expert"); the ranks at one place
+    of all runs hold the same experts ("expert_data").
+
     Args:
+        expert: number of shards of each layer's experts. It divides data x context.
         axes: size of each axis (an int of at least 1), in the order of the keywords. Of ``pipe``, ``data`` and
             ``tensor``, those left out have size 1 (unless axes with other names are given: then the topology
-            has just the axes named).
+            has just the axes named). ``context`` is an axis only if it is given.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or ``expert`` does not divide data x context.
     """
 
-    def __init__(self, **axes: int) -> None:
-        if set(axes) <= set(DEFAULT_AXES):
+    def __init__(self, *, expert: int = 1, **axes: int) -> None:
+        if set(axes) <= set(AXES):
             axes |= {name: 1 for name in DEFAULT_AXES if name not in axes}
-        for name, size in axes.items():
+        for name, size in {**axes, "expert": expert}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"the {name} axis has the size {size!r}: give a whole number of at least 1")
+        data, context = axes.get("data", 1), axes.get("context", 1)
+        if data * context % expert:
+            raise ValueError(
+                f"expert={expert} does not divide data x context = {data} x {context}: experts are spread over the "
+                f"ranks that take different tokens, so give a divisor of {data * context}"
+            )
         self.axes: dict[str, int] = dict(axes)
+        self.expert = expert
         make: Any = namedtuple  # its fields are the caller's, so no type checker can know them
         self._coordinate = make("Coordinate", list(axes))
 
@@ -49,14 +64,21 @@ class Topology:
         return tuple(self.axes.values())
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, and of the expert axis if it is larger than 1."""
+        return {**self.axes, "expert": self.expert} if self.expert > 1 else self.axes
+
+    @property
     def world_size(self) -> int:
         """The number of ranks: the product of the sizes."""
         return math.prod(self.shape)
 
     def size(self, axis: str) -> int:
-        """Return the size of one axis."""
+        """Return the size of one axis: 1 for one of ``AXES`` that the topology does not have."""
+        if axis == "expert":
+            return self.expert
         self._check(axis)
-        return self.axes[axis]
+        return self.axes.get(axis, 1)
 
     def coordinate(self, rank: int) -> Any:
         """Return the coordinate of a rank: a named tuple with one field for each axis.
@@ -92,7 +114,7 @@ class Topology:
         """
         for axis, at in fixed.items():
             self._check(axis)
-            if not 0 <= at < (size := self.axes[axis]):
+            if not 0 <= at < (size := self.axes.get(axis, 1)):
                 raise ValueError(f"{axis}={at} does not lie on the {axis} axis of size {size}: give 0 to {size - 1}")
         spans = [(fixed[name],) if name in fixed else range(size) for name, size in self.axes.items()]
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
@@ -104,9 +126,21 @@ class Topology:
         Every rank is in exactly one group. ``groups("pipe", "tensor")`` has the ranks that together hold one replica of
         the model.
 
+        ``groups("data_context")`` joins data and context; ``groups("expert")`` and ``groups("expert_data")`` cut these
+        groups as the class says.
+
         >>> Topology(pipe=2, tensor=2).groups("pipe")
         [[0, 2], [1, 3]]
+        >>> Topology(data=4, expert=2).groups("expert")
+        [[0, 1], [2, 3]]
         """
+        if len(axes) == 1 and axes[0] in DERIVED_AXES:
+            size, replicas = self.expert, self.groups("data", "context")
+            if axes == ("expert",):
+                return [group[at : at + size] for group in replicas for at in range(0, len(group), size)]
+            return (
+                [group[at::size] for group in replicas for at in range(size)] if axes[0] == "expert_data" else replicas
+            )
         for axis in axes:
             self._check(axis)
         others = [range(size) for name, size in self.axes.items() if name not in axes]
@@ -114,14 +148,14 @@ class Topology:
         return [self.ranks(**dict(zip(names, place, strict=True))) for place in product(*others)]
 
     def _check(self, axis: str) -> None:
-        if axis not in self.axes:
+        if axis not in self.axes and not (axis in AXES and set(self.axes) <= set(AXES)):
             raise ValueError(f"{self} has no axis {axis!r}: give one of {', '.join(self.axes)}")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Topology) and list(self.axes.items()) == list(other.axes.items())
+        return isinstance(other, Topology) and list(self.sizes.items()) == list(other.sizes.items())
 
     def __hash__(self) -> int:
-        return hash(tuple(self.axes.items()))
+        return hash(tuple(self.sizes.items()))
 
     def __repr__(self) -> str:
-        return f"Topology({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
+        return f"Topology({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..grid import Grid
-from ..grid.topology import DEFAULT_AXES, Topology
+from ..grid.topology import AXES, DEFAULT_AXES, Topology
 
 # Keyword arguments of DeepSpeed's PipelineModule: those that are accepted, and for the others what to do instead.
 _ACCEPTED = ("seed_layers", "base_seed")
@@ -38,7 +38,8 @@ def grid_of(grid: Grid | None, num_stages: int | None, topology: Any) -> Grid:
     if topology is not None:
         sizes = _sizes(topology)
         if grid is None:
-            grid = Grid(sizes["pipe"], sizes["data"], sizes["tensor"], order=tuple(sizes))
+            expert = topology.expert if isinstance(topology, Topology) else 1
+            grid = Grid(**sizes, expert=expert, order=[n for n in sizes if n != "context" or sizes[n] > 1])
         elif {axis: getattr(grid, axis).size for axis in sizes} != sizes:
             raise ValueError(f"the grid is {grid.topology}, and topology= asks for {sizes}: leave one of them out")
     if num_stages is not None:
@@ -95,10 +96,10 @@ def _sizes(topology: Any) -> dict[str, int]:
     else:
         kind = type(topology).__name__
         raise TypeError(f"topology is a {kind}: pass topology=triax.Topology(pipe=2, data=2), or a grid")
-    strange = sorted(set(found) - set(DEFAULT_AXES))
+    strange = sorted(set(found) - set(AXES))
     if strange:
         raise ValueError(
-            f"topology has the axes {', '.join(strange)}, but a model can be laid out only over pipe, data and tensor: "
-            "leave them out"
+            f"topology has the axes {', '.join(strange)}, but a model can be laid out only over pipe, data, context "
+            "and tensor: leave them out"
         )
     return {**{axis: 1 for axis in DEFAULT_AXES if axis not in found}, **found}

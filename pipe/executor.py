@@ -349,7 +349,14 @@ class Executor:
         if not self._wants_loss:
             return []
         value = outputs if module.loss_fn is None else module.loss_fn(outputs, microbatch.labels)
-        loss, weight = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, 1.0)
+        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if not pair and module.grid.context.size > 1:
+            raise ValueError(
+                f"the grid has context={module.grid.context.size}, so each rank computes the loss of its part of a "
+                "sequence, and a mean over it would weigh the parts alike: let loss_fn return a pair (sum of the "
+                "losses, number of labels), as triax.GPTLoss does"
+            )
+        loss, weight = value if pair else (value, 1.0)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ValueError(

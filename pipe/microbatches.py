@@ -18,7 +18,7 @@ from .schema import flatten
 Pair = tuple[Any, Any]  # inputs, labels
 Format = list[int]  # of a microbatch: the number of its inputs' schema, and its samples
 
-_SAME_SAMPLES = "the ranks of a tensor group share each layer, so they must take the same samples"
+_SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so they must take the same samples"
 
 
 class MicrobatchFeed:
@@ -147,20 +147,21 @@ class MicrobatchFeed:
         """Send the formats of the first stage to all stages, and the numbers of samples to all replicas. Collective.
 
         Raises:
-            AgreedError: on every rank: the ranks of a tensor-parallel group have read microbatches of different shapes.
+            AgreedError: on every rank: the ranks of a tensor or context group read microbatches of unlike shapes.
         """
         module = self._module
         table = torch.tensor(formats, dtype=torch.int64)
-        if grid.tensor.size > 1:
+        if grid.tensor.size * grid.context.size > 1:
             facts = {
                 f"the shape of the {what} of microbatch {index}": shapes(value)
                 for index, pair in enumerate(pairs)
                 for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, module.is_last))
                 if read
             }
-            if (reason := difference(grid, grid.tensor, facts, grid.world)) is not None:
-                self._formats = []
-                raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
+            for axis in (grid.tensor, grid.context):
+                if axis.size > 1 and (reason := difference(grid, axis, facts, grid.world)) is not None:
+                    self._formats = []
+                    raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
         grid.pipe.broadcast(table, source=module.placement[0])
         self._formats = table.tolist()
         # Replicas may have different numbers of samples: count those of the replicas before this one.
@@ -196,15 +197,17 @@ class MicrobatchFeed:
 
 
 def require_equal_shapes(grid: Grid, inputs: Any) -> None:
-    """Check that all ranks of the tensor-parallel group got inputs of equal shapes. Skipped if tensor=1.
+    """Check that all ranks of the tensor group and of the context group got inputs of equal shapes.
 
-    Plain modules need it, because no ``MicrobatchFeed`` reads their data. Collective over the tensor axis.
+    Plain modules need it, because no ``MicrobatchFeed`` reads their data. Collective over both axes.
 
     Raises:
-        ValueError: on the ranks of the tensor-parallel group.
+        ValueError: on the ranks of the group.
     """
-    if grid.tensor.size > 1:
-        reason = difference(grid, grid.tensor, {"the shape of the inputs": shapes(inputs)}, grid.tensor)
+    for axis in (grid.tensor, grid.context):
+        if axis.size == 1:
+            continue
+        reason = difference(grid, axis, {"the shape of the inputs": shapes(inputs)}, axis)
         if reason is not None:
             raise ValueError(f"{reason}: {_SAME_SAMPLES}")
 

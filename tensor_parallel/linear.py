@@ -217,6 +217,7 @@ def sharded_parameter(
     size: int,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    expert: tuple[int, int] = (0, 1),
 ) -> nn.Parameter:
     """Make a new parameter that is one rank's shard, with its slice of the whole tensor's initial values.
 
@@ -225,10 +226,11 @@ def sharded_parameter(
         init: distribution of the initial values.
         rank, size: rank on the tensor axis, and size of this axis; 0 and 1 for a replicated parameter.
         device, dtype: device and dtype of the parameter.
+        expert: rank on the expert axis, and size of this axis.
     """
-    parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size), device=device, dtype=dtype))
+    parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size, expert), device=device, dtype=dtype))
     set_layout(parameter, layout)
-    initialize(parameter, layout, rank, size, init)
+    initialize(parameter, layout, rank, size, init, expert)
     return parameter
 
 

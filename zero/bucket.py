@@ -42,8 +42,8 @@ class Bucket(FlatWeights):
         transient: True if unsharded gradients are freed after they are reduced (stages 2 and 3).
         reduces_every_backward: True if gradients are reduced after every backward pass, False if once a step.
         direct: True if ``.grad`` is a view of ``gradients``.
-        communication_dtype: dtype in which gradients are summed over the data axis.
-        reduction: the reduce-scatter of gradients: the data axis, or one that sends fewer bytes.
+        communication_dtype: dtype in which gradients are summed over the replicas.
+        reduction: the reduce-scatter of gradients: ``axis``, or one that sends fewer bytes.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class Bucket(FlatWeights):
         super().__init__(flat, members, grid, options, memory)
         assert isinstance(flat.key, BucketKey)
         dtype = self._accumulation_dtype
-        self.transient = options.sharding(grid.data.size) >= 2 and self.tie is None
+        self.transient = options.sharding(self.axis.size) >= 2 and self.tie is None
         self.reduces_every_backward = self.transient and options.reduce_every_backward
         self.direct = not self.reduces_every_backward and dtype == self.weights.dtype
         self.communication_dtype = (options.communication_dtype if flat.key.low_precision else None) or dtype
-        self.reduction: ReduceScatter = grid.data
+        self.reduction: ReduceScatter = self.axis
         # Reduced once a step, the sum itself becomes the owned gradient. (Sub-groups have views of it, which must
         # stay.)
         self._keeps_sum = self.transient and not options.reduce_every_backward and not memory.offload.portions
         self._prescale, self._reduce_scatter = options.prescale, options.reduce_scatter
-        self._sums_here = grid.data.size > 1 and options.exchange is None  # else a compressor does, or nothing is sent
+        self._sums_here = self.axis.size > 1 and options.exchange is None  # else a compressor does, or nothing is sent
         self._one_parameter = len(self.members) == 1 and self.trained
         self._accumulated = True  # False from a step's begin to its first sum, if gradients are transient
         self._targets: dict[Tensor, Tensor] = {}  # views of ``gradients``
@@ -141,7 +141,7 @@ class Bucket(FlatWeights):
         for member in self.members:
             self.collect(member.parameter)
         if self.gradients is None:
-            if self._axis.size == 1 and self.tie is None:
+            if self.axis.size == 1 and self.tie is None:
                 return None
             self.target(self.members[0].parameter)  # another rank may have had a gradient: take part, with zeros
         for parameter in list(self._unwritten):
@@ -180,7 +180,7 @@ class Bucket(FlatWeights):
             part, pending = self._start_sum(gradients)
             return Then(pending, lambda: self.owned_gradient.copy_(part))
         if not self.sharded:
-            return self._axis.all_reduce(gradients, async_op=True)
+            return self.axis.all_reduce(gradients, async_op=True)
         return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
     def accumulate(self, part: Tensor) -> None:
@@ -225,7 +225,7 @@ class Bucket(FlatWeights):
         axis, a tied element on the first stage of the tie, and in stage 0 every element counts on the first replica.
         Elements that do not count are still read and multiplied by 0, so that an overflow on any rank is detected.
         """
-        if not (self.trained and self.counted and (self.sharded or grid.data.is_first)):
+        if not (self.trained and self.counted and (self.sharded or self.axis.is_first)):
             return []
         first = self.owned[0]
         spans = [(self.flat.span(run, *self.owned), run == SHARDED or grid.tensor.is_first) for run in RUNS]
@@ -237,7 +237,7 @@ class Bucket(FlatWeights):
         if self.sharded and self._reduce_scatter:
             own = torch.empty(self.owned_numel, dtype=self.communication_dtype, device=self._device)
             return own, self.reduction.reduce_scatter(own, sent, async_op=True)
-        return sent[slice(*self.owned)], self._axis.all_reduce(sent, async_op=True)
+        return sent[slice(*self.owned)], self.axis.all_reduce(sent, async_op=True)
 
     def _target(self, parameter: Tensor) -> Tensor:
         """Return a parameter's view of ``gradients``, with undefined values if the parameter is in ``_unwritten``."""

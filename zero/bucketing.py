@@ -34,14 +34,13 @@ def make_buckets(
 
     Args:
         members: this rank's parameters, in the order of the model.
-        grid: the grid over whose data axis the buckets are sharded.
+        grid: the grid of the replicas over which the buckets are sharded.
         options: options of ZeRO.
         capacity: maximum number of elements of a bucket; a larger parameter has a bucket of its own.
         memory: allocators of the offloaded tensors, made from ``options.offload``.
     """
     items = []
     low_precision = options.low_precision_parameters
-    nothing_sent = grid.data.size == 1 and not options.offload.portions
     for number, member in enumerate(members):
         dtype = member.parameter.dtype
         if member.group is None and (options.stage < 3 or not (dtype.is_floating_point or dtype.is_complex)):
@@ -49,10 +48,20 @@ def make_buckets(
         if dtype.is_complex:
             _refuse_real_parts(member, options)
         layout = member.layout
+        replicas = layout.replicas if grid.expert.size > 1 else "data_context"
+        shards = grid.axis(replicas).size
+        if replicas == "expert_data" and (options.exchange is not None or options.zeropp is not None):
+            raise ValueError(
+                f"{layout.name} holds experts, which are spread over the {grid.expert.size} ranks of the expert axis, "
+                "and gradient compression, 1-bit optimizers and ZeRO++ exchange all gradients over data x context: "
+                "leave that option out, or make the grid with expert=1"
+            )
         run = SHARDED if layout.sharded else PARTIAL if layout.partial else REPLICATED
         layers = member.layers if options.stage == 3 else ()
         # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must have the same layout.
-        size = max(math.prod(layout.local_shape(rank, grid.tensor.size)) for rank in range(grid.tensor.size))
+        tensor, expert = grid.tensor.size, (grid.expert.rank, grid.expert.size)
+        size = max(math.prod(layout.local_shape(rank, tensor, expert)) for rank in range(tensor))
+        nothing_sent = shards == 1 and not options.offload.portions
         key = BucketKey(
             stages=member.stages,
             layers=layers,
@@ -63,9 +72,10 @@ def make_buckets(
             persistent=options.stage == 3 and 0 < size <= options.persistence_threshold,
             low_precision=low_precision is None or member.parameter in low_precision,
             own_bucket=number if nothing_sent and size >= _LARGE else None,
+            replicas=replicas,
         )
-        items.append(Item(number, member.parameter.numel(), run, key, size))
-    return [Bucket(flat, members, grid, options, memory) for flat in plan(items, grid.data.size, capacity)]
+        items.append(Item(number, member.parameter.numel(), run, key, size, shards))
+    return [Bucket(flat, members, grid, options, memory) for flat in plan(items, capacity)]
 
 
 def _refuse_real_parts(member: ManagedParameter, options: ZeroOptions) -> None:

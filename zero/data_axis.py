@@ -53,7 +53,7 @@ class ZeroDataAxis:
         backward, target, accumulated, reduce, tied: the methods of ``reducer``.
         reducer: sums gradients over the data axis.
         gatherer: gathers weights in stage 3; None if weights are always whole.
-        axis, device: the data axis, and the device of this rank.
+        axis, device: the axis of all replicas (data x context), and the device of this rank.
         stepped: True if the optimizer has already stepped with the present gradients, which are then scaled.
         exchange: combines gradients in place of a plain sum; None means a plain sum.
         extra_axis: a second axis over which a step's gradients are summed, if there are several grids that each hold
@@ -74,7 +74,7 @@ class ZeroDataAxis:
     ) -> None:
         stepper_class: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
         options = stepper_class.adapt(options)
-        self.options, self.axis, self.device = options, grid.data, grid.device
+        self.options, self.axis, self.device = options, grid.data_context, grid.device
         self.stepped = self._exchanged = False
         self.extra_axis: Axis | None = None
         self._tensor_axis = grid.tensor
@@ -258,7 +258,7 @@ class ZeroDataAxis:
             whole = owned
             if bucket.sharded:
                 whole = owned.new_empty(bucket.flat.numel)
-                self.axis.all_gather(whole, owned.contiguous())
+                bucket.axis.all_gather(whole, owned.contiguous())
             self.memory.evict(bucket.owned_gradient)
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 yield member, whole[slot.start : slot.stop].view(member.parameter.shape)

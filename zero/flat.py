@@ -32,6 +32,7 @@ class Item(NamedTuple):
     run: int
     key: Hashable  # parameters of different keys never share a bucket
     size: int = 0  # elements counted against the capacity, equal on all tensor ranks if shards are uneven; 0: numel
+    shards: int = 1  # number of replicas over which the bucket is sharded; parameters of a key have the same
 
 
 class Slot(NamedTuple):
@@ -53,7 +54,7 @@ class FlatBucket:
     shards: int
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return start and stop of the elements that a rank of the data axis owns."""
+        """Return start and stop of the elements that one of the replicas owns."""
         size = self.numel // self.shards
         return rank * size, (rank + 1) * size
 
@@ -63,13 +64,12 @@ class FlatBucket:
         return low, max(low, high)
 
 
-def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
+def plan(items: Iterable[Item], capacity: int) -> list[FlatBucket]:
     """Return the layouts of the buckets for parameters.
 
     Args:
         items: in the order of the model. Buckets are filled from the last item to the first, and are returned in the
             order in which the backward pass completes their gradients.
-        shards: the size of the data axis.
         capacity: elements of a bucket at most; a larger parameter gets a bucket of its own.
 
     Raises:
@@ -87,15 +87,15 @@ def plan(items: Iterable[Item], shards: int, capacity: int) -> list[FlatBucket]:
         for item in reversed(group):
             size = item.size or item.numel
             if filling and total + size > capacity:
-                buckets.append(_bucket(key, filling, shards))
+                buckets.append(_bucket(key, filling))
                 filling, total = [], 0
             filling.append(item)
             total += size
-        buckets.append(_bucket(key, filling, shards))
+        buckets.append(_bucket(key, filling))
     return sorted(buckets, key=lambda bucket: -min(slot.number for slot in bucket.slots))
 
 
-def _bucket(key: Hashable, items: list[Item], shards: int) -> FlatBucket:
+def _bucket(key: Hashable, items: list[Item]) -> FlatBucket:
     slots, runs = [], []
     at = 0
     for run in RUNS:
@@ -105,5 +105,6 @@ def _bucket(key: Hashable, items: list[Item], shards: int) -> FlatBucket:
                 slots.append(Slot(item.number, at, at + item.numel))
                 at += -(-item.numel // _ALIGN) * _ALIGN
         runs.append((start, at))
+    shards = items[0].shards
     step = shards * _ALIGN
     return FlatBucket(key, tuple(slots), tuple(runs), -(-at // step) * step, shards)

@@ -30,7 +30,7 @@ class FlatWeights:
     Args:
         flat: the position of each parameter in the buffer.
         members: all parameters of this rank; ``flat.slots`` has the numbers of the parameters in this bucket.
-        grid: the grid over whose data axis the weights are sharded.
+        grid: the grid of the replicas.
         options: stage of ZeRO and dtypes.
         memory: where shards, masters, state and accumulated gradients are allocated.
 
@@ -38,6 +38,7 @@ class FlatWeights:
         flat, memory: as given.
         members: the parameters of this bucket, in the order of ``flat.slots``.
         stages, layers, tie, counted, group: of ``BucketKey``.
+        axis: the axis over which the weights are replicated, which ZeRO shards.
         weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
         owned: start and stop of the range whose optimizer state this rank holds; everything, in stage 0.
         shard: the owned weights, which are a view of ``weights``, or in stage 3 a separate tensor.
@@ -62,12 +63,12 @@ class FlatWeights:
         self.members = [members[slot.number] for slot in flat.slots]
         self.stages, self.layers, self.tie = key.stages, key.layers, key.tie
         self.counted, self.group = key.counted, key.group
-        self._axis, self._device = grid.data, grid.device
+        self.axis, self._device = grid.axis(key.replicas), grid.device
         self._allgather_partitions = options.allgather_partitions
         dtype = options.weight_dtype or key.dtype
         self._accumulation_dtype = options.accumulation_dtype or dtype
-        stage = options.sharding(grid.data.size)
-        self.owned = flat.owned(grid.data.rank) if stage > 0 else (0, flat.numel)
+        stage = options.sharding(self.axis.size)
+        self.owned = flat.owned(self.axis.rank) if stage > 0 else (0, flat.numel)
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
         self.released = self.partitioned = stage == 3 and not key.persistent  # nothing is whole until it is gathered
         if self.released:
@@ -160,9 +161,9 @@ class FlatWeights:
         if self.released or not self.sharded:
             return None
         if not self._allgather_partitions:
-            ranges = self.weights.view(self._axis.size, -1)
-            return All([self._axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
-        return self._axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
+            ranges = self.weights.view(self.axis.size, -1)
+            return All([self.axis.broadcast(part, source, async_op=True) for source, part in enumerate(ranges)])
+        return self.axis.all_gather(self.weights, self.shard.to(self._device), async_op=True)
 
     @torch.no_grad()
     def take_written(self, spans: Sequence[tuple[int, int]]) -> None:

@@ -59,7 +59,7 @@ class GradientReducer:
 
     Args:
         buckets: of this rank.
-        grid: whose data axis is summed over.
+        grid: the grid of the replicas that are summed over.
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
         options: what ZeRO does.
     """
@@ -72,7 +72,7 @@ class GradientReducer:
         self._pending: deque[Pending] = deque()
         self._in_flight = _IN_FLIGHT if options.overlap_comm else 0
         # On one replica nothing is sent, and gradients are complete at the end.
-        self._overlapped = [bucket for bucket in self._buckets if grid.data.size > 1 or bucket.transient]
+        self._overlapped = [bucket for bucket in self._buckets if bucket.axis.size > 1 or bucket.transient]
         self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, in the order of their reduction
         self._missing: dict[int, set[Tensor]] = {}  # bucket -> parameters whose gradients are not complete yet
         self._runs_left: dict[int, int] = {}  # layer -> runs of it whose backward is still to come in this pass
@@ -124,7 +124,7 @@ class GradientReducer:
         if bucket is None:
             return
         armed = id(bucket) in self._missing
-        if armed and bucket not in self._armed and (bucket.transient or self._grid.data.size > 1):
+        if armed and bucket not in self._armed and (bucket.transient or bucket.axis.size > 1):
             name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
             raise RuntimeError(
                 f"{name} got a part of its gradient after the rest was reduced, because the model uses it in several "

@@ -58,3 +58,4 @@ class BucketKey(NamedTuple):
     persistent: bool  # not sharded in stage 3
     low_precision: bool  # summed in ``communication_dtype``
     own_bucket: int | None  # number of a parameter that has a bucket of its own
+    replicas: str  # the grid's axis over which the parameters are replicated: that of ``Layout.replicas``

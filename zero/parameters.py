@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..grid import Grid, Pending
+from ..grid import Axis, Grid, Pending
 from ..grid.autograd import mark
 from .bucket import Bucket
 from .options import ZeroOptions
@@ -25,7 +25,7 @@ class ParameterGatherer:
 
     Args:
         buckets: the buckets of this rank.
-        grid: the grid over whose data axis the weights are sharded.
+        grid: the grid of the replicas over which the weights are sharded.
         order: for each stage, its layers in the order they run.
         options: how much to prefetch and to keep, and how weights are sent.
         keep: keep weights from a stage's first forward of a step to its end: one gather a step and layer instead of one
@@ -34,7 +34,7 @@ class ParameterGatherer:
             of its runs.
 
     Attributes:
-        routes: how the weights of a bucket are gathered, if not over the data axis: ZeRO++.
+        routes: how the weights of a bucket are gathered, if not over its axis: ZeRO++.
     """
 
     def __init__(
@@ -46,10 +46,13 @@ class ParameterGatherer:
         keep: bool,
         backward_done: Callable[[int, int], None],
     ) -> None:
-        members = range(grid.data.size)
-        axis = grid.subgroup("data", members, purpose=" gather")
-        assert axis is not None  # every rank is a member
-        self._axis, self._keep, self._options = axis, keep, options
+        self._axes: dict[str, Axis] = {}
+        for bucket in buckets:
+            if bucket.axis.name not in self._axes:
+                made = grid.subgroup(bucket.axis.name, range(bucket.axis.size), purpose=" gather")
+                assert made is not None  # every rank is a member
+                self._axes[bucket.axis.name] = made
+        self._keep, self._options = keep, options
         self._backward_done = backward_done
         self._buckets = list(buckets)
         self._buckets_of: dict[int, list[Bucket]] = {}
@@ -74,6 +77,7 @@ class ParameterGatherer:
             bucket.release()
         self.routes: dict[Bucket, GatherRoute] = {}
         if options.zeropp is not None:
+            axis = self._axes[grid.data_context.name]
             self.routes.update(zip(self._buckets, options.zeropp.gather_routes(self._buckets, axis, grid), strict=True))
 
     def run(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
@@ -141,7 +145,7 @@ class ParameterGatherer:
         """
         wanted = [bucket for bucket in buckets if not bucket.released and not self._contexts.get(bucket)]
         for bucket in buckets:
-            self._start(bucket, self._axis)
+            self._start(bucket)
         for bucket in buckets:
             self._wait(bucket)
         self._wanted.update(wanted)
@@ -195,7 +199,7 @@ class ParameterGatherer:
         for bucket in self._buckets_of.get(layer, ()):
             if self._contexts.get(bucket):
                 self._wanted.add(bucket)
-            self._start(bucket, self.routes.get(bucket, self._axis))
+            self._start(bucket, self.routes.get(bucket))
 
     def wait(self, layer: int) -> None:
         """Wait until a layer's weights are gathered."""
@@ -218,9 +222,9 @@ class ParameterGatherer:
         self._release(stage, layer, -1)
         self._backward_done(layer, self._stage_layers[stage].count(layer))
 
-    def _start(self, bucket: Bucket, axis: AllGather) -> None:
+    def _start(self, bucket: Bucket, route: AllGather | None = None) -> None:
         if bucket.released:
-            self._gathering[id(bucket)] = bucket.restore(axis)
+            self._gathering[id(bucket)] = bucket.restore(route or self._axes[bucket.axis.name])
 
     def _wait(self, bucket: Bucket) -> None:
         if id(bucket) in self._gathering:

@@ -60,7 +60,7 @@ class ShardRanges:
             first: index in the bucket of the first element of ``flat``.
             mine: yield only the ranges that this rank writes; if False, yield all ranges.
         """
-        start, stop = bucket.flat.owned(self.grid.data.rank) if mine else (first, first + flat.numel())
+        start, stop = bucket.flat.owned(bucket.axis.rank) if mine else (first, first + flat.numel())
         for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
             low, high = max(slot.start, start), min(slot.stop, stop)
             if (low < high or slot.start == slot.stop) and not (
@@ -77,7 +77,7 @@ class ShardRanges:
             flat: (numel,), its flattened values.
         """
         if self.writes(named):
-            axis, shape = self.grid.data, named.parameter.shape
+            axis, shape = self.grid.axis(named.layout.replicas), named.parameter.shape
             rows = shape[0] if shape else 1
             row = flat.numel() // max(rows, 1)
             start, stop = (rows * at // axis.size * row for at in (axis.rank, axis.rank + 1))

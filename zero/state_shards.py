@@ -91,7 +91,9 @@ class StateShards:
 
     def writes(self, name: str) -> bool:
         """Return True if this rank writes the unsharded state tensors of the named parameter to a checkpoint."""
-        return self.grid.data.is_first and self.ranges.writes(self.ranges.of_name[name])
+        return self.grid.axis(self.ranges.of_name[name].layout.replicas).is_first and self.ranges.writes(
+            self.ranges.of_name[name]
+        )
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Return, for each parameter, the entries of its state that are one number, 0-dim tensors too."""

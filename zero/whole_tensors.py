@@ -78,7 +78,7 @@ class WholeStepper(RangeStepper):
 
     def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
         """Yield state of other shapes (Adafactor's rows and columns). The first replica writes it."""
-        for view in self.views if ranges.grid.data.is_first else ():
+        for view in self.views if ranges.grid.data_context.is_first else ():
             named = ranges.of_parameter[view.member.parameter]
             for key, value in self.optimizer.state.get(view.master, {}).items() if ranges.writes(named) else ():
                 if isinstance(value, Tensor) and value.dim() and not is_elementwise(value, view.master):

@@ -38,10 +38,11 @@ def full_state_dict(engine: ModuleEngine) -> dict[str, Tensor]:
             continue
         if value not in gathered:
             with engine.gathered([value]) if stage3 else nullcontext():
-                if not grid.data.is_first:
+                layout = layout_of(value)
+                if not grid.axis(layout.replicas).is_first:
                     gathered[value] = None
                     continue
-                tensor = layout_of(value).gather(grid.tensor, value.detach())
+                tensor = layout.gather(grid.tensor, value.detach(), grid.expert)
                 gathered[value] = tensor.to("cpu", copy=True).contiguous() if on_rank_0 else None
         copy = gathered[value]
         if copy is not None:
@@ -50,7 +51,7 @@ def full_state_dict(engine: ModuleEngine) -> dict[str, Tensor]:
 
 
 def saved_axes(folder: Path) -> dict[str, Any] | None:
-    """Return the grid's axes of a folder's last checkpoint, as ``Topology.axes``; None if there is no checkpoint.
+    """Return the grid's axes of a folder's last checkpoint, as ``Topology.sizes``; None if there is no checkpoint.
 
     Raises:
         CorruptError: the checkpoint's index is damaged.

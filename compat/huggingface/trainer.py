@@ -385,7 +385,7 @@ class Trainer(transformers.Trainer):
                 its.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.axes
+        saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.sizes
         if saved == axes:
             super()._load_rng_state(checkpoint)
         elif saved is not None and self.grid.rank == 0:

@@ -36,7 +36,7 @@ def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
     return {
         "class": type(engine).__name__,
         "module": type(engine.module).__name__,
-        "grid": {**grid.topology.axes, "device": str(grid.device), "timeout": grid.timeout},
+        "grid": {**grid.topology.sizes, "device": str(grid.device), "timeout": grid.timeout},
         "batch": engine.batch.model_dump(),
         "optimizer": None if optimizer is None else _optimizer(optimizer, engine.data_axis.optimizer),
         "scheduler": scheduler and {"class": type(scheduler).__name__, **_plain_entries(vars(scheduler), "optimizer")},

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...grid import layout_of
 from ...grid.dtypes import short_name
 from ...monitor.profiler.memory_meter import MemoryMeter
 from ...pipe.module import PipelineModule
@@ -68,14 +69,14 @@ class MemoryAccounts:
 
     def _formula(self) -> dict[str, float]:
         """Return the bytes by the papers' formulas, for this rank's trained and frozen parameters."""
-        options, replicas = self._data_axis.options, self._module.grid.data.size
+        options, grid = self._data_axis.options, self._module.grid
         total = dict.fromkeys(ModelStates._fields, 0.0)
         trained = {m.parameter for bucket in self._data_axis.buckets if bucket.trained for m in bucket.members}
         optimizer = self._data_axis.optimizer
         for parameter in self._module.parameters():
             states = model_states(
                 parameter.numel(),
-                replicas,
+                grid.axis(layout_of(parameter).replicas).size,
                 options.stage,
                 short_name(parameter.dtype) or "fp32",
                 states_kept(optimizer) if optimizer is not None else 0,

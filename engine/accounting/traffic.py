@@ -12,9 +12,7 @@ from ...zero.zeropp.gradient_reduce import QuantizedReduction
 from ...zero.zeropp.weight_gather import WeightRoute
 
 
-def traffic_formulas(
-    data_axis: ZeroDataAxis, replicas: int, stage: int, program: Program, rank: int
-) -> dict[str, dict[str, float]]:
+def traffic_formulas(data_axis: ZeroDataAxis, stage: int, program: Program, rank: int) -> dict[str, dict[str, float]]:
     """Return the bytes that each rank sends in one step: ``formula`` and ``uncompressed``, axis -> bytes.
 
     ``formula`` is the number of bytes with the configured compression or ZeRO++. ``uncompressed`` is the number by
@@ -22,7 +20,6 @@ def traffic_formulas(
 
     Args:
         data_axis: this rank's buckets, with the compressor or the collectives that reduce their gradients.
-        replicas: size of the data axis.
         stage: stage of ZeRO.
         program: the program of one step.
         rank: position on the pipe axis.
@@ -33,28 +30,28 @@ def traffic_formulas(
     elif isinstance(data_axis.exchange, Compressor):
         trained = [bucket for bucket in data_axis.buckets if bucket.trained] if stage else []
         weights = sum(bucket.flat.numel * bucket.weights.element_size() for bucket in trained)
-        formula = {"data": data_axis.exchange.formula() + weights * (replicas - 1) / replicas}
+        name, replicas = data_axis.axis.name, data_axis.axis.size
+        formula = {name: data_axis.exchange.formula() + weights * (replicas - 1) / replicas}
     else:
-        formula = {"data": zero_formula(data_axis, replicas, stage, passes)}
-    return {"formula": formula, "uncompressed": {"data": zero_formula(data_axis, replicas, stage, passes, False)}}
+        formula = zero_formula(data_axis, stage, passes)
+    return {"formula": formula, "uncompressed": zero_formula(data_axis, stage, passes, False)}
 
 
 def zero_formula(
-    data_axis: ZeroDataAxis, replicas: int, stage: int, passes: Counter[int], communication_dtype: bool = True
-) -> float:
-    """Return ZeRO's bytes: ``plan.formulas.zero_traffic``, summed over the buckets of a rank.
+    data_axis: ZeroDataAxis, stage: int, passes: Counter[int], communication_dtype: bool = True
+) -> dict[str, float]:
+    """Return ZeRO's bytes, axis -> bytes: ``plan.formulas.zero_traffic``, summed over the buckets of a rank.
 
     Args:
         data_axis: this rank's buckets.
-        replicas: size of the data axis.
         stage: stage of ZeRO.
         passes: stage of the pipeline -> its backward passes in one step.
         communication_dtype: True if gradients are sent in the communication dtype, False if in the accumulation dtype.
     """
-    volume = 0.0
+    volumes = {data_axis.axis.name: 0.0}
     for bucket in data_axis.buckets:
         dtype = bucket.communication_dtype if communication_dtype else bucket.owned_gradient.dtype
-        volume += zero_traffic(
+        volume = zero_traffic(
             stage,
             weights=bucket.flat.numel * bucket.weights.element_size(),
             gradients=bucket.flat.numel * dtype.itemsize,
@@ -63,7 +60,9 @@ def zero_formula(
             partitioned=bucket.partitioned,
             reduces_every_backward=bucket.reduces_every_backward,
         )
-    return volume * (replicas - 1) / replicas
+        name, replicas = bucket.axis.name, bucket.axis.size
+        volumes[name] = volumes.get(name, 0.0) + volume * (replicas - 1) / replicas
+    return volumes
 
 
 def zeropp_formula(data_axis: ZeroDataAxis, passes: Counter[int]) -> dict[str, float]:
@@ -89,7 +88,8 @@ def zeropp_formula(data_axis: ZeroDataAxis, passes: Counter[int]) -> dict[str, f
         passes: stage of the pipeline -> its backward passes in one step.
     """
     size = data_axis.axis.size
-    total: dict[str, float] = {"data": 0.0}
+    name = data_axis.axis.name
+    total: dict[str, float] = {name: 0.0}
 
     def add(times: float, sent: dict[str, float]) -> None:
         for axis, count in sent.items():
@@ -104,12 +104,12 @@ def zeropp_formula(data_axis: ZeroDataAxis, passes: Counter[int]) -> dict[str, f
             add(1, first)
             add(2 * runs - 1, further)
         elif bucket.trained:
-            add(1, {"data": numel * bucket.weights.element_size() * (size - 1) / size})
+            add(1, {name: numel * bucket.weights.element_size() * (size - 1) / size})
         if not bucket.trained:
             continue
         if isinstance(reduction, QuantizedReduction):
             reduced = reduction.sent(numel, bucket.communication_dtype)
         else:
-            reduced = {"data": numel * bucket.communication_dtype.itemsize * (size - 1) / size}
+            reduced = {name: numel * bucket.communication_dtype.itemsize * (size - 1) / size}
         add(runs if bucket.reduces_every_backward else 1, reduced)
     return total

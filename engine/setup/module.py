@@ -87,9 +87,10 @@ def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         if tensor.device != grid.device:
             continue  # an error, told on every rank where parameters are laid out
-        axes = [] if layout_of(tensor).sharded else [grid.tensor]
+        layout = layout_of(tensor)
+        axes = [] if layout.sharded else [grid.tensor]
         if not (isinstance(tensor, nn.Parameter) and tensor in laid_out):
-            axes.append(grid.data)
+            axes.append(grid.axis(layout.replicas))
         for axis in axes:
             if axis.size > 1:
                 whole = tensor.detach().contiguous()

@@ -48,7 +48,7 @@ def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, opti
     common |= {**kinds, **code({*sources, loss} if loss else sources)}
     require_equal(grid, grid.world, common)
     # Stages hold different layers, and tensor ranks different shards: replicas are those that hold the same.
-    require_equal(grid, grid.data, parameters(model, groups))
+    require_equal(grid, grid.data_context, parameters(model, groups))
 
 
 def settings(config: Config) -> Facts:

@@ -33,7 +33,7 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
         accumulation_dtype=torch.float32 if half is not None else None,
         communication_dtype=communication_dtype(config) if low_precision is None else autocast_dtype(config),
         low_precision_parameters=low_precision,
-        prescale=_prescale(config, grid.data.size),
+        prescale=_prescale(config, grid.data_context.size),
         reduce_every_backward=zero.reduce_each_microbatch,
         reduce_scatter=zero.reduce_scatter,
         allgather_partitions=zero.allgather_partitions,
@@ -46,7 +46,7 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
         max_reuse_distance=zero.stage3_max_reuse_distance or 0,
         offload=_offload(zero),
         exchange=make_exchange(config, module, grid),
-        zeropp=_zeropp(zero, grid.data.size),
+        zeropp=_zeropp(zero, grid.data_context.size),
     )
 
 

@@ -124,7 +124,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         "step": engine.global_steps,
         "written": time.time(),
         "versions": {"triax": VERSION, "torch": torch.__version__},
-        "grid": engine.grid.topology.axes,
+        "grid": engine.grid.topology.sizes,
         "config": engine.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "dtype": str(engine.data_axis.options.weight_dtype or "").removeprefix("torch.") or None,
         "model": describe(engine.module),
@@ -134,7 +134,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
     add_tensors(snapshot, engine, shards, engine.grid)
     for name, state in random_states(engine.grid).items():
         snapshot.add(f"{RANDOM}/{name}/{engine.grid.rank:05}", state)
-    if engine.grid.data.is_first and engine.grid.tensor.is_first:
+    if engine.grid.data.is_first and engine.grid.context.is_first and engine.grid.tensor.is_first:
         snapshot.numbers = optimizer_numbers(shards)
     if engine.replica_state is not None:
         engine.replica_state.add_to(snapshot)
@@ -208,19 +208,19 @@ def add_tensors(snapshot: Snapshot, engine: Checkpointed, shards: StateShards, g
     Over all ranks of ``grid``, each element of the model is written once.
     """
     for part in shards.values(mine=True):
-        snapshot.add_range(f"{WEIGHTS}/{part.name}", part, grid.tensor)
+        snapshot.add_range(f"{WEIGHTS}/{part.name}", part, grid)
     for key, part in shards.states():
-        snapshot.add_range(f"{OPTIMIZER}/{key}/{part.name}", part, grid.tensor)
+        snapshot.add_range(f"{OPTIMIZER}/{key}/{part.name}", part, grid)
     for name, part in residuals.ranges(grid, shards):
-        snapshot.add_range(name, part, grid.tensor)
+        snapshot.add_range(name, part, grid)
     for name, value in residuals.whole_tensors(grid, shards):
         snapshot.add(name, value)
     for name, key, value in shards.stepper.odd_shaped_state(shards.ranges):
         snapshot.add(f"{OPTIMIZER}/{key}/{name}", value)
     for name, buffer, writes in buffers(engine.module, grid.pipe.rank):
-        if writes and grid.data.is_first and (layout_of(buffer).sharded or grid.tensor.is_first):
+        if writes and grid.data_context.is_first and (layout_of(buffer).sharded or grid.tensor.is_first):
             layout, flat = layout_of(buffer), buffer.detach().contiguous().view(-1)
-            snapshot.add_range(f"{BUFFERS}/{name}", FlatRange(name, layout, 0, flat.numel(), flat), grid.tensor)
+            snapshot.add_range(f"{BUFFERS}/{name}", FlatRange(name, layout, 0, flat.numel(), flat), grid)
 
 
 def optimizer_numbers(shards: StateShards) -> dict[str, Any]:

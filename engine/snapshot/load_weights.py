@@ -76,7 +76,7 @@ def load_weights(
             )
     for name, (layout, tensor) in targets.items():
         if name not in unfit:
-            tensors[name].read_shard(tensor.data, layout, grid.tensor)
+            tensors[name].read_shard(tensor.data, layout, grid)
 
 
 def _targets(module: nn.Module, grid: Grid) -> Iterator[tuple[str, Layout, Tensor]]:

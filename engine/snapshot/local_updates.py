@@ -67,7 +67,7 @@ class ReplicaCheckpoints:
         kinds = {"velocity": local.outer.velocity, "common": local.outer.common if local.steps_since_sync else []}
         for kind, flats in kinds.items():
             for part in self._mean().flats(flats, True) if flats else ():
-                snapshot.add_range(f"{OUTER}/{kind}/{part.name}", part, engine.grid.tensor)
+                snapshot.add_range(f"{OUTER}/{kind}/{part.name}", part, engine.grid)
         if engine.grid.tensor.is_first:
             numbers = optimizer_numbers(self._own())
             snapshot.numbers |= {f"{prefix}/{name}": state for name, state in numbers.items()}
@@ -160,7 +160,7 @@ class ReplicaCheckpoints:
         for part in self._mean().flats(flats, False) if flats else ():
             name = f"{OUTER}/{kind}/{part.name}"
             if name in snapshot.tensors and f"{WEIGHTS}/{part.name}" in usable:
-                snapshot.tensors[name].read_range(part, self._engine.grid.tensor)
+                snapshot.tensors[name].read_range(part, self._engine.grid)
 
     def _read_own(self, snapshot: Snapshot, options: LoadOptions, usable: Mapping[str, Shape]) -> None:
         engine, shards, own = self._engine, self._own(), snapshot.under(f"{self._prefix}/")

@@ -25,7 +25,7 @@ from ...zero.state_shards import StateShards
 def ranges(grid: Grid, shards: StateShards) -> Iterator[tuple[str, FlatRange]]:
     """Yield this replica's compression residuals that this rank writes: (checkpoint name, flat range of values)."""
     for key, part in shards.residuals():
-        yield f"{EXCHANGE}/{key}/{grid.data.rank:05}/{part.name}", part
+        yield f"{EXCHANGE}/{key}/{grid.data_context.rank:05}/{part.name}", part
 
 
 def whole_tensors(grid: Grid, shards: StateShards) -> Iterator[tuple[str, Tensor]]:
@@ -45,7 +45,7 @@ def numbers(grid: Grid, data_axis: ZeroDataAxis) -> dict[str, Any]:
     if exchange is None:
         return {}
     steps = exchange.steps if isinstance(exchange, Compressor) else None
-    return {EXCHANGE: {"type": type(exchange).__name__, "replicas": grid.data.size, "steps": steps}}
+    return {EXCHANGE: {"type": type(exchange).__name__, "replicas": grid.data_context.size, "steps": steps}}
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
         Notes about the tensors that could not be loaded.
     """
     tensors, saved = snapshot.tensors, snapshot.header["run"].get(EXCHANGE)
-    exchange, axis = data_axis.exchange, grid.data
+    exchange, axis = data_axis.exchange, grid.data_context
     saved_keys = {name.split("/")[1].partition(".")[0] for name in tensors if name.startswith(f"{EXCHANGE}/")}
     if exchange is None and not saved_keys:
         return []
@@ -71,7 +71,7 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
         fitting = [name for name in names if name in tensors and tensors[name].shape == part.layout.shape]
         for number, name in enumerate(fitting):
             into = part.value if not number else torch.empty_like(part.value)
-            tensors[name].read_range(part._replace(value=into), grid.tensor)
+            tensors[name].read_range(part._replace(value=into), grid)
             if number:
                 part.value.add_(into)
         (used if f"{EXCHANGE}/{key}/00000/{part.name}" in tensors else new).add(key)

@@ -13,7 +13,7 @@ from ...checkpoint.matching import Shape, listed, match_model
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import set_random_states
 from ...checkpoint.reader import LoadOptions
-from ...grid import Axis, layout_of
+from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
 from ...grid.errors import CorruptError
 from ...grid.json_values import decode
@@ -67,7 +67,7 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
     if not options.weights_only:
         if loads_optimizer:
             if not problems:
-                read_optimizer(shards, snapshot, usable, grid.tensor)
+                read_optimizer(shards, snapshot, usable, grid)
                 notes += set_optimizer(engine, run)
             else:
                 notes.append(f"the state of the optimizer is not loaded, because it was saved by {run['optimizer']}")
@@ -78,7 +78,7 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
             notes += set_position(engine, run)
     if engine.replica_state is not None:
         notes += engine.replica_state.restore(snapshot, options, usable)
-    if not options.weights_only and snapshot.header["grid"] == grid.topology.axes:
+    if not options.weights_only and snapshot.header["grid"] == grid.topology.sizes:
         states = snapshot.under(f"{RANDOM}/").tensors.items()
         mine = {name.split("/")[0]: state.read_all() for name, state in states if name.endswith(f"/{grid.rank:05}")}
         set_random_states(grid, mine)
@@ -137,21 +137,21 @@ def read_weights(engine: Checkpointed, shards: StateShards, snapshot: Snapshot, 
     names = usable.keys() & snapshot.tensors.keys()
     for part in shards.values(mine=False):
         if f"{WEIGHTS}/{part.name}" in names:
-            snapshot.tensors[f"{WEIGHTS}/{part.name}"].read_range(part, grid.tensor)
+            snapshot.tensors[f"{WEIGHTS}/{part.name}"].read_range(part, grid)
     shards.publish()
     for name, buffer, _ in buffers(engine.module, grid.pipe.rank):
         if f"{BUFFERS}/{name}" in names:
-            snapshot.tensors[f"{BUFFERS}/{name}"].read_shard(buffer, layout_of(buffer), grid.tensor)
+            snapshot.tensors[f"{BUFFERS}/{name}"].read_shard(buffer, layout_of(buffer), grid)
 
 
-def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape], axis: Axis) -> None:
+def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape], grid: Grid) -> None:
     """Load the optimizer state of the parameters named in ``usable``; all other parameters start with empty state.
 
     Args:
         shards: this rank's shards of the optimizer state, which are overwritten.
         snapshot: read from a checkpoint.
         usable: name -> shape of the snapshot's weights and buffers that the model has.
-        axis: the tensor axis.
+        grid: the grid of this rank.
     """
     tensors = snapshot.tensors
     shapes = {name.partition("/")[2]: shape for name, shape in usable.items() if name.startswith(f"{WEIGHTS}/")}
@@ -163,7 +163,7 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
 
     shards.reset_optimizer()
     for key, part in shards.stepper.load_targets(shards.ranges, saved_dtype, keys):
-        tensors[f"{OPTIMIZER}/{key}/{part.name}"].read_range(part, axis)
+        tensors[f"{OPTIMIZER}/{key}/{part.name}"].read_range(part, grid)
     for name, shape in shapes.items():
         for key in keys:
             tensor = tensors.get(f"{OPTIMIZER}/{key}/{name}")

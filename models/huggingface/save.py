@@ -243,14 +243,14 @@ def _whole(parameter: nn.Parameter | None, held: Held, grid: Grid) -> Tensor | N
     Returns:
         The unsharded tensor on rank 0. The result on other ranks, a tensor or None, is not used.
     """
-    if not grid.data.is_first:
+    layout, axis = held.layout, grid.tensor
+    if not grid.axis(layout.replicas).is_first:
         return None
     whole: Tensor | None = None
-    layout, axis = held.layout, grid.tensor
     if grid.pipe.rank == held.owner:
         assert parameter is not None
-        whole = layout.gather(axis, parameter.detach())
-    if not axis.is_first:
+        whole = layout.gather(axis, parameter.detach(), grid.expert)
+    if not (axis.is_first and grid.data_context.is_first):
         return None
     if held.owner > 0:
         if whole is None:

@@ -116,7 +116,7 @@ class Inputs:
         self._host = host and grid.device.type != "cpu"
         self._arena = _Arena(slots, torch.device("cpu") if self._host else grid.device, self._host) if slots else None
         self._replicated: dict[Hashable, bool] = {}
-        self._logs = grid.data.is_first and grid.tensor.is_first
+        self._logs = grid.data_context.is_first and grid.tensor.is_first
 
     def part(self, key: Hashable, tensor: Tensor) -> _KeptTensor:
         """Store one tensor until the recomputation, on the device or the host, whole or as this rank's slice.

@@ -289,5 +289,5 @@ def test_sizes_that_do_not_fit_the_processes(ranks: Any, sizes: dict[str, Any], 
 def test_errors_on_one_process() -> None:
     with pytest.raises(ValueError, match=r"needs a multiple of 2 processes, and there is 1: .*--nproc-per-node 2"):
         Grid(tensor=2)
-    with pytest.raises(ValueError, match="no axis 'expert': give one of pipe, data, tensor"):
-        Grid().axis("expert")
+    with pytest.raises(ValueError, match="no axis 'model': give one of pipe, data, context, tensor, expert"):
+        Grid().axis("model")

@@ -128,3 +128,27 @@ def test_the_layout_stays_through_what_models_go_through() -> None:
 def test_errors(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("tensors", "experts"), [(1, 2), (2, 1), (2, 2), (3, 4)])
+def test_shards_over_two_axes_make_the_whole_again(tensors: int, experts: int) -> None:
+    whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
+    for layout in (
+        Layout((4, 6, 5), expert_dim=0),
+        Layout((4, 6, 5), expert_dim=0, shard_dim=1, parts=(2, 4)),
+        Layout((4, 6, 5), expert_dim=0, shard_dim=2),
+    ):
+        shards = [[layout.shard(whole, t, tensors, (e, experts)) for t in range(tensors)] for e in range(experts)]
+        for e, row in enumerate(shards):
+            assert [tuple(each.shape) for each in row] == [
+                layout.local_shape(t, tensors, (e, experts)) for t in range(tensors)
+            ]
+        assert torch.equal(layout.assemble_experts(shards), whole)
+    assert layout.replicas == "expert_data" and Layout((4,)).replicas == "data_context"
+
+
+def test_an_expert_dim_that_is_no_dim_is_refused() -> None:
+    with pytest.raises(ValueError, match="expert_dim=2 must be a dim of the shape"):
+        Layout((4, 5), expert_dim=2)
+    with pytest.raises(ValueError, match="other than shard_dim=0"):
+        Layout((4, 5), shard_dim=0, expert_dim=0)

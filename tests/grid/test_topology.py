@@ -77,8 +77,8 @@ def test_equality_and_printing() -> None:
         (lambda: Topology(pipe=2).rank(pipe=2), "pipe=2 does not lie on the pipe axis of size 2: give 0 to 1"),
         (lambda: Topology(pipe=2, data=2).rank(pipe=1), "has 2 ranks with .*: name data too"),
         (lambda: Topology(pipe=2).ranks(expert=0), "no axis 'expert': give one of pipe, data, tensor"),
-        (lambda: Topology(pipe=2).groups("expert"), "no axis 'expert'"),
-        (lambda: Topology(pipe=2).size("expert"), "no axis 'expert'"),
+        (lambda: Topology(pipe=2).groups("model"), "no axis 'model'"),
+        (lambda: Topology(pipe=2).size("model"), "no axis 'model'"),
     ],
 )
 def test_errors_state_the_numbers(wrong: object, message: str) -> None:
@@ -173,3 +173,16 @@ def test_slurm_and_its_node_lists(nodes: str, first: str) -> None:
     other = read_environment(slurm | {"SLURM_JOB_ID": "123457"})
     assert other is not None
     assert other.master_port != env.master_port  # two jobs on one host
+
+
+def test_the_expert_axis_divides_data_and_context() -> None:
+    topology = Topology(pipe=2, data=2, context=2, tensor=1, expert=2)
+    assert topology.groups("data_context") == topology.groups("data", "context") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert topology.groups("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.groups("expert_data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert topology.size("expert") == 2 and topology.coordinate(3) == (0, 1, 1, 0)
+    assert str(topology) == "Topology(pipe=2, data=2, context=2, tensor=1, expert=2)"
+    assert topology != Topology(pipe=2, data=2, context=2, tensor=1)
+    assert Topology(data=2).size("context") == 1 and Topology(data=2).groups("context") == [[0], [1]]
+    with pytest.raises(ValueError, match=r"expert=3 does not divide data x context = 2 x 2.*a divisor of 4"):
+        Topology(data=2, context=2, expert=3)

@@ -27,8 +27,9 @@ WIDTH = 6
 def test_a_plan_places_everything_once(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=20))
     shards, capacity = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(1, 500))
-    items = [Item(i, n, data.draw(st.integers(0, 2)), data.draw(st.sampled_from("ab"))) for i, n in enumerate(sizes)]
-    buckets = plan(items, shards, capacity)
+    drawn = [(data.draw(st.integers(0, 2)), data.draw(st.sampled_from("ab"))) for _ in sizes]
+    items = [Item(i, n, run, key, shards=shards) for i, (n, (run, key)) in enumerate(zip(sizes, drawn, strict=True))]
+    buckets = plan(items, capacity)
     assert sorted(slot.number for b in buckets for slot in b.slots) == list(range(len(sizes)))
     for bucket in buckets:
         assert bucket.numel % shards == 0
@@ -58,8 +59,8 @@ def test_uneven_shards_are_laid_out_alike_on_every_tensor_rank() -> None:
     """Partial gradients are summed over the tensor axis bucket by bucket, so all its ranks have the same buckets."""
     for local in (48, 52):  # of 100 elements over two ranks, never cut within 4
         items = [Item(i, local, 0, "key", size=52) for i in range(4)]
-        assert [[slot.number for slot in bucket.slots] for bucket in plan(items, 1, 100)] == [[3], [2], [1], [0]]
-        assert [len(bucket.slots) for bucket in plan(items, 1, 104)] == [2, 2]
+        assert [[slot.number for slot in bucket.slots] for bucket in plan(items, 100)] == [[3], [2], [1], [0]]
+        assert [len(bucket.slots) for bucket in plan(items, 104)] == [2, 2]
 
 
 class PartialNorm(nn.Module):

@@ -46,9 +46,9 @@ class Compressor:
         compressed: Collection[ParameterSlice],
         start_step: int = 0,
     ) -> None:
-        self.axis, self.steps, self._start_step = grid.data, 0, start_step
-        self._rest = UncompressedSum(grid.data, buckets, compressed)
-        self._all = UncompressedSum(grid.data, buckets, ())
+        self.axis, self.steps, self._start_step = grid.data_context, 0, start_step
+        self._rest = UncompressedSum(grid.data_context, buckets, compressed)
+        self._all = UncompressedSum(grid.data_context, buckets, ())
         self._residual = zeros_like_buckets(buckets, compressed)
         self._sent = 0.0
 

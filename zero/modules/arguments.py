@@ -152,7 +152,7 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
     away = next((p for p in parameters if p.device != grid.device), None)
     problem = None if away is None else f"{names[away]} is on {away.device}, and the grid on {grid.device}: move it"
     mine = [(names[p], tuple(p.shape), str(p.dtype), p.requires_grad) for p in parameters]
-    gathered: list[tuple[str | None, Any]] = grid.data.all_gather_json((problem, mine))
+    gathered: list[tuple[str | None, Any]] = grid.data_context.all_gather_json((problem, mine))
     for rank, (other, theirs) in enumerate(gathered):
         if other is not None:
             raise ValueError(f"replica {rank}: {other}")
@@ -164,5 +164,5 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
             )
     for parameter in parameters:
         whole = parameter.detach().contiguous()
-        grid.data.broadcast(whole)
+        grid.data_context.broadcast(whole)
         parameter.data.copy_(whole)

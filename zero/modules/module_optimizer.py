@@ -130,7 +130,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         return self._data_axis.stepper.optimizer
 
     def _shard(self) -> dict[str, Any]:
-        axis = self._grid.data
+        axis = self._grid.data_context
         elements = [bucket.owned[1] - bucket.owned[0] for bucket in self._data_axis.buckets if bucket.trained]
         return {"rank": axis.rank, "of": axis.size, "stage": self._data_axis.options.stage, "elements": elements}
 

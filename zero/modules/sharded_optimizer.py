@@ -99,7 +99,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         check_arguments(optimizer_class, grid, stage, module, backward_passes_per_step, reduction)
         communicate, exchange = communication(compression, communication_dtype, stage, optimizer_class)
         plus = ZeroPlusPlus(quantized_weights, False, quantized_gradients, hpz_partition_size, hpz_partition_size)
-        fitting = plus.fitting(stage, grid.data.size, communicate, keep_gathered)
+        fitting = plus.fitting(stage, grid.data_context.size, communicate, keep_gathered)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
             stepped_by(optimizer_class, lambda groups: optimizer_class(groups, **options)),

@@ -25,7 +25,7 @@ class OneBitExchange:
     """
 
     def __init__(self, grid: Grid, buckets: Sequence[GradientBucket]) -> None:
-        self._axis, self._first = grid.data, grid.tensor.is_first
+        self._axis, self._first = grid.data_context, grid.tensor.is_first
         self.summed: Callable[[], bool] = lambda: True
         self.local = False
 

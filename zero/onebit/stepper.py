@@ -65,19 +65,19 @@ class OneBitStepper(WholeStepper):
                 whole tensors.
         """
         assert isinstance(exchange, OneBitExchange)
-        self.rank, self.replicas = grid.data.rank, grid.data.size
-        self._axis, self._exchange = grid.data, exchange
+        self.rank, self.replicas = grid.data_context.rank, grid.data_context.size
+        self._axis, self._exchange = grid.data_context, exchange
         self._view_of: dict[Tensor, MasterView] = {view.master: view for view in self.views}
         exchange.summed = self.optimizer.summed
-        self.optimizer.replicas = grid.data.size
+        self.optimizer.replicas = grid.data_context.size
         if grid.tensor.size > 1:
             self._require_equal_shards(grid)
         self._means: dict[Bucket, OneBitMean] = {}
-        for bucket in self._buckets if grid.data.size > 1 else ():
+        for bucket in self._buckets if grid.data_context.size > 1 else ():
             self.optimizer.average = self._average
             if bucket.flat.numel:
                 spans = [(slot.start, slot.stop) for slot in bucket.flat.slots]
-                self._means[bucket] = OneBitMean(grid.data, bucket.flat.numel, spans, grid.device)
+                self._means[bucket] = OneBitMean(grid.data_context, bucket.flat.numel, spans, grid.device)
 
     def _require_equal_shards(self, grid: Grid) -> None:
         """Check that all ranks of the tensor axis hold shards of equal size. Collective over the grid.

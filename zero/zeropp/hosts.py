@@ -13,7 +13,7 @@ from ...grid.grid import Grid
 def ranks_per_host(grid: Grid) -> int:
     """Return the number of consecutive replicas that share a host; 1 if it is not the same everywhere. Collective."""
     hosts = grid.world.all_gather_json(socket.gethostname())
-    return equal_runs(hosts, grid.topology.groups("data"))
+    return equal_runs(hosts, grid.topology.groups("data_context"))
 
 
 def equal_runs(hosts: Sequence[str], groups: Sequence[Sequence[int]]) -> int:
@@ -35,7 +35,7 @@ def inner(grid: Grid, size: int, purpose: str) -> Axis:
 
     ``purpose`` is that of ``Grid.subgroup``: each purpose has its own communicator.
     """
-    replicas = grid.data.size
+    replicas = grid.data_context.size
     return _one_of(grid, [range(first, first + size) for first in range(0, replicas, size)], purpose, "within")
 
 
@@ -44,11 +44,11 @@ def outer(grid: Grid, size: int, purpose: str) -> Axis:
 
     ``size`` and ``purpose`` are those of ``inner``.
     """
-    return _one_of(grid, [range(at, grid.data.size, size) for at in range(size)], purpose, "between")
+    return _one_of(grid, [range(at, grid.data_context.size, size) for at in range(size)], purpose, "between")
 
 
 def _one_of(grid: Grid, members: Sequence[range], purpose: str, name: str) -> Axis:
-    made = [grid.subgroup("data", each, f"{purpose} {name}") for each in members]
+    made = [grid.subgroup("data_context", each, f"{purpose} {name}") for each in members]
     mine = next(axis for axis in made if axis is not None)
     mine.name = f"data {name}"  # bytes within a group and between groups are counted apart
     return mine

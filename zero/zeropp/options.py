@@ -120,9 +120,9 @@ class ZeroPlusPlus:
             )
         host = self.host if self.host > 1 else ranks_per_host(grid)
         hops: tuple[Axis, Axis] | tuple[None, None] = (None, None)
-        if 1 < host < grid.data.size:
+        if 1 < host < grid.data_context.size:
             hops = inner(grid, host, " reduce"), outer(grid, host, " reduce")
-        reduction = QuantizedReduction(grid.data, *hops)
+        reduction = QuantizedReduction(grid.data_context, *hops)
         for bucket in buckets:
             if bucket.trained and bucket.communication_dtype.is_floating_point:
                 bucket.reduction = reduction
