@@ -1,3 +1,4 @@
+from . import context as context
 from . import grid as grid
 from . import models as models
 from . import pipe as pipe

@@ -8,14 +8,15 @@ from pathlib import Path
 
 ASIDE = ("tests", "examples", "benchmarks")
 _PARTS = (
-    *("grid", "pipe", "tensor_parallel", "zero", "config", "optim", "data", "checkpoint", "launcher", "monitor"),
-    "plan",
+    *("grid", "pipe", "tensor_parallel", "context", "zero", "config", "optim", "data", "checkpoint", "launcher"),
+    *("monitor", "plan"),
 )
 # From a folder, to the folders or files that it may import, beside itself: lower levels only.
 ARROWS: dict[str, tuple[str, ...]] = {
     "grid": (),
     "pipe": ("grid",),
     "tensor_parallel": ("grid",),
+    "context": ("grid",),
     "zero": ("grid",),
     "config": ("grid",),
     "optim": ("grid",),
@@ -23,7 +24,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("grid",),
     "launcher": ("grid",),
     "monitor": ("grid", "pipe/program"),
-    "models": ("grid", "pipe/spec.py", "tensor_parallel"),
+    "models": ("grid", "pipe/spec.py", "tensor_parallel", "context"),
     "plan": ("grid/topology.py", "grid/ranges.py", "pipe/program", "pipe/schedules", "config", "models/config.py"),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
