@@ -1,6 +1,15 @@
 """Context parallelism: attention of sequences whose tokens are spread over the ranks of the context axis.
 
 order.py: zigzag order of the tokens; ``positions``, ``shard`` and ``gather``.
+attention.py: ``attention``, for any module: ``ring``, ``ulysses`` or ``gather``.
+ring.py: keys and values travel around the axis.
+gather_keys.py: each rank gathers all keys and values.
+ulysses.py: all-to-alls between shards of the sequence and of the heads.
+pair.py: a part of the queries with a part of the keys.
+block.py: kernels of one block, and the merge by log-sum-exp.
+mask.py: the rule by which a query sees a key; dense tiles of plain rules.
+block_sparse.py: other rules, by blocks: documents, windows, sparse attention.
+sparsity.py: block masks of DeepSpeed's ``sparse_attention`` section.
 """
 
 from ..grid.lazy import attach

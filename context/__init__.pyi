@@ -1,4 +1,12 @@
+from .attention import attention as attention
 from .order import gather as gather
 from .order import positions as positions
 from .order import shard as shard
 from .order import unshard as unshard
+from .sparsity import BigBirdSparsity as BigBirdSparsity
+from .sparsity import BSLongformerSparsity as BSLongformerSparsity
+from .sparsity import DenseSparsity as DenseSparsity
+from .sparsity import FixedSparsity as FixedSparsity
+from .sparsity import Sparsity as Sparsity
+from .sparsity import VariableSparsity as VariableSparsity
+from .sparsity import make_sparsity as make_sparsity

@@ -1,0 +1,231 @@
+"""Attention by blocks: computes only the blocks of scores that a mask keeps.
+
+Queries and keys are cut into blocks. For each block of queries the kept blocks of keys are listed, their keys are
+gathered side by side, and blocks of queries with equally many are computed together (lists are lengthened by at most an
+eighth for that). Single scores that the mask excludes within a kept block are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import block
+from .mask import Mask, count
+from .order import Runs
+
+_BLOCK = 128  # tokens in a block where the mask itself has no blocks
+_GATHERED = 2**22  # elements of gathered keys held at a time
+
+
+class Cut(NamedTuple):
+    """Local tokens cut into n blocks of ``size`` tokens."""
+
+    size: int
+    positions: Tensor  # int64 (n, size): position of each token, -1 where there is none
+    source: Tensor  # int64 (n size,): index of each token among the local ones, ``tokens`` where there is none
+    place: Tensor  # int64 (tokens,): inverse of ``source``
+    tokens: int  # local tokens without padding
+
+    @property
+    def whole(self) -> bool:
+        """True if the blocks are the tokens, without gaps."""
+        return self.tokens == len(self.source)
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """Return local tokens (B, H, T_local, d) in blocks, contiguous (B, H, n, size, d). Gaps are 0."""
+        x = x[:, :, : self.tokens]
+        if not self.whole:
+            padded = torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2)
+            x = padded.index_select(2, self.source.to(x.device))
+        return x.unflatten(2, (-1, self.size)).contiguous()
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return blocks (B, H, n, size, ...) as local tokens (B, H, tokens, ...); the inverse of ``blocks``."""
+        x = x.flatten(2, 3)
+        return x if self.whole else x.index_select(2, self.place.to(x.device))
+
+
+def cut(runs: Runs, mask: Mask) -> Cut:
+    """Cut tokens at the positions ``runs`` into blocks.
+
+    If the mask has blocks, the cuts are at multiples of its block, else blocks are counted from the beginning of each
+    run.
+    """
+    size = mask.block
+    if mask.layout is None:
+        longest = max(stop - start for start, stop in runs)
+        size = -(-longest // -(-longest // _BLOCK))
+    pieces = []
+    for start, stop in runs:
+        first = start - start % size if mask.layout is not None else start
+        places = torch.arange(first, first + -(-(stop - first) // size) * size)
+        pieces.append(places.masked_fill((places < start) | (places >= stop), -1))
+    positions, tokens = torch.cat(pieces), count(runs)
+    place = (positions >= 0).nonzero()[:, 0]
+    source = torch.full_like(positions, tokens).index_copy_(0, place, torch.arange(tokens))
+    return Cut(size, positions.view(-1, size), source, place, tokens)
+
+
+class Group(NamedTuple):
+    """Blocks of queries that are computed in one call, each with equally many blocks of keys."""
+
+    queries: Tensor  # int64 (R, heads per call): rows of the queries' blocks
+    keys: Tensor  # int64 (R, key heads per call, M): rows of the keys' blocks
+    mask: Tensor | None  # bool (R, 1, size, M size): what the queries see; None: everything
+
+
+class BlockSparse:
+    """Attention of local queries with local keys by blocks, under a mask.
+
+    Args:
+        q: (B, H, T_local, dim), for its sizes.
+        k: (B, K, T_local, dim), for its sizes.
+        mask: the rule.
+        queries, keys: positions of the tokens; not empty.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, mask: Mask, queries: Runs, keys: Runs) -> None:
+        self.mask, self.q_cut, self.k_cut = mask, cut(queries, mask), cut(keys, mask)
+        self.batch, self.heads, self.key_heads = q.shape[0], q.shape[1], k.shape[1]
+        self.per_head = mask.layout is not None and mask.layout.shape[0] > 1
+        self.kept = self._kept()  # (B, heads or 1, nq, nk)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+        """Return output and log-sum-exp of the queries without padding; None if they see no key."""
+        if not bool(self.kept.any()):
+            return None
+        rows_q, rows_k, rows_v = self._rows(self.q_cut, q), self._rows(self.k_cut, k), self._rows(self.k_cut, v)
+        out = rows_q.new_zeros(rows_q.shape[0], self.q_cut.size, v.shape[-1])
+        lse = rows_q.new_full(out.shape[:2], -torch.inf, dtype=block.accumulation_dtype(q.dtype))
+        for group in self._groups(q.device, max(q.shape[-1], v.shape[-1])):
+            bias = _bias(group.mask, q.dtype)
+            there = group.queries.flatten()
+            o, s = block.forward(rows_q[group.queries], _side(rows_k, group), _side(rows_v, group), scale, mask=bias)
+            out[there], lse[there] = o.flatten(0, 1), s.flatten(0, 1)
+        return self._local(out), self._local(lse)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return dq, dk and dv of the tokens without padding; None if the queries see no key."""
+        if not bool(self.kept.any()):
+            return None
+        rows_q, rows_o, rows_do = (self._rows(self.q_cut, x) for x in (q, out, dout))
+        rows_l = self._rows(self.q_cut, lse[..., None])[..., 0]
+        rows_k, rows_v = self._rows(self.k_cut, k), self._rows(self.k_cut, v)
+        wide = block.accumulation_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (rows_q, rows_k, rows_v))
+        for group in self._groups(q.device, max(q.shape[-1], v.shape[-1])):
+            mine = group.queries
+            grads = block.backward(
+                rows_do[mine],
+                rows_q[mine],
+                _side(rows_k, group),
+                _side(rows_v, group),
+                rows_o[mine],
+                rows_l[mine],
+                scale,
+                mask=_bias(group.mask, q.dtype),
+            )
+            dq[mine.flatten()] = grads[0].flatten(0, 1).to(wide)
+            for total, part in ((dk, grads[1]), (dv, grads[2])):
+                parts = part.to(wide).unflatten(2, (-1, self.k_cut.size)).flatten(0, 2)
+                total.index_add_(0, group.keys.flatten(), parts)
+        return self._local(dq), self._local(dk, keys=True), self._local(dv, keys=True)
+
+    def work(self) -> int:
+        """Return the number of scores that are computed, over all rows and heads."""
+        groups = self._groups(torch.device("cpu"), 1)
+        scores = sum(group.queries.numel() * group.keys.shape[2] for group in groups)
+        return scores * self.q_cut.size * self.k_cut.size
+
+    def _rows(self, cut: Cut, x: Tensor) -> Tensor:
+        """Return blocks as rows: (B heads n, size, d)."""
+        return cut.blocks(x).flatten(0, 2)
+
+    def _local(self, rows: Tensor, keys: bool = False) -> Tensor:
+        heads = self.key_heads if keys else self.heads
+        return (self.k_cut if keys else self.q_cut).local(rows.unflatten(0, (self.batch, heads, -1)))
+
+    def _kept(self) -> Tensor:
+        """Return for each block of scores whether it holds a score that the mask keeps: bool (B, heads or 1, nq, nk).
+
+        Documents are compared by the smallest and the largest number in a block, which may keep a block too many.
+        """
+        mask, empty = self.mask, torch.iinfo(torch.int64).max
+        q, k = self.q_cut.positions, self.k_cut.positions
+        q_low, k_low = (x.masked_fill(x < 0, empty).amin(1) for x in (q, k))  # each block has a token
+        q_high, k_high = q.amax(1), k.amax(1)
+        kept = torch.ones(1, 1, len(q), len(k), dtype=torch.bool)
+        if mask.causal:
+            kept &= k_low <= q_high[:, None]
+        if mask.window is not None:
+            kept &= (q_low[:, None] - k_high < mask.window) & (k_low - q_high[:, None] < mask.window)
+        if mask.layout is not None:
+            kept = kept & mask.layout[:, q_low // mask.block][:, :, k_low // mask.block]
+        if mask.documents is not None:
+            bounds = []
+            for x in (q, k):
+                numbers, gap = mask.documents[:, x.clamp(min=0)].long(), x < 0  # (B, n, size)
+                bounds += [numbers.masked_fill(gap, empty).amin(2), numbers.masked_fill(gap, -empty).amax(2)]
+            q_first, q_last, k_first, k_last = bounds
+            meet = (q_first[:, :, None] <= k_last[:, None]) & (k_first[:, None] <= q_last[:, :, None])
+            kept = kept & meet[:, None]
+        return kept.expand(self.batch, -1, -1, -1)
+
+    def _groups(self, device: torch.device, dim: int) -> Iterator[Group]:
+        """Yield the blocks of queries that see something, in groups of equally long lists."""
+        units = self.kept.flatten(0, 1)  # (B or B heads, nq, nk)
+        counts = units.sum(2)
+        lengths = _rounded(counts)
+        # The kept blocks of keys come first, in order. A list that is too long ends with others, which are masked.
+        order = units.to(torch.uint8).argsort(dim=2, descending=True, stable=True)
+        heads = 1 if self.per_head else self.key_heads
+        for length in lengths.unique().tolist():
+            if length == 0:
+                continue
+            unit, row = (lengths == length).nonzero(as_tuple=True)
+            length = min(length, units.shape[2])
+            step = max(1, _GATHERED // (length * self.k_cut.size * dim * heads))
+            for u, i in zip(unit.split(step), row.split(step), strict=True):
+                yield self._group(u, i, order[u, i, :length], counts[u, i], device)
+
+    def _group(self, unit: Tensor, row: Tensor, lists: Tensor, counts: Tensor, device: torch.device) -> Group:
+        nq, nk = self.kept.shape[2:]
+        if self.per_head:
+            rows = unit // self.heads
+            heads = (unit % self.heads)[:, None]
+            key_heads = heads // (self.heads // self.key_heads)
+        else:
+            rows, heads, key_heads = unit, torch.arange(self.heads)[None], torch.arange(self.key_heads)[None]
+        queries = (rows[:, None] * self.heads + heads) * nq + row[:, None]
+        keys = ((rows[:, None] * self.key_heads + key_heads) * nk)[:, :, None] + lists[:, None]
+        places = self.k_cut.positions[lists]  # (R, M, size)
+        surplus = torch.arange(lists.shape[1]) >= counts[:, None]
+        places = places.masked_fill(surplus[:, :, None], -1).flatten(1).to(device)
+        mine = self.q_cut.positions[row].to(device)
+        seen = self.mask.allowed(mine, places, rows)
+        # Gaps among the queries: their outputs are dropped.
+        everything = bool((seen | (mine < 0)[:, :, None]).all())
+        return Group(queries.to(device), keys.to(device), None if everything else seen[:, None])
+
+
+def _side(rows: Tensor, group: Group) -> Tensor:
+    """Return the gathered blocks of keys or values side by side: (R, heads, M size, d)."""
+    return rows[group.keys].flatten(2, 3)
+
+
+def _bias(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if seen is None:
+        return None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _rounded(counts: Tensor) -> Tensor:
+    """Round lengths up to four significant bits, so that there are few different ones."""
+    unit = 2.0 ** (counts.clamp(min=1).double().log2().floor() - 3).clamp(min=0)
+    return (counts / unit).ceil().mul(unit).long()

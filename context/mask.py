@@ -1,0 +1,121 @@
+"""Attention mask as a rule: which keys each query sees, by their positions in the whole sequence.
+
+``Mask`` holds the rule. ``tiles`` cuts a plain rule (causal or not, nothing else) into dense rectangles. Other rules
+are computed by blocks (block_sparse.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .order import Runs
+
+_ATTRIBUTE = "triax_documents"  # on the tensor of documents, so that all layers read it once
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Rule by which a query sees a key.
+
+    Attributes:
+        length: T, the number of tokens of the whole sequence without padding.
+        causal: a token sees itself and earlier tokens only.
+        window: a token sees keys at a distance below ``window`` only. None: any distance.
+        documents: document number of each token, integers (B, T), on the CPU; a token sees its own document only. None:
+            each row is one document.
+        layout: blocks that are computed, bool (heads or 1, n, n) with n = T / ``block`` rounded up, on the CPU. None:
+            all.
+        block: tokens in a block of ``layout``.
+    """
+
+    length: int
+    causal: bool
+    window: int | None = None
+    documents: Tensor | None = None
+    layout: Tensor | None = None
+    block: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """True if the rule depends on nothing but ``causal``."""
+        return self.window is None and self.documents is None and self.layout is None
+
+    def allowed(self, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+        """Return for each pair of query and key whether the query sees the key. ``layout`` is not looked at.
+
+        Args:
+            queries: positions of queries, int64 (R, m); -1 where there is no token.
+            keys: positions of keys, int64 (R, n); -1 where there is no token.
+            rows: (R,), the rows of ``documents`` to which the tokens belong.
+
+        Returns:
+            bool (R, m, n).
+        """
+        distance = queries[:, :, None] - keys[:, None, :]
+        seen = (keys >= 0)[:, None, :] & (queries >= 0)[:, :, None]
+        if self.causal:
+            seen &= distance >= 0
+        if self.window is not None:
+            seen &= distance.abs() < self.window
+        if self.documents is not None:
+            numbers, rows = self.documents.to(keys.device), rows.to(keys.device)[:, None]
+            mine, theirs = (numbers[rows, places.clamp(min=0)] for places in (queries, keys))
+            seen &= mine[:, :, None] == theirs[:, None, :]
+        return seen
+
+
+def on_cpu(documents: Tensor | None) -> Tensor | None:
+    """Return the document numbers on the CPU, or None if each row is one document. Cached on the tensor."""
+    if documents is None:
+        return None
+    cached: tuple[Any, Tensor | None] = getattr(documents, _ATTRIBUTE, (None, None))
+    if cached[0] == documents._version:
+        return cached[1]
+    numbers: Tensor | None = documents.detach().cpu()
+    if numbers is not None and bool((numbers == numbers[:, :1]).all()):
+        numbers = None
+    setattr(documents, _ATTRIBUTE, (documents._version, numbers))
+    return numbers
+
+
+class Tile(NamedTuple):
+    """Rectangle of the matrix of scores."""
+
+    queries: slice
+    keys: slice
+    causal: bool  # a square on the diagonal: query i sees keys up to i
+
+
+def tiles(queries: Runs, keys: Runs, causal: bool) -> list[Tile]:
+    """Cut a plain rule into dense rectangles, which cover each pair of a query and a key that it sees once.
+
+    Args:
+        queries, keys: positions of the tokens. A run of queries lies in one run of keys, or has no position in common
+            with any.
+        causal: the rule.
+    """
+    every_query, every_key = slice(0, count(queries)), slice(0, count(keys))
+    if not causal or queries == keys:
+        return [Tile(every_query, every_key, causal)] if every_query.stop and every_key.stop else []
+    found: list[Tile] = []
+    at = 0
+    for start, stop in queries:
+        mine = slice(at, at + stop - start)
+        at = mine.stop
+        # Runs are in increasing order: the keys that all these queries see are the first keys.
+        before = sum(max(0, min(last, start) - first) for first, last in keys)
+        if found and not found[-1].causal and found[-1].keys.stop == before:
+            found[-1] = Tile(slice(found[-1].queries.start, mine.stop), found[-1].keys, False)
+        elif before:
+            found.append(Tile(mine, slice(0, before), False))
+        if any(first <= start < last for first, last in keys):
+            found.append(Tile(mine, slice(before, before + stop - start), True))
+    return found
+
+
+def count(runs: Runs) -> int:
+    """Return the number of positions in some ranges."""
+    return sum(stop - start for start, stop in runs)

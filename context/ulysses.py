@@ -1,0 +1,104 @@
+"""Ulysses: all-to-alls between shards of the sequence and shards of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+
+Each rank attends over the whole sequence with 1/c of the heads. With fewer key/value heads than ranks these are
+repeated; if c does not divide the query heads, heads of zeros are added, so c should divide them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..grid.comm.axis import Axis
+from .order import reshard, unshard
+
+Attend = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int, attend: Attend) -> Tensor:
+    """Return the attention of this rank's queries with the keys of all ranks. Collective, its backward pass too.
+
+    Args:
+        q: (B, H, T_local, dim), this rank's queries in zigzag order.
+        k, v: (B, K, T_local, dim or width), this rank's keys and values.
+        axis: the context axis.
+        length: T, the number of tokens of the whole sequence.
+        attend: attention over the whole sequence: called with q, k and v of some heads, (B, heads, T, dim), and with
+            the range of these query heads, which may go beyond H.
+
+    Returns:
+        (B, H, T_local, width). Padding has the output 0.
+    """
+    heads, local = q.shape[1], q.shape[2]
+    q, k, v = share_heads(q, k, v, axis.size)
+    each = q.shape[1] // axis.size
+    parts = _ToHeads.apply(axis, length, q, k, v)
+    out = attend(*parts, slice(axis.rank * each, (axis.rank + 1) * each))
+    whole: Tensor = _ToSequence.apply(axis, local, out)[0]
+    return whole[:, :heads]
+
+
+def share_heads(q: Tensor, k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Repeat key/value heads, and add heads of zeros, until the number of ranks divides both numbers of heads."""
+    heads, key_heads = q.shape[1], k.shape[1]
+    if heads % size == 0:
+        times = size // math.gcd(key_heads, size)
+        return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+    k, v = (x.repeat_interleave(heads // key_heads, 1) for x in (k, v))
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -heads % size)) for x in (q, k, v))
+    return q, k, v
+
+
+class _ToHeads(torch.autograd.Function):
+    """(B, heads, T_local, dim) to (B, heads / c, T, dim), for several tensors in one all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, length: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.local = axis, tensors[0].shape[2]
+        return _to_heads(tensors, axis, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None, None, *_to_sequence(grads, ctx.axis, ctx.local))
+
+
+class _ToSequence(torch.autograd.Function):
+    """(B, heads / c, T, dim) to (B, heads, T_local, dim): the transpose of ``_ToHeads``."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, local: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.length = axis, tensors[0].shape[2]
+        return _to_sequence(tensors, axis, local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None, None, *_to_heads(grads, ctx.axis, ctx.length))
+
+
+def _to_heads(tensors: Sequence[Tensor], axis: Axis, length: int) -> tuple[Tensor, ...]:
+    # To each rank its heads of this rank's tokens, (c, B, heads / c, T_local, dim).
+    parts = [x.unflatten(1, (axis.size, -1)).movedim(1, 0) for x in tensors]
+    return tuple(unshard(list(x), length, dim=2) for x in _exchange(parts, axis))
+
+
+def _to_sequence(tensors: Sequence[Tensor], axis: Axis, local: int) -> tuple[Tensor, ...]:
+    # To each rank its tokens of this rank's heads, (c, B, heads / c, T_local, dim).
+    parts = [reshard(x, axis.size, local, dim=2) for x in tensors]
+    return tuple(x.movedim(0, 1).flatten(1, 2) for x in _exchange(parts, axis))
+
+
+def _exchange(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """All-to-all of several tensors (c, ...), in one message to each rank."""
+    outgoing = torch.cat([x.flatten(1) for x in parts], 1)
+    incoming = torch.empty_like(outgoing)
+    axis.all_to_all(incoming, outgoing)
+    sizes = [x[0].numel() for x in parts]
+    return [y.view(x.shape) for x, y in zip(parts, incoming.split(sizes, 1), strict=True)]
