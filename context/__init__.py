@@ -1,7 +1,7 @@
 """Context parallelism: attention of sequences whose tokens are spread over the ranks of the context axis.
 
 order.py: zigzag order of the tokens; ``positions``, ``shard`` and ``gather``.
-attention.py: ``attention``, for any module: ``ring``, ``ulysses`` or ``gather``.
+context_attention.py: ``attention``, for any module: ``ring``, ``ulysses`` or ``gather``.
 ring.py: keys and values travel around the axis.
 gather_keys.py: each rank gathers all keys and values.
 ulysses.py: all-to-alls between shards of the sequence and of the heads.

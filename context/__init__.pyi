@@ -1,4 +1,4 @@
-from .attention import attention as attention
+from .context_attention import attention as attention
 from .order import gather as gather
 from .order import positions as positions
 from .order import shard as shard

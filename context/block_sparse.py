@@ -70,7 +70,7 @@ def cut(runs: Runs, mask: Mask) -> Cut:
     return Cut(size, positions.view(-1, size), source, place, tokens)
 
 
-class Group(NamedTuple):
+class BlockGroup(NamedTuple):
     """Blocks of queries that are computed in one call, each with equally many blocks of keys."""
 
     queries: Tensor  # int64 (R, heads per call): rows of the queries' blocks
@@ -177,7 +177,7 @@ class BlockSparse:
             kept = kept & meet[:, None]
         return kept.expand(self.batch, -1, -1, -1)
 
-    def _groups(self, device: torch.device, dim: int) -> Iterator[Group]:
+    def _groups(self, device: torch.device, dim: int) -> Iterator[BlockGroup]:
         """Yield the blocks of queries that see something, in groups of equally long lists."""
         units = self.kept.flatten(0, 1)  # (B or B heads, nq, nk)
         counts = units.sum(2)
@@ -194,7 +194,7 @@ class BlockSparse:
             for u, i in zip(unit.split(step), row.split(step), strict=True):
                 yield self._group(u, i, order[u, i, :length], counts[u, i], device)
 
-    def _group(self, unit: Tensor, row: Tensor, lists: Tensor, counts: Tensor, device: torch.device) -> Group:
+    def _group(self, unit: Tensor, row: Tensor, lists: Tensor, counts: Tensor, device: torch.device) -> BlockGroup:
         nq, nk = self.kept.shape[2:]
         if self.per_head:
             rows = unit // self.heads
@@ -211,10 +211,10 @@ class BlockSparse:
         seen = self.mask.allowed(mine, places, rows)
         # Gaps among the queries: their outputs are dropped.
         everything = bool((seen | (mine < 0)[:, :, None]).all())
-        return Group(queries.to(device), keys.to(device), None if everything else seen[:, None])
+        return BlockGroup(queries.to(device), keys.to(device), None if everything else seen[:, None])
 
 
-def _side(rows: Tensor, group: Group) -> Tensor:
+def _side(rows: Tensor, group: BlockGroup) -> Tensor:
     """Return the gathered blocks of keys or values side by side: (R, heads, M size, d)."""
     return rows[group.keys].flatten(2, 3)
 

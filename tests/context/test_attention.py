@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triax.context import Sparsity, block_sparse, make_sparsity, shard
-from triax.context.attention import KINDS, context_attention
+from triax.context.context_attention import KINDS, context_attention
 from triax.grid import Grid
 
 BOUND = 1e-10
