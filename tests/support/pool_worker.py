@@ -35,16 +35,17 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = (
+    "torch._dynamo",  # which the first optimizer of a process imports, in 2 s
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "torch.optim",
     "torch.testing",
-    "einops",
+    "einops._torch_specific",
     "hypothesis",
     "pydantic",
     "pytest",
     "safetensors.torch",
-    "triax.engine.pipeline_engine",
+    "triax.engine.initialize",
     "triax.models.gpt",
     "triax.models.llama",
     "triax.pipe",
