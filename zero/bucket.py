@@ -119,6 +119,8 @@ class Bucket(FlatWeights):
         gradient = parameter.grad
         if gradient is None or gradient is self._targets.get(parameter):
             return
+        if gradient.layout != torch.strided:  # of an embedding with sparse=True: the bucket is dense
+            gradient = gradient.to_dense()
         if self._one_parameter and self.gradients is None and self._fits(gradient):
             self._set_gradients(gradient.detach().view(-1))
             parameter.grad = self._targets[parameter] if self.direct else None

@@ -74,24 +74,18 @@ def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
             users[parameter].append(part)
     found: dict[str, Tensor] = {}
     problems: list[str] = []
-    wrong: list[str] = []
     for name, parameter in module.named_parameters():
         using, layout = users[parameter], layout_of(parameter)
         if not any(isinstance(part, _EMBEDDINGS) for part in using):
             continue
         title = layout.name or name
-        if any(getattr(part, "sparse", False) for part in using):
-            wrong.append(f"{title} belongs to an embedding with sparse=True: build it with sparse=False")
-        elif layout.tie is not None or not all(isinstance(part, _EMBEDDINGS) for part in using):
+        if layout.tie is not None or not all(isinstance(part, _EMBEDDINGS) for part in using):
             problems.append(f"{title} is tied to another layer, so that no row of its gradient is zero")
         else:
             found[title] = parameter
-    told = grid.world.all_gather_json((len(found), problems, wrong))
-    for _, _, texts in told:
-        if texts:
-            raise ConfigError(f"sparse_gradients: {texts[0]}")
-    if not any(count for count, *_ in told):
-        why = next((text for _, texts, _ in told for text in texts), "it has no nn.Embedding")
+    told = grid.world.all_gather_json((len(found), problems))
+    if not any(count for count, _ in told):
+        why = next((text for _, texts in told for text in texts), "it has no nn.Embedding")
         raise ConfigError(
             f"sparse_gradients has no effect, because the model has no embedding with a sparse gradient ({why}): leave "
             "it out"

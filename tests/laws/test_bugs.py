@@ -130,6 +130,14 @@ class Real(nn.Module):
         return self.a(torch.fft.ifft(x[0]).real + x[1].imag)
 
 
+class SparseRows(Mixed):
+    """An embedding whose gradients are sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, padding_idx=0, sparse=True)
+
+
 def listed_again() -> list[Any]:
     one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     other.weight = one.weight
@@ -146,6 +154,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "offloaded": between(Offloaded),
     "force": between(Force),
     "sensitivity": between(Sensitivity),
+    "sparse": between(SparseRows),
     "complex": lambda: [linear(), LayerSpec(Spectrum), LayerSpec(Real), linear()],
 }
 
@@ -176,16 +185,66 @@ def step(name: str, schedule: str, chunks: int) -> Any:
         ("sensitivity", "zb-h1", 1),
         # gloo carries no complex numbers.
         ("complex", "1f1b", 1),
+        # A sparse gradient was copied to a dense bucket: torch's error about copy_().
+        ("sparse", "1f1b", 1),
+        ("sparse", "zb-h1", 1),
     ],
 )
 def test_gradients_of(ranks: Any, name: str, schedule: str, chunks: int) -> None:
     engine = engine_of(built(name))
     module, weights = engine.module, {p.layout.name: p.parameter for p in engine.module.local_parameters()}
     loss = torch.stack([mean_loss(module(x), y) for x, y in pairs()]).mean()
-    wanted = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()), materialize_grads=True), strict=True))
+    gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+    wanted = {name: gradient.to_dense() for name, gradient in zip(weights, gradients, strict=True)}
     for found, gradients in ranks(2, step, name, schedule, chunks):
         assert found == pytest.approx(loss.item(), rel=1e-10)
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
+
+
+def plain_engine(model: nn.Module, grid: Grid, stage: int, accumulation: int, **more: Any) -> triax.ModuleEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50},
+        **more,
+    }
+    return triax.initialize(model=model, config=config, grid=grid)[0]
+
+
+def sparse_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(SparseRows(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def sparse_on_replicas() -> list[dict[str, Tensor]]:
+    """Gradients in each stage of ZeRO, of a plain module and of a pipeline."""
+    grid, found = Grid(timeout=60), []
+    mine = pairs()[grid.data.rank :: grid.data.size]
+    for stage in range(4):
+        plain = plain_engine(sparse_model(), grid, stage, len(mine), sparse_gradients=stage < 2)
+        for x, y in mine:
+            plain.backward(mean_loss(plain(x), y))
+            plain.step()
+        listed = engine_of(
+            [*sparse_model()], grid, zero_optimization={"stage": stage}, gradient_accumulation_steps=len(mine)
+        )
+        listed.train_batch(iter(mine))
+        gradients = listed.gather("gradients")
+        found += [plain.gather("gradients"), {name.removeprefix("layers."): g for name, g in gradients.items()}]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sparse_gradients_are_summed_dense(ranks: Any, size: int) -> None:
+    """A sparse gradient was copied to a dense bucket: torch's error about copy_()."""
+    model = sparse_model()
+    torch.stack([mean_loss(model(x), y) for x, y in pairs()]).mean().backward()
+    wanted = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    for found in ranks(size, sparse_on_replicas):
+        assert len(found) == 8
+        for gradients in found:
+            torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
 
 
 class TwiceReentrant(nn.Module):

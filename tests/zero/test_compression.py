@@ -491,7 +491,6 @@ class Tied(nn.Module):
     [
         (Tied, "embedding.weight is tied to another layer"),
         (lambda: nn.Linear(2, 2), "it has no nn.Embedding"),
-        (lambda: nn.Embedding(4, 2, sparse=True), "build it with sparse=False"),
     ],
 )
 def test_models_without_sparse_rows_are_refused(model: Callable[[], nn.Module], words: str) -> None:
