@@ -119,6 +119,8 @@ class ModuleEngine(Engine):
                 set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_equal_shapes(self.grid, (args, kwargs))
             y = self.module(*args, **kwargs)
+            if graph:
+                self.backward_passes.watch(y)
             if graph and (self._scales.any or not trains):
                 y, seen = rescaled(y, self._enter_backward if trains else self._enter_eval_backward)
                 if trains:
@@ -157,7 +159,9 @@ class ModuleEngine(Engine):
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
             with self._scales.running(scale):
-                (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+                scaled = loss if factor == 1.0 else loss.float() * factor
+                self.backward_passes.watch(scaled)
+                scaled.backward(retain_graph=retain_graph)
             if self.backward_passes.count == before:
                 self.backward_passes.run_empty()
             self._engine_backwards += self.backward_passes.count - before

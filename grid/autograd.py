@@ -1,10 +1,10 @@
-"""Helpers of custom backward passes: marks in the graph, hooks that hold no owner, and the casts of autocast."""
+"""Helpers of backward passes: marks in the graph, the pass that runs now, hooks without an owner, casts of autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -45,6 +45,48 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.action()
         return (None, *gradients)
+
+
+class OutermostBackward:
+    """The backward pass that runs now, together with the passes that run within it, as in a reentrant checkpoint.
+
+    torch numbers the passes, but does not tell which one runs within another. So ``enter`` must first be called by a
+    hook outside of the checkpoint: on an output of the model, or on the loss.
+
+    Args:
+        begin: method that the first ``enter`` of a pass calls. Its object is not kept alive.
+        end: method that is called when the pass has ended, and not if it failed. Its object is not kept alive.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = WeakMethod(begin), WeakMethod(end)
+        self._callback: ref[_Callback] | None = None  # torch holds it until the pass has ended or failed
+
+    def enter(self) -> None:
+        """Begin, if none runs, the backward pass from which this is called."""
+        if self._callback is None or self._callback() is None:
+            callback = _Callback(self._leave)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._callback = ref(callback)
+            if (begin := self._begin()) is not None:
+                begin()
+
+    def _leave(self) -> None:
+        try:
+            if (end := self._end()) is not None:
+                end()
+        finally:
+            self._callback = None
+
+
+class _Callback:
+    """Callback at the end of a backward pass."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
 
 
 def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

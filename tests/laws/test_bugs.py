@@ -206,7 +206,7 @@ def plain_engine(model: nn.Module, grid: Grid, stage: int, accumulation: int, **
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50, "stage3_param_persistence_threshold": 0},
         **more,
     }
     return triax.initialize(model=model, config=config, grid=grid)[0]
@@ -245,6 +245,85 @@ def test_sparse_gradients_are_summed_dense(ranks: Any, size: int) -> None:
         assert len(found) == 8
         for gradients in found:
             torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
+
+
+class Reentrant(nn.Module):
+    """Blocks in reentrant checkpoints, which run a backward pass within the backward pass; ``how`` nests them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first = how, nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[1], checkpoint(self.blocks[0], x, use_reentrant=True), use_reentrant=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "nested":
+            return self.blocks[2](checkpoint(self.inner, x, use_reentrant=True))
+        if self.how == "one block twice":
+            x = checkpoint(lambda x: self.blocks[1](self.blocks[0](self.blocks[1](x))), x, use_reentrant=True)
+            return self.blocks[2](x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.blocks[0](x) if self.how == "mixed" else x
+
+
+REENTRANT = ["last", "nested", "one block twice"]
+
+
+def reentrant_model(how: str) -> Reentrant:
+    torch.manual_seed(6)
+    return Reentrant(how).double()
+
+
+def reentrant_on_replicas() -> dict[tuple[str, int, bool], dict[str, Tensor]]:
+    """Gradients of ``loss.backward()`` and of ``engine.backward(loss)``, in each stage of ZeRO."""
+    grid, found = Grid(timeout=60), {}
+    mine = pairs()[grid.data.rank :: grid.data.size]
+    for how, stage, own in product(REENTRANT, range(4), [False, True]):
+        engine = plain_engine(reentrant_model(how), grid, stage, len(mine))
+        for x, y in mine:
+            loss = mean_loss(engine(x), y)
+            engine.backward(loss) if own else loss.backward()
+            held = sum(b.weights.untyped_storage().nbytes() for b in engine.data_axis.buckets if b.partitioned)
+            assert held == 0, "weights are left whole after a backward pass"
+            engine.step()
+        found[how, stage, own] = engine.gather("gradients")
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_in_a_plain_module(ranks: Any, size: int) -> None:
+    """Their backward pass was taken for one of its own: "the last backward pass failed half way"."""
+    wanted = {}
+    for how in REENTRANT:
+        model = reentrant_model(how)
+        torch.stack([mean_loss(model(x), y) for x, y in pairs()]).mean().backward()
+        wanted[how] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for found in ranks(size, reentrant_on_replicas, timeout=60):
+        for (how, stage, own), gradients in found.items():
+            message = f"{how}, stage {stage}, engine.backward: {own}"
+            torch.testing.assert_close(gradients, wanted[how], rtol=1e-10, atol=1e-13, msg=message)
+
+
+def mixed_reentrant() -> list[str]:
+    """Errors of a block that is used in a reentrant checkpoint and outside, in each stage of ZeRO."""
+    grid, found = Grid(timeout=60), []
+    for stage in range(4):
+        engine = plain_engine(reentrant_model("mixed"), grid, stage, 1)
+        x, y = pairs()[grid.data.rank]
+        with pytest.raises(RuntimeError) as error:
+            mean_loss(engine(x), y).backward()
+        found.append(str(error.value))
+    return found
+
+
+def test_a_weight_within_and_outside_of_a_reentrant_checkpoint_is_refused(ranks: Any) -> None:
+    for messages in ranks(2, mixed_reentrant, timeout=60):
+        assert all("blocks.0.0." in m and "use_reentrant=False" in m for m in messages), messages
 
 
 class TwiceReentrant(nn.Module):

@@ -68,6 +68,8 @@ class Transformer(nn.Module):
         for number, block in enumerate(self.h):
             if self.how == "checkpoint around":
                 x, _ = checkpoint(block, x, mask=mask, use_reentrant=False)
+            elif self.how == "reentrant":
+                x = checkpoint(lambda x, block=block: block(x, mask=mask)[0], x, use_reentrant=True)
             elif self.how == "opaque":
                 x = block(x, mask=mask, opaque=True).hidden
             else:
@@ -204,6 +206,7 @@ HOWS = [
     "",
     "checkpoint inside",
     "checkpoint around",
+    "reentrant",
     "opaque",
     "twice",
     "in place",
@@ -221,7 +224,7 @@ def test_gradients_are_those_of_torch(ranks: Any, how: str) -> None:
         torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-13)
         root, unit = sum(n for layers, n in sizes.items() if 0 in layers), max(sizes.values())
-        if how in ("", "checkpoint inside", "checkpoint around", "early exit", "in place"):
+        if how in ("", "checkpoint inside", "checkpoint around", "reentrant", "early exit", "in place"):
             # The root, the running unit, and the prefetched one.
             assert most <= root + 2 * unit < sum(sizes.values())
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
-from ...grid.autograd import weak
+from ...grid.autograd import OutermostBackward, weak
+from ...grid.nest import visit_tensors
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..gathered_parameters import guard_state_dict
@@ -104,17 +105,20 @@ class BackwardPasses:
         )
         cast(managed, module, options.weight_dtype)
         self._expected = expected
+        self._outermost = OutermostBackward(self._pass_began, self._pass_ended)
         self._units: Units | None = None
         if self.data_axis.gatherer is not None:
             assert module is not None
             guard_state_dict(module)
-            self._units = Units(cut, self.data_axis.gatherer, keep, expected or 1, self._unit_done)
+            self._units = Units(
+                cut, self.data_axis.gatherer, keep, expected or 1, self._outermost.enter, self._unit_done
+            )
         self._running: AbstractContextManager[None] | None = None  # context of the running backward pass
         self.count = self.seen = 0
         self.next_is_last = self.reduced = self.stepped = False
         self._last_began = False  # the last pass has begun
-        self._task = -1
-        self._early: list[tuple[int, int, int]] = []  # (pass, unit, runs) of units that ended before the first gradient
+        self._collects = False  # the running pass has had a gradient
+        self._early: list[tuple[int, int]] = []  # (unit, runs) of units that ended before the first gradient
         self.begin()
 
     def begin(self) -> None:
@@ -133,6 +137,16 @@ class BackwardPasses:
         elif self.count:
             self.reduce()
         self.begin()
+
+    def watch(self, entries: Any) -> None:
+        """Recognize the backward pass that enters the graph through these tensors, with all passes within it.
+
+        Args:
+            entries: the module's outputs, or the loss.
+        """
+        visit_tensors(
+            lambda each: each.register_hook(weak(self._reached)) if each.grad_fn is not None else None, entries
+        )
 
     def reduce(self) -> None:
         """End the sums of all gradients over the replicas. Collective.
@@ -208,13 +222,27 @@ class BackwardPasses:
                 units.run_empty_backward()
         self._running = None
 
+    def _reached(self, gradient: Tensor) -> None:
+        """Hook: a backward pass has reached an output or the loss."""
+        self._outermost.enter()
+
     def _accumulated(self, parameter: Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
-        if torch._C._current_graph_task_id() != self._task:
-            self._enter_backward()
+        self._outermost.enter()
+        if not self._collects:
+            self._begin_reductions()
 
-    def _enter_backward(self) -> None:
-        """Begin a backward pass when its first gradient arrives, so that each bucket is reduced once it is complete."""
+    def _unit_done(self, unit: int, runs: int) -> None:
+        """Reduce the gradients that are complete after the backward of one run of a unit."""
+        if torch._C._current_graph_task_id() != -1:
+            self._outermost.enter()
+        if self._running is not None:
+            self.data_axis.reducer.layer_backward_done(unit, runs)
+        else:
+            self._early.append((unit, runs))
+
+    def _begin_reductions(self) -> None:
+        """Begin the reductions of a pass when its first gradient arrives, so that complete buckets are reduced."""
         self._require_complete()
         if self.stepped or self.reduced:
             raise RuntimeError(
@@ -226,30 +254,31 @@ class BackwardPasses:
                 problem = "whose last one has been reduced: run the others in engine.no_sync(), then engine.step()"
             raise RuntimeError(
                 f"backward pass {self.count + 1} of a step {problem}, or add the losses and call backward() once. "
-                "(A re-entrant checkpoint is a pass of its own: use torch.utils.checkpoint with use_reentrant=False.)"
+                "(A reentrant checkpoint runs a pass within the pass, which only an engine recognizes, if the model is "
+                "called as engine(...): otherwise use torch.utils.checkpoint with use_reentrant=False.)"
             )
-        self._task = torch._C._current_graph_task_id()
         self.count += 1
         self._last_began = self.next_is_last if self._expected is None else self.count == self._expected
         self._running = self.data_axis.backward(0, last=self._last_began)
         self._running.__enter__()
-        for task, unit, runs in self._early:
-            if task == self._task:
-                self.data_axis.reducer.layer_backward_done(unit, runs)
-        self._early.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
-
-    def _unit_done(self, unit: int, runs: int) -> None:
-        """Reduce the gradients that are complete after the backward of one run of a unit."""
-        task = torch._C._current_graph_task_id()
-        if self._running is not None:
+        self._collects = True
+        for unit, runs in self._early:
             self.data_axis.reducer.layer_backward_done(unit, runs)
-        else:
-            self._early = [*(entry for entry in self._early if entry[0] == task), (task, unit, runs)]
+        self._early.clear()
 
-    def _leave_backward(self) -> None:
+    def _pass_began(self) -> None:
+        self._collects = False
+        self._early.clear()
+        if self._units is not None:
+            self._units.begin_backward()
+
+    def _pass_ended(self) -> None:
+        if self._units is not None:
+            self._units.end_backward()
+        if not self._collects:
+            return
         assert self._running is not None
-        running, self._running = self._running, None
+        running, self._running, self._collects = self._running, None, False
         with torch.no_grad():
             running.__exit__(None, None, None)
         if self._units is not None and self._last_began:

@@ -11,7 +11,7 @@ it all the same, when its turn comes.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -134,6 +134,8 @@ class Units:
         gatherer: gathers the weights of the units; it treats each unit as a layer.
         keep: keep weights gathered from the first forward pass of a step until ``release``.
         expected: number of backward passes of a step.
+        enter: called within a backward pass before its units are gathered. The first call in a pass calls
+            ``begin_backward``, and ``end_backward`` follows at the pass's end.
         backward_done: called as ``backward_done(unit, runs)`` within a backward pass when the backward of one run of a
             unit has ended. ``runs`` is the number of the unit's runs in the forward passes that backward may reach.
     """
@@ -144,9 +146,11 @@ class Units:
         gatherer: ParameterGatherer,
         keep: bool,
         expected: int,
+        enter: Callable[[], None],
         backward_done: Callable[[int, int], None],
     ) -> None:
-        self._gatherer, self._keep, self._backward_done, self._count = gatherer, keep, backward_done, len(units)
+        self._gatherer, self._keep, self._count = gatherer, keep, len(units)
+        self._enter, self._backward_done = enter, backward_done
         self._running: list[int] = []
         self._held: set[int] = set()  # units that stay gathered to the end of the backward pass
         self._in_backward: set[int] = set()  # units whose backward is running
@@ -156,7 +160,8 @@ class Units:
         self._reached: list[UnitTape] = []  # those that the running backward pass has reached
         self._alive: WeakSet[UnitTape] = WeakSet()  # those that a backward pass may reach
         self._orders: dict[int, list[int]] = {}  # for each outermost unit, the order in which units began in it
-        self._task = -1
+        self._entered = False  # the running backward pass has reached a unit
+        self._repeated: Counter[int] = Counter()  # runs of units in it, by activation checkpointing
         for number, (_, module) in enumerate(units):
             forward = module.forward
             module.forward = functools.wraps(forward)(functools.partial(self._run, number, forward))
@@ -197,7 +202,6 @@ class Units:
         self._unseen = 0
         self._waiting.clear()
         self._reached.clear()
-        self._task = -1
 
     def _run(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``forward(*args, **kwargs)`` of a unit with gathered weights, and gather them again for its backward."""
@@ -206,6 +210,9 @@ class Units:
             self._enter_backward()
             self._gatherer.start_gather(unit)
             self._gatherer.wait(unit)
+            if torch.is_grad_enabled():  # of a reentrant checkpoint: the backward goes through the graph of this run
+                self._repeated[unit] += 1
+                args, kwargs = mark((args, kwargs), lambda: self._end_repeated(unit), exact=True)
             return forward(*args, **kwargs)
         outermost = not self._running
         if outermost:
@@ -318,7 +325,17 @@ class Units:
         """Release a unit's weights after the backward of one of its runs."""
         self._in_backward.discard(unit)
         self._release_unused(unit)
-        self._backward_done(unit, sum(each.entered.count(unit) for each in self._alive))
+        self._backward_done(unit, self._runs(unit))
+
+    def _end_repeated(self, unit: int) -> None:
+        """Release a unit's weights after the backward of all its runs in a reentrant checkpoint."""
+        self._repeated[unit] -= 1
+        if not self._repeated[unit]:
+            self._release_unused(unit)
+        self._backward_done(unit, self._runs(unit))
+
+    def _runs(self, unit: int) -> int:
+        return sum(each.entered.count(unit) for each in self._alive)
 
     def _release_unused(self, unit: int) -> None:
         """Release a unit's weights, except those that another unit still uses."""
@@ -327,14 +344,18 @@ class Units:
             self._gatherer.release_layer(unit, using)
 
     def _enter_backward(self) -> None:
-        """Queue ``_leave_backward``, once, for the end of the running backward pass."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._reached = []
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+        self._enter()
+        self._entered = True
 
-    def _leave_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Begin a backward pass."""
+        self._reached, self._entered = [], False
+        self._repeated.clear()
+
+    def end_backward(self) -> None:
+        """End a backward pass: gather what other replicas gathered, and release all weights."""
+        if not self._entered:
+            return
         for tape in self._reached:
             self._skip(tape, 0)
         self._alive.difference_update(self._reached)
