@@ -22,9 +22,9 @@ def gathered(
     """Gather parameters, to be read, or written if ``modifier_rank`` is given; they are released at the end.
 
     Collective over the data axis: every replica enters and leaves, with the same parameters in the same order. In
-    stages 0 to 2 parameters are whole at any time, and only written ones are sent. Do not call ``backward`` on results
-    computed from the parameters within: it would find them released. Tensors taken from them within, such as those of
-    ``module.state_dict()``, stay whole.
+    stages 0 to 2 parameters are whole at any time, and only written ones are sent. If results computed from the
+    parameters within need a backward pass, run it within too: later it would find them released. Tensors taken from
+    them within, such as those of ``module.state_dict()``, stay whole.
 
     Only the data axis is gathered. A rank of the tensor axis still sees its own shard, and each stage that holds a tie
     has its own copy: write the same to all copies.

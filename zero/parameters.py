@@ -162,6 +162,10 @@ class ParameterGatherer:
                         bucket.release()
                     self._wanted.discard(bucket)
 
+    def is_gathered(self, layer: int) -> bool:
+        """Return True if ``gathered`` contexts hold a layer's weights."""
+        return all(self._contexts.get(bucket) for bucket in self._buckets_of.get(layer, ()))
+
     def _acquire(self, stage: int, layer: int, step: int) -> None:
         """Gather a layer's weights, and start gathering those of the layer that runs next."""
         self.start_gather(layer)

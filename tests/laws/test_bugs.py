@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.errors import AgreedError, ConfigError
 from triax.grid.random import Dropout
+from triax.zero import gathered
 
 from toys import mean_loss
 
@@ -324,6 +326,70 @@ def mixed_reentrant() -> list[str]:
 def test_a_weight_within_and_outside_of_a_reentrant_checkpoint_is_refused(ranks: Any) -> None:
     for messages in ranks(2, mixed_reentrant, timeout=60):
         assert all("blocks.0.0." in m and "use_reentrant=False" in m for m in messages), messages
+
+
+def penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Loss with a gradient in it: a second backward pass through the graph of the first."""
+    x = x.clone().requires_grad_()
+    loss = mean_loss(model(x), y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum()
+
+
+def fast_weights(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Loss of weights after a step of gradient descent, as in MAML, differentiated through the step."""
+    names, weights = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(mean_loss(model(x), y), weights, create_graph=True)
+    fast = {name: w - 0.1 * g for name, w, g in zip(names, weights, gradients, strict=True)}
+    return mean_loss(functional_call(model, fast, (x,)), y)
+
+
+def replaced(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return mean_loss(functional_call(model, {name: w * 2 for name, w in model.named_parameters()}, (x,)), y)
+
+
+def transformed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    each: Tensor = torch.func.vmap(model, randomness="error")(x)
+    return mean_loss(each, y)
+
+
+LIMITS = {
+    penalty: "create_graph=True in a backward pass through unit 2",
+    fast_weights: "create_graph=True in a backward pass through unit 2",
+    replaced: r"functional_call replaced parameters of the module .* \(0.weight, ...\)",
+    transformed: r"a transform of torch.func \(grad, vmap, jacrev, ...\) ran the module .* \(0.weight, ...\)",
+}
+
+
+def limits_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def limits_of_stage_3() -> list[dict[str, Tensor]]:
+    grid, found = Grid(data=2, timeout=60), []
+    x, y = pairs()[grid.data.rank]
+    for loss_of, words in LIMITS.items():
+        engine = plain_engine(limits_model(), grid, 3, 1)
+        with pytest.raises(RuntimeError, match=rf"{words}.*within triax.zero.gathered\(module\)"):
+            loss_of(engine.module, x, y)
+        engine.zero_grad()
+        with gathered(engine.module):
+            engine.backward(loss_of(engine.module, x, y))
+        engine.step()
+        found.append(engine.gather("gradients"))
+    return found
+
+
+def test_limits_of_stage_3_are_refused_by_name_and_gathered_lifts_them(ranks: Any) -> None:
+    """Released weights were NaN without a word, or ended in messages about storages and setup_context."""
+    wanted = []
+    for loss_of in LIMITS:
+        model = limits_model()
+        torch.stack([loss_of(model, *pair) for pair in pairs()[:2]]).mean().backward()
+        wanted.append({name: p.grad for name, p in model.named_parameters()})
+    for found in ranks(2, limits_of_stage_3):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
 
 class TwiceReentrant(nn.Module):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...grid.autograd import mark
 from ...grid.nest import visit_tensors
+from ..managed import is_released
 from ..parameters import ParameterGatherer
 
 
@@ -149,7 +150,19 @@ class Units:
         enter: Callable[[], None],
         backward_done: Callable[[int, int], None],
     ) -> None:
-        self._gatherer, self._keep, self._count = gatherer, keep, len(units)
+        self._gatherer, self._keep = gatherer, keep
+        self._names = [f"unit {name}" if name else "the module" for name, _ in units]
+        # Of each unit, with all that is in it: names of its parameters, and the module dicts that hold them.
+        self._places = [
+            [
+                (f"{path}.{key}".lstrip("."), part._parameters, key, parameter)
+                for path, part in unit.named_modules(prefix=name)
+                for key, parameter in part._parameters.items()
+                if parameter is not None
+            ]
+            for name, unit in units
+        ]
+        self._transformed = False  # a run of which nothing is recorded
         self._enter, self._backward_done = enter, backward_done
         self._running: list[int] = []
         self._held: set[int] = set()  # units that stay gathered to the end of the backward pass
@@ -168,7 +181,7 @@ class Units:
 
     def release(self) -> None:
         """Release the gathered weights of all units."""
-        for unit in range(self._count):
+        for unit in range(len(self._names)):
             self._gatherer.release_layer(unit)
         self._held.clear()
         self._in_backward.clear()
@@ -205,6 +218,8 @@ class Units:
 
     def _run(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``forward(*args, **kwargs)`` of a unit with gathered weights, and gather them again for its backward."""
+        if self._transformed:
+            return forward(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
             # Activation checkpointing runs it again. Its backward follows at once, so the weights stay gathered.
             self._enter_backward()
@@ -214,6 +229,13 @@ class Units:
                 self._repeated[unit] += 1
                 args, kwargs = mark((args, kwargs), lambda: self._end_repeated(unit), exact=True)
             return forward(*args, **kwargs)
+        if (transform := self._transform(unit)) is not None:
+            self._require_whole(unit, transform)
+            self._transformed = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._transformed = False
         outermost = not self._running
         if outermost:
             self._tape = UnitTape()
@@ -239,6 +261,23 @@ class Units:
                 self._waiting.append(tape)
                 self._alive.add(tape)
         return y
+
+    def _transform(self, unit: int) -> str | None:
+        """Return the function of ``torch.func`` under which a unit runs. Marks in the graph do not work there."""
+        if torch._C._are_functorch_transforms_active():
+            return "a transform of torch.func (grad, vmap, jacrev, ...) ran"
+        if not self._running and any(owner.get(key) is not p for _, owner, key, p in self._places[unit]):
+            return "torch.func.functional_call replaced parameters of"
+        return None
+
+    def _require_whole(self, unit: int, transform: str) -> None:
+        released = next((name for name, _, _, p in self._places[unit] if is_released(p)), None)
+        if released is not None:
+            raise RuntimeError(
+                f"{transform} {self._names[unit]} while stage 3 of ZeRO has released its parameters ({released}, ...), "
+                "so that they and all that is computed from them would be NaN: do it, and the backward pass of its "
+                "result, on every rank within triax.zero.gathered(module)"
+            )
 
     def _begin(self, unit: int, tape: UnitTape) -> int:
         """Gather a unit's weights, and prefetch the unit that followed it in the last forward pass.
@@ -287,6 +326,13 @@ class Units:
     def _reach(self, tape: UnitTape, place: int) -> None:
         """Gather a unit's weights: the backward pass has reached an output of run ``place`` in ``tape.ended``."""
         self._enter_backward()
+        if torch.is_grad_enabled() and not self._keep and not self._gatherer.is_gathered(tape.ended[place]):
+            raise RuntimeError(
+                f"create_graph=True in a backward pass through {self._names[tape.ended[place]]}: a second pass through "
+                "this graph would need weights that stage 3 of ZeRO has released by then. Set "
+                "zero_optimization.stage3_keep_gathered to true (keep_gathered=True of ShardedOptimizer), or run the "
+                "forward and both backward passes on every rank within triax.zero.gathered(module)"
+            )
         if tape not in self._reached:
             self._reached.append(tape)
             self._alive.add(tape)
