@@ -7,6 +7,7 @@
 - ``assemble.py``: whole tensors from the parts on all ranks, for saving and comparing
 - ``ranges.py``: arithmetic of ranges and boxes, without torch
 - ``random.py``: initial weights and dropout masks that do not depend on the grid
+- ``auxiliary.py``: losses within the model, and the layers that have them
 - ``agreement.py``: sums over all ranks, equality of facts, errors raised on every rank
 - ``failure.py``: a rank that fails alone leaves the process group, so that the others stop
 - ``hang_watch.py``: finds the rank that hangs, with its op and line

@@ -105,6 +105,11 @@ def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return hook
 
 
+def backward_task() -> int:
+    """Return autograd's number of the backward pass that runs in this thread; -1 if none runs."""
+    return torch._C._current_graph_task_id()
+
+
 def product_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes products with ``x``; None outside of autocast.
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .autograd import backward_task
 from .comm.axis import Axis
 from .layout import Layout
 from .nest import map_tensors
@@ -127,7 +128,7 @@ class DropoutState:
         The step stays if this is the first forward pass, if the caller has set it since the last one, or if a backward
         pass is running, which recomputes an earlier forward pass.
         """
-        if self._last_step is not None and self.step == self._last_step and _backward() == -1:
+        if self._last_step is not None and self.step == self._last_step and backward_task() == -1:
             self.step += 1
 
     def end(self, value: Any) -> Any:
@@ -136,11 +137,11 @@ class DropoutState:
         In the backward pass of this output, layers that ``torch.utils.checkpoint`` recomputes draw the masks of this
         forward pass again.
         """
-        if self._drawn and _backward() == -1:
+        if self._drawn and backward_task() == -1:
             step = self._last_step = self.step
 
             def enter(_: object) -> None:
-                self._recomputed = _backward(), step
+                self._recomputed = backward_task(), step
 
             tensors: list[Tensor] = []
             map_tensors(tensors.append, value)
@@ -152,7 +153,7 @@ class DropoutState:
         """Return the step that keys the mask drawn now: in a recomputation, the step of the recomputed forward pass."""
         self._drawn = True
         task, step = self._recomputed
-        return step if task != -1 and task == _backward() else self.step
+        return step if task != -1 and task == backward_task() else self.step
 
 
 class Dropout(nn.Module):
@@ -208,11 +209,6 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """Return the text that ``print`` shows."""
         return f"p={self.p}"
-
-
-def _backward() -> int:
-    """Return autograd's number of the backward pass that runs in this thread; -1 if none runs."""
-    return torch._C._current_graph_task_id()
 
 
 def uniform(keys: Tensor, elements: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ At size 1 nothing is communicated. Warnings about the two collectives that torch
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -150,28 +151,50 @@ class Axis:
 
         return started(Then(All(self._swap(list(parts), received, _SCATTER)), add), async_op)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
-        """Send row r of a tensor to rank r, and receive row s of the output from rank s; both (size, ...)."""
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        async_op: bool = False,
+        *,
+        receive: Sequence[int] | None = None,
+        send: Sequence[int] | None = None,
+    ) -> Pending:
+        """Send a part of a contiguous tensor to each rank, and receive a part of the contiguous output from each.
+
+        By default row r of the tensor goes to rank r, and row s of the output comes from rank s; both (size, ...).
+
+        Args:
+            output, tensor: (rows, ...), the parts one after the other in rank order.
+            async_op: return at once; the result is there after ``wait`` of the returned handle.
+            receive: rows of the output that come from each rank.
+            send: rows of the tensor that go to each rank. Give both or none. A part may be empty.
+        """
         if self.size == 1:
             return _copy(output, tensor)
-        self._count("all_to_all", nbytes(tensor) / self.size * (self.size - 1))
+        receive, send = receive or [1] * self.size, send or [1] * self.size
+        kept = send[self.rank] * math.prod(tensor.shape[1:]) * tensor.element_size()
+        self._count("all_to_all", nbytes(tensor) - kept)
         if tensor.is_cuda:
-            return self._start(dist.all_to_all_single, async_op, output, tensor)
-        output[self.rank].copy_(tensor[self.rank])
-        return started(All(self._swap(list(tensor), list(output), _ALL)), async_op)
+            return self._start(dist.all_to_all_single, async_op, output, tensor, list(receive), list(send))
+        incoming, outgoing = output.split(receive), tensor.split(send)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        return started(All(self._swap(outgoing, incoming, _ALL)), async_op)
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Pending]:
         """Start sending ``outgoing[r]`` to each rank r, and receiving ``incoming[s]`` from each rank s.
 
         ``tag`` distinguishes these messages from others between the same two ranks. This rank's own entries are not
-        used.
+        used, and an empty part is not sent: both ranks know that it is empty.
         """
         group = self._open()
         works: list[Pending] = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            works.append(group.recv([_real(incoming[source])], source, tag))
-            works.append(group.send([_real(outgoing[to])], to, tag))
+            if incoming[source].numel():
+                works.append(group.recv([_real(incoming[source])], source, tag))
+            if outgoing[to].numel():
+                works.append(group.send([_real(outgoing[to])], to, tag))
         return works
 
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:

@@ -7,7 +7,7 @@ collective therefore has no extra cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,9 +74,18 @@ class ObservedAxis(Axis):
         """Observed ``Axis.reduce_scatter``."""
         return self._observed("reduce_scatter", nbytes(tensor), Axis.reduce_scatter, output, tensor, async_op)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        async_op: bool = False,
+        *,
+        receive: Sequence[int] | None = None,
+        send: Sequence[int] | None = None,
+    ) -> Pending:
         """Observed ``Axis.all_to_all``."""
-        return self._observed("all_to_all", nbytes(tensor), Axis.all_to_all, output, tensor, async_op)
+        splits = {"receive": receive, "send": send}
+        return self._observed("all_to_all", nbytes(tensor), Axis.all_to_all, output, tensor, async_op, **splits)
 
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """Observed ``Axis.broadcast``."""
@@ -99,10 +108,10 @@ class ObservedAxis(Axis):
         """Observed ``Axis.barrier``."""
         self._observed("barrier", 0, Axis.barrier)
 
-    def _observed(self, op: str, size: int, method: Callable[..., Any], *args: Any) -> Any:
+    def _observed(self, op: str, size: int, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         begun = [(observer, observer.begin(self, op, size)) for observer in self.observers]
         before = self.traffic.bytes(self.name, op)
-        result = method(self, *args)
+        result = method(self, *args, **named)
         operation = _Operation(result, begun, self.traffic.bytes(self.name, op) - before)
         if hasattr(result, "wait") and not isinstance(result, Done):
             return operation
