@@ -143,7 +143,7 @@ def parameter_names(groups: Iterable[Mapping[str, Any]], module: nn.Module | Non
 
 
 def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor, str], grid: Grid) -> None:
-    """Broadcast the parameters of the first replica to all replicas. Collective over the data axis.
+    """Broadcast the parameters of the first replica to all replicas. Collective over the data and the context axis.
 
     Raises:
         ValueError: names, shapes or dtypes of parameters differ between replicas, or a parameter is not on the grid's
@@ -164,5 +164,5 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
             )
     for parameter in parameters:
         whole = parameter.detach().contiguous()
-        grid.data_context.broadcast(whole)
+        grid.axis(layout_of(parameter).replicas).broadcast(whole)
         parameter.data.copy_(whole)
