@@ -1,6 +1,7 @@
 from . import context as context
 from . import grid as grid
 from . import models as models
+from . import moe as moe
 from . import pipe as pipe
 from . import tensor_parallel as tensor_parallel
 from . import zero as zero

@@ -25,6 +25,7 @@ from ..monitor.trace import comms_logger as comms
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.protocols import MakeOptimizer
+from .auxiliary import AuxiliarySteps
 from .local_updates import LocalReplicas
 from .named_parameters import named_parameters
 from .observer import StepObserver
@@ -69,6 +70,7 @@ class Engine:
         replicas: replica strategy, which is synchronous data parallelism or local updates.
         replica_state: saves and loads each replica's state in a checkpoint. None if all replicas have equal state.
         checkpointer: saves and loads checkpoints.
+        auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
         observer: records, prints and traces steps.
         loss_scaler: fp16's loss scale; None without fp16.
     """
@@ -76,6 +78,7 @@ class Engine:
     module: Any
     optimizer: torch.optim.Optimizer | None
     data_axis: ZeroDataAxis
+    auxiliary: AuxiliarySteps
     observer: StepObserver
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
@@ -342,6 +345,20 @@ class Engine:
     def loss_scale(self) -> float | None:
         """Return fp16's loss scale; None without fp16."""
         return None if self.loss_scaler is None else self.loss_scaler.scale
+
+    def auxiliary_losses(self) -> dict[str, float]:
+        """Return the auxiliary losses of the last step: name -> mean over the batch's samples, without its coefficient.
+
+        They are equal on every rank, and {} if the model has none. The loss that a step returns does not include them.
+        """
+        return dict(self.auxiliary.losses)
+
+    def expert_loads(self) -> dict[str, list[int]]:
+        """Return the tokens that each expert was given in the last step, over all ranks: layer -> loads.
+
+        Equal on every rank, and {} if the model has no experts.
+        """
+        return {name: list(loads) for name, loads in self.auxiliary.loads.items()}
 
     def gradient_clipping(self) -> float:
         """Return the limit of the global gradient norm; 0: no limit."""

@@ -29,6 +29,7 @@ from ..grid.random import DropoutState
 from ..optim.loss_scale import process_scales, rescaled
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
+from .auxiliary import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
@@ -71,6 +72,8 @@ class ModuleEngine(Engine):
         if self.loss_scaler is not None:
             self._scales.add(self.loss_scaler)
         self._dropout = bind_dropout(module, config.seed)
+        self._auxiliary = bind_auxiliary(module)
+        self.auxiliary = AuxiliarySteps(module, grid, self._auxiliary)
         self.recompute = recompute_blocks(module, config, grid, self._dropout or DropoutState(config.seed))
         make, zero = parts.make_optimizer, config.zero_optimization
         if self._step_grid is not grid:
@@ -118,6 +121,7 @@ class ModuleEngine(Engine):
                 first = self.grid.replica * share + self.microbatch * self.batch.micro
                 set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_equal_shapes(self.grid, (args, kwargs))
+            self._auxiliary.scale = self.optimizer_step.scale
             y = self.module(*args, **kwargs)
             if graph:
                 self.backward_passes.watch(y)
@@ -158,6 +162,7 @@ class ModuleEngine(Engine):
             scale = self.optimizer_step.scale
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
+            self._auxiliary.scale = factor
             with self._scales.running(scale):
                 scaled = loss if factor == 1.0 else loss.float() * factor
                 self.backward_passes.watch(scaled)
@@ -226,15 +231,18 @@ class ModuleEngine(Engine):
         known = len(losses) > 0
         loss = torch.tensor(total / grid.data.size if known else math.nan, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
+        weight, skipped = grid.data.size * self.batch.accumulation, self.skipped_steps
         self.optimizer_step.take(
             grid,
             total if known else None,
-            grid.data.size * self.batch.accumulation,
+            weight,
             unused,
             lambda: {index: (each,) for index, each in enumerate(losses)},
             optimizer.update,
             lambda: advance_schedule(self.lr_scheduler, optimizer, loss if known else None, lr_kwargs),
         )
+        if self.auxiliary:
+            self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
         self.global_steps += 1
         self.observer.end_step(grid, loss)
         log_profile(self.recompute)
@@ -278,6 +286,7 @@ class ModuleEngine(Engine):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this step's gradients. Every step begins without gradients. Collective if there are gradients."""
         self.backward_passes.reset()
+        self.auxiliary.clear()
         self._losses = []
 
     def train(self, mode: bool = True) -> ModuleEngine:

@@ -184,6 +184,8 @@ class StepObserver:
                 grad_norm=engine.get_global_grad_norm() if self.monitor.enabled else None,
                 skipped_steps=engine.skipped_steps,
                 timings=timings,
+                auxiliary=engine.auxiliary_losses(),
+                loads=engine.expert_loads(),
             )
             self.monitor.write_step(metrics)
 

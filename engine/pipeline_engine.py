@@ -39,6 +39,7 @@ from ..zero.gathered_parameters import guard_state_dict
 from ..zero.managed import ManagedParameter
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
+from .auxiliary import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
 from .optimizer_step import advance_schedule
@@ -107,6 +108,7 @@ class PipelineEngine(Engine):
             guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
         self.executor = Executor(module, self.data_axis)
+        self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self._make_step(parts)
         loader = self.training_dataloader
         self._own_data = None if loader is None else RepeatingLoader(loader)
@@ -155,6 +157,11 @@ class PipelineEngine(Engine):
         self.executor.clock = self.observer.program_clock(self.record_timeline)
         self.data_axis.begin()
         self.executor.loss_scale = self.optimizer_step.scale
+        if self.auxiliary:
+            labels = [microbatch.labels for microbatch in microbatches]
+            samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)
+            counts = self.module.is_last and grid.tensor.is_first
+            self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, self.optimizer_step.scale)
         result = self.executor.run(self.program, microbatches)
         self.data_axis.finish()
         if self.record_timeline:
@@ -167,7 +174,8 @@ class PipelineEngine(Engine):
                 f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
                 "at least one label that is not ignored"
             )
-        value = mean(grid, loss, weight)
+        self.auxiliary.require_weight(weight)
+        value, skipped = mean(grid, loss, weight), self.skipped_steps
         self.optimizer_step.take(
             grid,
             loss,
@@ -177,6 +185,8 @@ class PipelineEngine(Engine):
             update=self.data_axis.step,
             schedule=lambda: advance_schedule(self.lr_scheduler, optimizer, value),
         )
+        if self.auxiliary:
+            self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
         self.observer.end_step(grid, value)

@@ -23,7 +23,7 @@ class AuxiliaryLosses:
         weight: weight of one sample, W / N. None if the main loss is a mean over each microbatch: then the weight is
             1 / (samples of the microbatch).
         scale: factor of the loss in the backward pass, such as fp16's loss scale. It is read in the backward pass.
-        values: name -> sum over the samples of this step so far, on this rank.
+        values: name -> sum over this step's samples so far on this rank, times ``weight``.
     """
 
     def __init__(self) -> None:
@@ -45,17 +45,17 @@ class AuxiliaryLosses:
         """
         if not torch.is_grad_enabled():
             return x
+        weight = 1.0 / max(x.shape[0], 1) if self.weight is None else self.weight
         if counted and backward_task() == -1:
-            value = loss.detach().double()
+            value = loss.detach().double() * weight
             self.values[name] = self.values[name] + value if name in self.values else value
         if not loss.requires_grad:
             return x
-        weight = 1.0 / max(x.shape[0], 1) if self.weight is None else self.weight
-        y: Tensor = _Attach.apply(x, loss, self, weight * coefficient)
+        y: Tensor = _AttachLoss.apply(x, loss, self, weight * coefficient)
         return y
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """Identity of x whose backward pass gives a loss its gradient."""
 
     @staticmethod

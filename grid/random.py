@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .autograd import backward_task
 from .comm.axis import Axis
-from .layout import Layout
+from .layout import Layout, set_layout
 from .nest import map_tensors
 
 # Weights are drawn in blocks of rows, whose size depends on the whole shape only, never on the shard.
@@ -102,6 +102,30 @@ def initialize(
             low, high = max(first, start), min(last, stop)
             part = block[(slice(low - first, high - first), *box.whole[1:])]
             parameter[(slice(low + shift, high + shift), *box.local[1:])] = part
+
+
+def sharded_parameter(
+    layout: Layout,
+    init: Normal | Uniform,
+    rank: int,
+    size: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    expert: tuple[int, int] = (0, 1),
+) -> nn.Parameter:
+    """Make a new parameter that is one rank's shard, with its slice of the whole tensor's initial values.
+
+    Args:
+        layout: layout of the parameter, which is set on it.
+        init: distribution of the initial values.
+        rank, size: rank on the tensor axis, and size of this axis; 0 and 1 for a replicated parameter.
+        device, dtype: device and dtype of the parameter.
+        expert: rank on the expert axis, and size of this axis.
+    """
+    parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size, expert), device=device, dtype=dtype))
+    set_layout(parameter, layout)
+    initialize(parameter, layout, rank, size, init, expert)
+    return parameter
 
 
 class DropoutState:

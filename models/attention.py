@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Normal
+from ..grid.random import Normal, sharded_parameter
 from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
 from .packed import packing
 from .rope import Rope

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Normal
+from ..grid.random import Normal, sharded_parameter
 from ..pipe.spec import LayerSpec
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, sharded_parameter
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import LayerNorm
 from .config import GPTConfig
 from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last

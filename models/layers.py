@@ -155,4 +155,8 @@ class NextTokenLoss:
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
-        return total, torch.count_nonzero(labels != self.ignore_index)
+        return total, self.weight(labels)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        """Return the number of labels that count, (): the engine asks for it before the forward pass of a step."""
+        return torch.count_nonzero(labels != self.ignore_index)

@@ -1,10 +1,11 @@
-"""Files of a run's folder: their names, and writing one atomically."""
+"""Files of a run's folder: their names, names within them, and writing one atomically."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 METRICS, RUN, TIMELINE = "metrics.jsonl", "run.json", "timeline.json"
+EXPERTS = "Train/Experts/"  # in METRICS, in front of a layer's name: the loads of its experts
 
 
 def replace_file(file: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from .files import EXPERTS
 from .protocol import StepMetrics
 from .writers import Event, Write
 
@@ -14,6 +15,8 @@ class Monitor:
 
     The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``. ``grad_norm`` and
     the ``timings`` of ``StepMetrics`` are written too. The x value of each number is the number of samples so far.
+    Of the loads of a layer's experts, the largest and the smallest are written, over their mean. The JSON file has all
+    of them.
 
     Args:
         writers: called with every number.
@@ -31,7 +34,7 @@ class Monitor:
         """True if this rank has a writer, and so writes numbers and does not only print lines."""
         return bool(self._writers)
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``.
 
         Args:
@@ -76,5 +79,9 @@ def _events(metrics: StepMetrics) -> list[Event]:
         figures["loss_scale"] = metrics.loss_scale
     if metrics.grad_norm is not None:
         figures["grad_norm"] = metrics.grad_norm
-    figures |= metrics.timings
-    return [(f"Train/Samples/{name}", value, metrics.samples) for name, value in figures.items()]
+    figures |= {**metrics.timings, **metrics.auxiliary}
+    for layer, loads in metrics.loads.items():
+        mean = max(sum(loads) / len(loads), 1.0)
+        figures |= {f"{layer}.largest_load": max(loads) / mean, f"{layer}.smallest_load": min(loads) / mean}
+    events: list[Event] = [(f"Train/Samples/{name}", value, metrics.samples) for name, value in figures.items()]
+    return events + [(f"{EXPERTS}{layer}", list(loads), metrics.samples) for layer, loads in metrics.loads.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class StepMetrics:
         grad_norm: norm of the gradient before clipping; None where it is not known.
         skipped_steps: steps skipped so far, because of an overflow or a loss that is not finite.
         timings: further numbers by name: step time, throughput, memory, bubble, MFU.
+        auxiliary: auxiliary losses by name.
+        loads: layer -> tokens that each of its experts was given in the step.
     """
 
     step: int
@@ -73,6 +75,8 @@ class StepMetrics:
     grad_norm: float | None
     skipped_steps: int
     timings: Mapping[str, float]
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

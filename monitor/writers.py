@@ -13,7 +13,8 @@ from pathlib import Path
 from ..grid.errors import ConfigError
 from .files import METRICS
 
-Event = tuple[str, float, int]  # a name, a number, and the samples trained on so far
+# A name, a number (or the loads of a layer's experts), and the samples trained on so far.
+Event = tuple[str, float | list[int], int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
 
 
@@ -25,7 +26,7 @@ def csv_writer(folder: Path) -> Write:
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(events: Sequence[Event], step: int) -> None:
-        for name, value, samples in events:
+        for name, value, samples in _numbers(events):
             with (folder / f"{name.replace('/', '_')}.csv").open("a", newline="") as file:
                 rows = csv.writer(file)
                 if file.tell() == 0:
@@ -38,16 +39,21 @@ def csv_writer(folder: Path) -> Write:
 def json_writer(folder: Path) -> Write:
     """Return a writer that appends one line to ``metrics.jsonl`` for each step: {"step", "samples", "time", names...}.
 
-    ``time`` is in seconds since 1970. A number that is not finite is null. A
-    run whose first line is of step 1 replaces the file; a resumed run appends to it.
+    ``time`` is in seconds since 1970. A number that is not finite is null. The loads of a layer's experts are a list.
+    A run whose first line is of step 1 replaces the file; a resumed run appends to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, begun = folder / METRICS, False
 
     def write(events: Sequence[Event], step: int) -> None:
         nonlocal begun
-        row: dict[str, float | None] = {"step": step, "samples": events[0][2], "time": round(time.time(), 3)}
-        row |= {name: value if math.isfinite(value) else None for name, value, _ in events}
+        row: dict[str, float | list[int] | None] = {
+            "step": step,
+            "samples": events[0][2],
+            "time": round(time.time(), 3),
+        }
+        row |= {name: value for name, value, _ in events}
+        row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
         with path.open("a" if begun or step > 1 else "w") as file:
             file.write(json.dumps(row) + "\n")
         begun = True
@@ -67,7 +73,7 @@ def tensorboard_writer(folder: Path) -> Write:
     writer = SummaryWriter(log_dir=str(folder))
 
     def write(events: Sequence[Event], step: int) -> None:
-        for name, value, samples in events:
+        for name, value, samples in _numbers(events):
             writer.add_scalar(name, value, samples)
         writer.flush()
 
@@ -86,9 +92,14 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
     run = wandb.init(project=project, group=group, entity=team)
 
     def write(events: Sequence[Event], step: int) -> None:
-        run.log({name: value for name, value, _ in events}, step=events[0][2])
+        run.log({name: value for name, value, _ in _numbers(events)}, step=events[0][2])
 
     return write
+
+
+def _numbers(events: Sequence[Event]) -> list[tuple[str, float, int]]:
+    """Return the events that are single numbers."""
+    return [(name, value, samples) for name, value, samples in events if not isinstance(value, list)]
 
 
 def _require(package: str, install: str) -> None:

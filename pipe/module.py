@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import Axis, Grid, Layout, layout_of
+from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
 from ..grid.random import Dropout, DropoutState, seeded
 from .deepspeed_arguments import grid_of, partition_of, seed_of
@@ -76,6 +77,8 @@ class PipelineModule(nn.Module):
         grid: the grid of ranks; by default ``Grid()``: every process a replica.
         loss_fn: ``loss_fn(outputs, labels)`` returns a mean (all microbatches then have the same weight), or a pair
             ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns the loss.
+            For a model with auxiliary losses (``triax.moe``), a loss function that returns pairs needs a method
+            ``weight(labels)``, which returns the weight before the loss is computed.
         partition: how to cut the list into stages: ``"parameters"`` (the default: the largest stage has as few
             parameters as possible), ``"uniform"``, ``"type:REGEX"``, or boundaries such as ``[0, 8, 16, 23, 30]``.
         num_stages: instead of a grid: the number of ranks of the pipe axis; the other ranks are replicas.
@@ -100,6 +103,7 @@ class PipelineModule(nn.Module):
         placement: the rank of each stage.
         layers: the modules of this rank's stages, by their first index in the list.
         ties, tie_axes: the weights that several stages hold, and for each the axis of the ranks that hold it.
+        auxiliary: state of the auxiliary losses, which the layers share with the engine.
         run_hook: if set, layers are called as ``run_hook(stage, layer, call, x)`` instead of ``call(x)``. ZeRO-3
             gathers weights there.
         prefetch_hook: if set, called with the layers that a recomputation will run. ZeRO-3 starts to gather them.
@@ -146,6 +150,7 @@ class PipelineModule(nn.Module):
         self.output_fn = output_fn
         self.dtype = dtype
         self.dropout_state = DropoutState(self.seed)
+        self.auxiliary = AuxiliaryLosses()
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = checkpointable_layers
         self.recompute = Recompute(
@@ -389,6 +394,8 @@ class PipelineModule(nn.Module):
                     for name, module in layer.named_modules():
                         if isinstance(module, Dropout):
                             module.bind(f"layers.{source}.{name}", self.dropout_state)
+                        elif isinstance(module, AuxiliaryLayer):
+                            module.bind(f"layers.{source}.{name}".rstrip("."), self.auxiliary)
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
         self._record_checksums()
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..grid.random import Normal, Uniform
+from ..grid.random import Normal, Uniform, sharded_parameter
 from ..grid.ranges import check_units, split
 from .column import column_linear
-from .linear import ColumnParallelLinear, reduced, sharded_parameter
+from .linear import ColumnParallelLinear, reduced
 from .regions import gather_split
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.comm.axis import Axis
-from ..grid.layout import Layout, layout_of, set_layout
-from ..grid.random import Normal, Uniform, initialize
+from ..grid.layout import Layout, layout_of
+from ..grid.random import Normal, Uniform, sharded_parameter
 from ..grid.ranges import check_units
 from .column import column_linear
 from .regions import border, gather_split, reduce_scatter_gather, split_gather
@@ -208,30 +208,6 @@ class RowParallelLinear(_ParallelLinear):
             x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
         y = reduced(F.linear(x, self.weight), self.axis, self.sequence_parallel)  # (..., N)
         return y if self.bias is None else y.add_(self.bias)
-
-
-def sharded_parameter(
-    layout: Layout,
-    init: Normal | Uniform,
-    rank: int,
-    size: int,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    expert: tuple[int, int] = (0, 1),
-) -> nn.Parameter:
-    """Make a new parameter that is one rank's shard, with its slice of the whole tensor's initial values.
-
-    Args:
-        layout: layout of the parameter, which is set on it.
-        init: distribution of the initial values.
-        rank, size: rank on the tensor axis, and size of this axis; 0 and 1 for a replicated parameter.
-        device, dtype: device and dtype of the parameter.
-        expert: rank on the expert axis, and size of this axis.
-    """
-    parameter = nn.Parameter(torch.empty(layout.local_shape(rank, size, expert), device=device, dtype=dtype))
-    set_layout(parameter, layout)
-    initialize(parameter, layout, rank, size, init, expert)
-    return parameter
 
 
 def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:

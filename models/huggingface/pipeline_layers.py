@@ -265,7 +265,11 @@ class CausalLMLoss:
         total = F.cross_entropy(
             logits[:, :-1].flatten(0, 1), followed.flatten(), ignore_index=self.ignore_index, reduction="sum"
         )
-        return total, torch.count_nonzero(followed != self.ignore_index)
+        return total, self.weight(labels)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        """Return the number of labels that count, ()."""
+        return torch.count_nonzero(labels[:, 1:] != self.ignore_index)
 
 
 def _block(hf: HFModel, index: int) -> nn.Module:

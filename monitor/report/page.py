@@ -15,7 +15,7 @@ from ...pipe.program.measured_costs import costs_of
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.simulate import simulate
 from ...pipe.program.timeline import Timeline
-from ..files import TIMELINE
+from ..files import EXPERTS, TIMELINE
 from ..protocol import Slice
 from .run_folder import Run, Traced, read_trace
 from .svg import Bar, BarRow, Curve, line_chart, number, thinned, timeline
@@ -103,6 +103,7 @@ def page(run: Run) -> str:
         not_finite=[at for at, loss in losses if not math.isfinite(loss)],
         tiles=_tiles(run),
         charts=_charts(run),
+        experts=_experts(run),
         step=step,
         ranks=ranks[:_MOST_RANKS],
         memory=[rank for rank in ranks if rank.get("memory")][:_MOST_RANKS],
@@ -180,7 +181,36 @@ def _charts(run: Run) -> list[dict[str, Any]]:
     ):
         points = [(step, scale * y) for step, y in run.series(_TRAIN + key)]
         charts.append(chart(title, unit, [Curve(title.lower(), points, color)]))
+    for key, title, unit in (
+        ("balance", "Load-balancing loss", "mean over the layers; 1 if all experts get equally many tokens"),
+        ("z_loss", "Router z-loss", "mean over the layers"),
+        ("largest_load", "Busiest expert", "its tokens over the mean of its layer; mean over the layers"),
+    ):
+        charts.append(chart(title, unit, [Curve(title.lower(), _mean_over_layers(run, f".{key}"), 3)]))
     return [made for made in charts if made]
+
+
+def _mean_over_layers(run: Run, ending: str) -> list[tuple[int, float]]:
+    """Return (step, mean) of all numbers whose name has an ending, by step."""
+    names = {name for row in run.rows for name in row if name.startswith(_TRAIN) and name.endswith(ending)}
+    found: dict[int, list[float]] = {}
+    for name in names:
+        for step, value in run.series(name):
+            found.setdefault(step, []).append(value)
+    return [(step, statistics.fmean(values)) for step, values in sorted(found.items())]
+
+
+def _experts(run: Run) -> dict[str, Any] | None:
+    """Return the loads of all experts in the last step that has them, over the mean of their layer; None without."""
+    row = next((row for row in reversed(run.rows) if any(name.startswith(EXPERTS) for name in row)), None)
+    if row is None:
+        return None
+    layers = []
+    for name, loads in row.items():
+        if name.startswith(EXPERTS) and isinstance(loads, list) and loads:
+            mean = sum(loads) / len(loads) or 1.0
+            layers.append({"name": name.removeprefix(EXPERTS), "loads": loads, "over_mean": [n / mean for n in loads]})
+    return {"step": row["step"], "layers": layers}
 
 
 def _level(run: Run) -> tuple[str, float] | None:

@@ -44,7 +44,11 @@ class _RunJson(BaseModel):
     ranks: list[_RankJson] = []
 
 
-_ROW, _RECORD, _TRACE = TypeAdapter(dict[str, float | None]), TypeAdapter(_RunJson), TypeAdapter(dict[str, Any])
+_ROW, _RECORD, _TRACE = (
+    TypeAdapter(dict[str, float | list[int] | None]),
+    TypeAdapter(_RunJson),
+    TypeAdapter(dict[str, Any]),
+)
 
 
 @dataclass
@@ -53,7 +57,8 @@ class Run:
 
     Attributes:
         name: name of the folder.
-        rows: lines of metrics.jsonl, in the order in which they were written: name -> number, None if not finite.
+        rows: lines of metrics.jsonl, in the order in which they were written: name -> number, None if not finite. The
+            loads of a layer's experts are a list.
         record: run.json; {} if there is none.
         trace: timeline.json; None if there is none.
         logs: name of a log file -> its last lines.
@@ -71,7 +76,7 @@ class Run:
         """Return (step, number) of one name, by step. Of a step repeated after a restart, the last number counts."""
         found: dict[int, float] = {}
         for row in self.rows:
-            if name in row:
+            if name in row and not isinstance(row[name], list):
                 found[row["step"]] = math.nan if row[name] is None else row[name]
         return sorted(found.items())
 

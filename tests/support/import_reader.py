@@ -9,7 +9,7 @@ from pathlib import Path
 ASIDE = ("tests", "examples", "benchmarks")
 _PARTS = (
     *("grid", "pipe", "tensor_parallel", "context", "zero", "config", "optim", "data", "checkpoint", "launcher"),
-    *("monitor", "plan"),
+    *("monitor", "moe", "plan"),
 )
 # From a folder, to the folders or files that it may import, beside itself: lower levels only.
 ARROWS: dict[str, tuple[str, ...]] = {
@@ -24,7 +24,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("grid",),
     "launcher": ("grid",),
     "monitor": ("grid", "pipe/program"),
-    "models": ("grid", "pipe/spec.py", "tensor_parallel", "context"),
+    "moe": ("grid", "tensor_parallel/regions.py"),
+    "models": ("grid", "pipe/spec.py", "tensor_parallel", "context", "moe"),
     "plan": ("grid/topology.py", "grid/ranges.py", "pipe/program", "pipe/schedules", "config", "models/config.py"),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),

@@ -1,0 +1,149 @@
+"""Auxiliary losses and expert loads of an engine's steps, for models with a mixture of experts.
+
+begin of a step    sum of the batch's weight and samples over all ranks       ``begin``
+while it runs      layers attach their losses, and count their experts' tokens
+end of a step      sum of losses and loads over all ranks, in one all-reduce   ``end``
+
+A model without such layers costs nothing here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..grid import Grid
+from ..grid.agreement import totals
+from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
+from ..grid.errors import AgreedError
+
+_STARVED, _PATIENCE = 0.1, 100  # of the mean load, in so many steps in a row
+
+
+class AuxiliarySteps:
+    """Auxiliary losses and expert loads over the steps of one engine. Collective over the pipe axis when it is made.
+
+    Args:
+        module: the module, whose layers are bound to ``state``.
+        grid: the grid.
+        state: the state that the layers share.
+
+    Attributes:
+        losses: name -> value of each auxiliary loss in the last step: the mean over the batch's samples, without its
+            coefficient. Equal on every rank.
+        loads: layer -> tokens that each expert was given in the last step. Equal on every rank.
+    """
+
+    def __init__(self, module: nn.Module, grid: Grid, state: AuxiliaryLosses) -> None:
+        self._layers = {part.name: part for part in module.modules() if isinstance(part, AuxiliaryLayer)}
+        self._state = state
+        mine = [(name, layer.experts, list(layer.loss_names)) for name, layer in self._layers.items()]
+        with grid.pipe.traffic.uncounted():
+            # (A tied layer may be on several ranks.)
+            self._known = [*{each[0]: each for rank in grid.pipe.all_gather_json(mine) for each in rank}.values()]
+        self.losses: dict[str, float] = {}
+        self.loads: dict[str, list[int]] = {}
+        self._starving: dict[str, list[int]] = {name: [0] * experts for name, experts, _ in self._known}
+        self._weight: float | None = None
+
+    def __bool__(self) -> bool:
+        """True if the model has such layers, on any rank."""
+        return bool(self._known)
+
+    def begin(self, grid: Grid, loss_fn: Any, labels: Sequence[Any], samples: int, counts: bool, scale: float) -> None:
+        """Begin a step: set the weight of a sample. Collective.
+
+        Args:
+            grid: the grid whose ranks take the step together.
+            loss_fn: the loss function. Its method ``weight(labels)``, if it has one, returns a microbatch's weight.
+                Otherwise each microbatch weighs 1.
+            labels: labels of this rank's microbatches.
+            samples: number of samples of these microbatches.
+            counts: True if this rank counts: one rank for each part of the batch.
+            scale: factor of the loss.
+        """
+        weigh = getattr(loss_fn, "weight", None)  # of a torch loss it may be a tensor, the weights of the classes
+        weights = [weigh(each) if callable(weigh) else 1.0 for each in labels] if counts else []
+        counted = samples if counts and grid.context.is_first else 0
+        self._weight, number = totals(grid, [sum(weights, 0.0), float(counted)])
+        self._state.weight, self._state.scale = self._weight / max(number, 1.0), scale
+        self.clear()
+
+    def require_weight(self, weight: float) -> None:
+        """Check the weight that ``begin`` found against the weight of the losses that were then computed.
+
+        Raises:
+            AgreedError: on every rank: they differ.
+        """
+        if self._weight is not None and abs(weight - self._weight) > 1e-6 * abs(weight):
+            raise AgreedError(
+                f"the model has auxiliary losses, whose gradients need the weight of the batch before the first "
+                f"backward pass. It was taken to be {self._weight:g}, but the losses that loss_fn returned have the "
+                f"weight {weight:g}: give loss_fn a method weight(labels) that returns the weight of the pair (sum, "
+                "weight), as triax.models.NextTokenLoss has, or return a mean"
+            )
+
+    def clear(self) -> None:
+        """Drop the values and loads that were counted so far."""
+        self._state.values.clear()
+        for layer in self._layers.values():
+            layer.loads = None
+
+    def end(self, grid: Grid, weight: float, skipped: bool, report: bool) -> None:
+        """End a step: sum its losses and loads, and let the layers move their biases. Collective.
+
+        Args:
+            grid: the grid whose ranks took the step together.
+            weight: weight of the batch, by which the losses are divided.
+            skipped: the step was skipped: the layers then keep their biases and loads.
+            report: this rank logs a warning if an expert starves.
+        """
+        size = sum(experts + len(names) for _, experts, names in self._known)
+        sums = torch.zeros(size, dtype=torch.float64, device=grid.device)
+        place = 0
+        for name, experts, names in self._known:
+            layer = self._layers.get(name)
+            if layer is not None and layer.loads is not None:
+                sums[place : place + experts] = layer.loads
+            place += experts
+            for index, loss in enumerate(names):
+                if loss in self._state.values:
+                    sums[place + index] = self._state.values[loss]
+            place += len(names)
+        grid.world.all_reduce(sums)
+        values, place = sums.tolist(), 0
+        for name, experts, names in self._known:
+            own = sums[place : place + experts].long()
+            self.loads[name] = [int(load) for load in values[place : place + experts]]
+            place += experts
+            self.losses |= {loss: value / weight for loss, value in zip(names, values[place:], strict=False)}
+            place += len(names)
+            if name in self._layers and not skipped:
+                self._layers[name].end_step(own)
+            self._warn(name, self.loads[name], report)
+        self.clear()
+
+    def _warn(self, name: str, loads: Sequence[int], report: bool) -> None:
+        """Log a line for each expert that starves, once until it recovers."""
+        steps, mean = self._starving[name], sum(loads) / len(loads)
+        for expert, load in enumerate(loads):
+            steps[expert] = steps[expert] + 1 if load < _STARVED * mean else 0
+            if steps[expert] == _PATIENCE and report:
+                logging.getLogger("triax").warning(
+                    "expert %d of %s starves: in each of the last %d steps it was given less than %.0f %% of the mean "
+                    "load (%d of %.0f tokens in the last one). Raise balance_coefficient, or use balance='bias'",
+                    *(expert, name, _PATIENCE, 100 * _STARVED, load, mean),
+                )
+
+
+def bind_auxiliary(module: nn.Module) -> AuxiliaryLosses:
+    """Bind a plain module's layers with auxiliary losses to one state, and return it."""
+    state = AuxiliaryLosses()
+    for name, part in module.named_modules():
+        if isinstance(part, AuxiliaryLayer):
+            part.bind(name, state)
+    return state

@@ -1,0 +1,166 @@
+"""Experts: MLPs of equal shape, whose weights are whole tensors (E, ...) sharded over the expert axis.
+
+Also the shared experts, one dense MLP for all tokens (DeepSeekMoE, arXiv:2401.06066).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..grid import Grid
+from ..grid.layout import Layout
+from ..grid.random import Normal, Uniform, sharded_parameter
+from .grouped import Groups, grouped_linear
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Kind of an expert's MLP: ``down(f(up x))``, or gated ``down(f(gate x) * up x)`` (Shazeer 2020, arXiv:2002.05202).
+
+    Attributes:
+        name: name in configurations.
+        function: f.
+        gated: have a gate.
+    """
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    gated: bool = False
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """Apply f to the first product's output: (..., W) from (..., W), or from (..., 2 W) if gated."""
+        if not self.gated:
+            return self.function(y)
+        gate, up = y.chunk(2, dim=-1)
+        return self.function(gate) * up
+
+
+SwiGLU = Activation("swiglu", F.silu, gated=True)
+GEGLU = Activation("geglu", F.gelu, gated=True)
+GELU = Activation("gelu", F.gelu)
+ReLU = Activation("relu", F.relu)
+ACTIVATIONS = {kind.name: kind for kind in (SwiGLU, GEGLU, GELU, ReLU)}
+
+
+class Experts(nn.Module):
+    """E experts, of which this rank holds E / (size of the expert axis), one after the other.
+
+    Args:
+        hidden: D.
+        width: W, the hidden dim of one expert.
+        experts: E.
+        grid: the grid.
+        activation: kind of the MLP.
+        shard_tensor: shard W over the tensor axis. The outputs are then partial sums over that axis.
+        partial: each tensor-parallel rank has other tokens, so that gradients are summed over the tensor axis.
+        init: distribution of the weights; by default ``nn.Linear``'s.
+        device, dtype: of the weights.
+
+    Attributes:
+        gate_up: (E, 2 W, D), the rows of gate before the rows of up; ``up``, (E, W, D), if the MLP is not gated.
+        down: (E, D, W).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        experts: int,
+        *,
+        grid: Grid,
+        activation: Activation,
+        shard_tensor: bool = False,
+        partial: bool = False,
+        init: Normal | Uniform | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        make = _Maker(grid, shard_tensor, partial, (experts,), init, device, dtype)
+        self.register_parameter(_first(activation), make.first(width, hidden, activation.gated))
+        self.down = make.last(hidden, width)
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """Compute the outputs of this rank's experts: (N, D) from (N, D), rows sorted by expert."""
+        weight: Tensor = getattr(self, _first(self.activation))
+        return grouped_linear(self.activation(grouped_linear(x, weight, groups)), self.down, groups)
+
+
+class SharedExperts(nn.Module):
+    """Dense MLP for all tokens, with the arguments of ``Experts``.
+
+    Attributes:
+        gate_up: (2 W, D), the rows of gate before the rows of up; ``up``, (W, D), if the MLP is not gated.
+        down: (D, W).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        *,
+        grid: Grid,
+        activation: Activation,
+        shard_tensor: bool = False,
+        partial: bool = False,
+        init: Normal | Uniform | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        make = _Maker(grid, shard_tensor, partial, (), init, device, dtype)
+        self.register_parameter(_first(activation), make.first(width, hidden, activation.gated))
+        self.down = make.last(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output: (..., D) from (..., D)."""
+        return F.linear(self.activation(F.linear(x, getattr(self, _first(self.activation)))), self.down)
+
+
+def _first(activation: Activation) -> str:
+    """Return the name of the first weight."""
+    return "gate_up" if activation.gated else "up"
+
+
+class _Maker:
+    """Makes the two weights of an MLP, with this rank's slice of the whole weights' initial values."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        shard_tensor: bool,
+        partial: bool,
+        experts: tuple[int, ...],
+        init: Normal | Uniform | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._grid, self._shards, self._experts, self._init = grid, shard_tensor, experts, init
+        self._options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._common: dict[str, Any] = {"partial": partial, "expert_dim": 0 if experts else None}
+
+    def first(self, width: int, hidden: int, gated: bool) -> nn.Parameter:
+        """Make (E, W, D), or (E, 2 W, D) of two parts if gated."""
+        parts = (width, width) if gated else (width,)
+        shard: dict[str, Any] = {"shard_dim": len(self._experts), "parts": parts} if self._shards else {}
+        return self._make((*self._experts, sum(parts), hidden), hidden, shard)
+
+    def last(self, hidden: int, width: int) -> nn.Parameter:
+        """Make (E, D, W)."""
+        shard = {"shard_dim": len(self._experts) + 1} if self._shards else {}
+        return self._make((*self._experts, hidden, width), width, shard)
+
+    def _make(self, shape: tuple[int, ...], inputs: int, shard: dict[str, Any]) -> nn.Parameter:
+        layout, tensor, expert = Layout(shape, **shard, **self._common), self._grid.tensor, self._grid.expert
+        init = self._init or Uniform(1 / math.sqrt(inputs))
+        place = (expert.rank, expert.size)
+        return sharded_parameter(layout, init, tensor.rank, tensor.size, **self._options, expert=place)

@@ -1,0 +1,191 @@
+"""Grouped product: the rows of each expert times the expert's matrix, in one function.
+
+Rows lie one expert after the other. The function is one node of the autograd graph, so an expert without a row takes
+part like the others, and its gradient is zero. The split backward of zero-bubble schedules intercepts it, as it
+intercepts ``F.linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..grid.autograd import cast, product_dtype
+
+_ALIGNED = 16  # bytes: torch's grouped kernels need row lengths that are multiples of it
+
+
+class Groups:
+    """Numbers of rows of each expert.
+
+    Args:
+        counts: (E,) int64, on the device of the rows.
+        lengths: the same numbers, if they are known on the host already.
+    """
+
+    def __init__(self, counts: Tensor, lengths: list[int] | None = None) -> None:
+        self.counts = counts
+        self._lengths = lengths
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of rows on the host. On a GPU the first call waits for the device."""
+        if self._lengths is None:
+            self._lengths = self.counts.tolist()
+        return self._lengths
+
+    @property
+    def ends(self) -> Tensor:
+        """End of each expert's rows, (E,) int32 on the device, as torch's grouped product takes it."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+
+class WeightQueue(Protocol):
+    """Protocol: queue of deferred weight gradients. ``pipe.backward.Deferred`` is one.
+
+    Attributes:
+        collects: True while a backward pass runs that defers weight gradients.
+    """
+
+    collects: bool
+
+    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Return True if the weight gradient of this product may be deferred."""
+
+    def add(self, parameter: Tensor, accumulate: Callable[[Tensor], object]) -> None:
+        """Queue a contribution to a parameter's gradient: ``accumulate(into)`` adds it to ``into``."""
+
+
+class _GroupedLinear:
+    __name__ = "grouped_linear"
+
+    def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        """Multiply the rows of each expert e by ``weight[e]`` transposed.
+
+        A ``TorchFunctionMode`` intercepts this call, as it intercepts ``F.linear``, and may call ``deferred`` instead.
+
+        Args:
+            x: (N, K), the rows of expert 0, then those of expert 1, and so on.
+            weight: (E, M, K).
+            groups: the numbers of rows of each expert, with sum N.
+
+        Returns:
+            (N, M).
+        """
+        if has_torch_function((x, weight)):
+            y: Tensor = handle_torch_function(self, (x, weight), x, weight, groups)
+            return y
+        return self._product(x, weight, groups, None)
+
+    def deferred(self, later: WeightQueue, x: Tensor, weight: Tensor, groups: Groups) -> Tensor | None:
+        """Compute the product as ``__call__`` does, but queue the weight gradient in ``later``.
+
+        Returns None, without a computation, if the weight gradient may not be deferred.
+        """
+        return self._product(x, weight, groups, later) if later.takes(x, weight, None) else None
+
+    def _product(self, x: Tensor, weight: Tensor, groups: Groups, later: WeightQueue | None) -> Tensor:
+        dtype = product_dtype(x)
+        y: Tensor = _GroupedProduct.apply(cast(x, dtype), weight, groups, later, dtype)
+        return y
+
+
+grouped_linear = _GroupedLinear()
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Autograd function y_e = x_e W_e^T. Under autocast it keeps the weight, and casts it again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, later: WeightQueue | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        # Where to put the gradient: not the saved weight, for a hook on saved tensors hands back a copy of that.
+        ctx.groups, ctx.later, ctx.dtype, ctx.parameter = groups, later, dtype, weight if later else None
+        return _rows_times(x, cast(weight, dtype), groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 5
+        (x, weight), groups, later = ctx.saved_tensors, ctx.groups, ctx.later
+        whole = cast(weight, ctx.dtype)
+        if torch.is_grad_enabled():  # to be differentiated again
+            dx = _GroupedProduct.apply(dy, whole.mT, groups, None, None) if ctx.needs_input_grad[0] else None
+            return dx, _GroupedOuter.apply(dy, x, groups) if ctx.needs_input_grad[1] else None, None, None, None
+        dx = _rows_times(dy, whole.mT, groups) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None, None, None
+        if later is not None and later.collects:
+            x = x.detach()
+            later.add(ctx.parameter, lambda into: _add_outer(into, dy, x, groups))
+            return dx, None, None, None, None
+        return dx, _outer(dy, x, groups), None, None, None
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """Autograd function G_e = a_e^T b_e, the gradient of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.groups = groups
+        return _outer(a, b, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        da = _GroupedProduct.apply(b, gradient, ctx.groups, None, None) if ctx.needs_input_grad[0] else None
+        db = _GroupedProduct.apply(a, gradient.mT, ctx.groups, None, None) if ctx.needs_input_grad[1] else None
+        return da, db, None
+
+
+def _rows_times(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """Return x_e weight_e^T: (N, M) from (N, K) and (E, M, K)."""
+    if _has_kernel(x, weight.shape[1], weight.shape[2]):
+        return F.grouped_mm(x.contiguous(), weight.mT, offs=groups.ends)
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    start = 0
+    for matrix, length in zip(weight.unbind(), groups.lengths, strict=True):
+        if length:
+            torch.mm(x[start : start + length], matrix.T, out=y[start : start + length])
+        start += length
+    return y
+
+
+def _outer(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
+    """Return a_e^T b_e: (E, M, K) from (N, M) and (N, K); zero for an expert without rows."""
+    if _has_kernel(a, a.shape[1], b.shape[1]):
+        found = F.grouped_mm(a.contiguous().mT, b.contiguous(), offs=groups.ends)
+        return found.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
+    into = a.new_zeros(len(groups.lengths), a.shape[1], b.shape[1])
+    _add_outer(into, a, b, groups)
+    return into
+
+
+def _add_outer(into: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
+    """Compute ``into_e += a_e^T b_e`` for each expert."""
+    if _has_kernel(a, a.shape[1], b.shape[1]):
+        into.add_(_outer(a, b, groups))
+        return
+    start = 0
+    for matrix, length in zip(into.unbind(), groups.lengths, strict=True):
+        left, right = a[start : start + length].T, b[start : start + length]
+        if length and into.dtype == a.dtype:
+            matrix.addmm_(left, right)
+        elif length:
+            matrix.add_(left @ right)
+        start += length
+
+
+def _has_kernel(x: Tensor, *lengths: int) -> bool:
+    """Return True if torch has a grouped kernel for these rows: bfloat16 on a GPU, with aligned rows."""
+    aligned = all(length * x.element_size() % _ALIGNED == 0 for length in lengths)
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0

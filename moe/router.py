@@ -1,0 +1,166 @@
+"""Router: chooses k experts for each token, and their weights.
+
+| router | scores | as in |
+|---|---|---|
+| ``softmax`` | softmax of the logits over all experts | Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V2 |
+| ``sigmoid`` | sigmoid of each logit; the bias is added for the selection only | DeepSeek-V3, arXiv:2412.19437 |
+
+The k experts with the highest scores are chosen, in that order; of equal scores, the lowest expert first. All of it is
+computed in float32 at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..grid.layout import Layout
+from ..grid.random import Normal, Uniform, sharded_parameter
+
+_TINY = 1e-20  # added to a sum of sigmoids, which may underflow to 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Routing of the tokens of one rank.
+
+    Attributes:
+        logits: (B, T, E), in float32 at least.
+        shares: (B, T, E), the scores with sum 1 over the experts, as the load-balancing losses use them.
+        experts: int64 (B, T, k), the chosen experts, in order of their scores. ``E`` in place of an expert means none.
+        weights: (B, T, k), factors of the experts' outputs.
+    """
+
+    logits: Tensor
+    shares: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+class Router(nn.Module):
+    """Linear layer without a bias, whose outputs score the experts.
+
+    Args:
+        hidden: D.
+        experts: E.
+        top_k: k.
+        kind: ``softmax`` or ``sigmoid``.
+        normalize: divide the k weights by their sum.
+        scale: factor of the weights (DeepSeek's ``routed_scaling_factor``).
+        groups: number of groups of consecutive experts (``n_group``).
+        groups_limit: number of groups from which the k experts are chosen (``topk_group``). A group's score is its
+            highest score (``softmax``, DeepSeek-V2) or the sum of its two highest scores (``sigmoid``, DeepSeek-V3).
+        partial: each tensor-parallel rank has other tokens, so that the gradients are summed over the tensor axis.
+        biased: have a bias for the selection. True for ``sigmoid`` and for ``balance="bias"``.
+        init: distribution of the weight; by default ``nn.Linear``'s.
+        device, dtype: of the weight.
+
+    Attributes:
+        weight: (E, D).
+        bias: buffer (E,) float32, added to the scores for the selection only; None without one.
+
+    Raises:
+        ValueError: an argument is not possible with the others.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        kind: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        groups_limit: int | None = None,
+        partial: bool = False,
+        biased: bool = False,
+        init: Normal | Uniform | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in ("softmax", "sigmoid"):
+            raise ValueError(f"router={kind!r} is unknown: give 'softmax' or 'sigmoid'")
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k={top_k} experts cannot be chosen out of {experts}: give top_k 1 to {experts}")
+        if experts % groups:
+            raise ValueError(
+                f"groups={groups} does not divide {experts} experts into equal groups: give a divisor of {experts}"
+            )
+        limit = groups if groups_limit is None else groups_limit
+        if not 1 <= limit <= groups or limit * (experts // groups) < top_k:
+            raise ValueError(
+                f"groups_limit={limit} of {groups} groups of {experts // groups} experts cannot hold top_k={top_k} "
+                f"experts: give groups_limit {-(-top_k * groups // experts)} to {groups}"
+            )
+        self.experts, self.top_k, self.kind = experts, top_k, kind
+        self.normalize, self.scale = normalize, scale
+        self.groups, self.groups_limit = groups, limit
+        layout = Layout((experts, hidden), partial=partial)
+        self.weight = sharded_parameter(layout, init or Uniform(1 / math.sqrt(hidden)), 0, 1, device, dtype)
+        biased = biased or kind == "sigmoid"
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32, device=device) if biased else None)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
+        """Route tokens.
+
+        Args:
+            x: (B, T, D).
+            valid: bool (B, T); a token with False goes to no expert. None: all are valid.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            logits = F.linear(x.to(dtype), self.weight.to(dtype))  # (B, T, E)
+            if self.kind == "softmax":
+                scores = shares = logits.softmax(-1)
+            else:
+                scores = logits.sigmoid()
+                shares = scores / (scores.sum(-1, keepdim=True) + _TINY)
+            chosen = self._choose(scores.detach())  # (B, T, k)
+            weights = scores.gather(-1, chosen)
+            if self.normalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + (_TINY if self.kind == "sigmoid" else 0.0))
+            if self.scale != 1.0:
+                weights = weights * self.scale
+        if valid is not None:
+            chosen = chosen.masked_fill(~valid[..., None], self.experts)
+        return Routing(logits, shares, chosen, weights)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the k experts with the highest scores, of equal scores the lowest expert first: int64 (..., k)."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups_limit < self.groups:
+            grouped = scores.unflatten(-1, (self.groups, -1))  # (..., G, E / G)
+            best = grouped.topk(min(2, grouped.shape[-1]) if self.kind == "sigmoid" else 1).values.sum(-1)  # (..., G)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _highest(best, self.groups_limit), True)
+            scores = grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
+        return _highest(scores, self.top_k)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # A module that is cast to bf16 keeps the bias in float32, because its steps are smaller than bf16's.
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None and not bias.is_meta:
+            self.bias = bias.to(self.bias.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the text that ``print`` shows."""
+        return f"{self.kind}, top {self.top_k} of {self.experts}"
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest scores on the last dim, highest first; of equal scores the lowest index."""
+    # torch.topk orders equal scores as it likes.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

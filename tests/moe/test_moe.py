@@ -1,0 +1,221 @@
+"""A layer of experts equals a loop over its tokens, on every grid: outputs, losses, loads and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe_reference import reference
+from torch import Tensor
+
+from triax.grid import Grid, layout_of
+from triax.grid.random import seeded
+from triax.moe import MoE
+
+B, T, D, E, K, W = 4, 8, 6, 4, 2, 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sequence": {},
+    "capacity": {"capacity": 0.75, "z_loss": 0.02, "expert": "gelu"},
+    "batch": {"balance": "batch", "z_loss": 0.02, "normalize": False, "expert": "relu"},
+    "bias": {"balance": ("bias", "sequence"), "router": "sigmoid", "scale": 1.5, "groups": 2, "groups_limit": 1},
+    "shared": {
+        "balance": None,
+        "shared_experts": 2,
+        "shared_gate": True,
+        "capacity": 1.0,
+        "groups": 4,
+        "groups_limit": 3,
+    },
+    "microbatch": {"balance": "microbatch", "expert": "geglu"},
+}
+PADDED = ("capacity", "shared", "batch")  # with padding
+PLAIN = {"data": 1, "context": 1, "tensor": 1, "expert": 1}
+# Sizes of the axes that are not 1, and the options of the layer that go with them. The first few run by default.
+FEW = {1: 1, 2: 5, 4: 5}
+GRIDS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [
+        {"data": 2, "expert": 2},
+        {"context": 2, "expert": 2},
+        {"context": 2},
+        {"tensor": 2, "sequence_parallel": True},
+        {"tensor": 2, "shard_tensor": True},
+        {"tensor": 2, "shard_tensor": True, "sequence_parallel": True},
+        {"tensor": 2},
+        {"data": 2},
+    ],
+    4: [
+        {"context": 4, "expert": 4},
+        {"data": 2, "context": 2, "expert": 2},
+        {"data": 2, "expert": 2, "tensor": 2, "sequence_parallel": True},
+        {"context": 2, "expert": 2, "tensor": 2, "sequence_parallel": True, "shard_tensor": True},
+        {"data": 2, "expert": 2, "tensor": 2, "shard_tensor": True},
+        {"data": 4, "expert": 4},
+        {"data": 4, "expert": 2},
+        {"data": 2, "context": 2, "expert": 4},
+        {"context": 2, "expert": 2, "tensor": 2, "sequence_parallel": True},
+        {"context": 2, "tensor": 2, "sequence_parallel": True},
+    ],
+}
+BIAS = torch.tensor([0.1, -0.2, 0.05, 0.0])
+PAST = torch.tensor([10, 3, 0, 7])
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def padding() -> Tensor:
+    valid = torch.ones(B, T, dtype=torch.bool)
+    valid[0, 5:] = valid[2, 1:3] = valid[3] = False
+    return valid
+
+
+def build(grid: Grid, options: dict[str, Any], **others: Any) -> MoE:
+    with seeded(1, "layer"):
+        layer = MoE(D, E, K, grid=grid, width=W, dtype=torch.float64, **options, **others)
+    if layer.router.bias is not None:
+        layer.router.bias.copy_(BIAS)
+    if layer.past_loads is not None:
+        layer.past_loads.copy_(PAST)
+    return layer
+
+
+def place(grid: Grid, sequence_parallel: bool) -> tuple[list[int], Tensor]:
+    """This rank's samples and positions: zigzag over context, then contiguous over tensor."""
+    samples = list(range(B))[grid.data.rank * B // grid.data.size :][: B // grid.data.size]
+    chunks = torch.arange(T).chunk(2 * grid.context.size)
+    mine = torch.cat([chunks[grid.context.rank], chunks[2 * grid.context.size - 1 - grid.context.rank]])
+    if sequence_parallel:
+        mine = mine.chunk(grid.tensor.size)[grid.tensor.rank]
+    return samples, mine
+
+
+def run_on_rank(cases: list[dict[str, Any]], both: bool = False) -> list[dict[Any, Any]]:
+    found = []
+    for case in cases:
+        sizes = {axis: case.get(axis, 1) for axis in PLAIN}
+        others = {key: value for key, value in case.items() if key not in PLAIN}
+        grid, results = Grid(**sizes), {}
+        grid.traffic.clear()
+        for name, options in OPTIONS.items():
+            for padded in (False, True) if both else (name in PADDED,):
+                results[name, padded] = step(grid, options, others, padded)
+        if grid.size == 1:
+            assert not grid.traffic.report()
+        found.append(results)
+    return found
+
+
+def step(grid: Grid, options: dict[str, Any], others: dict[str, Any], padded: bool) -> dict[str, Any]:
+    """One batch in microbatches: this rank's outputs, and the gradients summed over the replicas."""
+    layer = build(grid, options, **others)
+    layer.auxiliary.weight, layer.auxiliary.scale = 1 / B, 3.0
+    samples, positions = place(grid, others.get("sequence_parallel", False))
+    x, dy = numbers(B, T, D, seed=2), numbers(B, T, D, seed=3)
+    valid = padding() if padded else None
+    outs, dxs = [], []
+    micro = 2 if len(samples) > 1 else 1
+    for rows in torch.tensor(samples).chunk(micro):
+        own = x[rows][:, positions].requires_grad_()
+        y = layer(own, None if valid is None else valid[rows][:, positions], positions)
+        (3.0 * y * dy[rows][:, positions]).sum().backward()
+        outs.append(y.detach())
+        assert own.grad is not None
+        dxs.append(own.grad)
+    gradients = {}
+    for name, parameter in layer.named_parameters():
+        layout = layout_of(parameter)
+        assert parameter.grad is not None  # also of an expert without tokens
+        grid.axis(layout.replicas).all_reduce(parameter.grad)
+        if layout.partial:
+            grid.tensor.all_reduce(parameter.grad)
+        gradients[name] = layout.gather(grid.tensor, parameter.grad, grid.expert)
+    totals = torch.zeros(E + 2, dtype=torch.float64)
+    if layer.loads is not None:
+        totals[:E] = layer.loads
+    for index, name in enumerate(layer.loss_names):
+        if name in layer.auxiliary.values:
+            totals[E + index] = B * layer.auxiliary.values[name]
+    grid.data_context.all_reduce(totals)
+    grid.tensor.all_reduce(totals)
+    return {
+        "place": (samples, positions),
+        "y": torch.cat(outs),
+        "dx": torch.cat(dxs),
+        "gradients": gradients,
+        "loads": totals[:E],
+        "losses": dict(zip(layer.loss_names, totals[E:].tolist())),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    """What the loops over tokens give, for each option: made once."""
+    made: dict[Any, Any] = {}
+
+    def get(name: str, padded: bool, microbatches: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+        options = OPTIONS[name]
+        key = name, padded, microbatches if name == "microbatch" else ()
+        if key not in made:
+            layer = build(Grid(), options)
+            weights = {n: p.detach().requires_grad_() for n, p in layer.named_parameters()}
+            x = numbers(B, T, D, seed=2).requires_grad_()
+            y, losses, loads = reference(
+                *(x, weights, options, K),
+                valid=padding() if padded else None,
+                bias=None if layer.router.bias is None else BIAS,
+                past=PAST,
+                microbatches=[list(each) for each in microbatches],
+            )
+            total = (y * numbers(B, T, D, seed=3)).sum()
+            for loss, factor in (("balance", 0.01), ("z_loss", options.get("z_loss", 0.0))):
+                if loss in losses:
+                    total = total + factor * losses[loss] / B
+            total.backward()
+            made[key] = {
+                "y": y.detach(),
+                "dx": x.grad,
+                "gradients": {n: w.grad for n, w in weights.items()},
+                "loads": loads,
+                "losses": {n: float(loss.detach()) for n, loss in losses.items()},
+            }
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("size", list(GRIDS))
+def test_layer_equals_a_loop_over_tokens(ranks: Any, expected: Any, size: int) -> None:
+    check(GRIDS[size][: FEW[size]], ranks(size, run_on_rank, GRIDS[size][: FEW[size]]), expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", list(GRIDS))
+def test_every_grid_with_and_without_padding(ranks: Any, expected: Any, size: int) -> None:
+    check(GRIDS[size], ranks(size, run_on_rank, GRIDS[size], True), expected)
+
+
+def check(cases: list[dict[str, Any]], every: list[list[dict[Any, Any]]], expected: Any) -> None:
+    for index, case in enumerate(cases):
+        for rank, found in enumerate(results[index] for results in every):
+            for (name, padded), got in found.items():
+                what = f"{case}, {name}, padded={padded}, rank {rank}"
+                samples, positions = got["place"]
+                each = B // case.get("data", 1)
+                micro = max(1, each // 2)
+                wanted = expected(name, padded, tuple(tuple(range(i, i + micro)) for i in range(0, B, micro)))
+                rows = torch.tensor(samples)
+                assert_close(got["y"], wanted["y"][rows][:, positions], what)
+                assert_close(got["dx"] / 3.0, wanted["dx"][rows][:, positions], f"{what}, dx")
+                assert got["gradients"].keys() == wanted["gradients"].keys()
+                for weight, gradient in got["gradients"].items():
+                    assert_close(gradient / 3.0, wanted["gradients"][weight], f"{what}, {weight}")
+                assert got["loads"].tolist() == wanted["loads"].tolist(), what
+                assert got["losses"] == pytest.approx(wanted["losses"], abs=1e-10), what
+
+
+def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
+    assert got.shape == wanted.shape, what
+    assert float((got - wanted).abs().max()) < 1e-10, what

@@ -1,0 +1,331 @@
+"""Mixtures of experts under the engines: one division for all losses, loads and biases over steps, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_reference import reference
+from torch import Tensor, nn
+
+import triax
+from triax.engine.auxiliary import AuxiliarySteps
+from triax.grid import Grid
+from triax.grid.auxiliary import AuxiliaryLosses
+from triax.grid.random import Normal
+from triax.grid.ranges import split
+from triax.moe import MoE
+from triax.moe.grouped import Groups, grouped_linear
+from triax.monitor.report.write import write_report
+from triax.pipe.backward import Deferred, SplitBackward
+from triax.pipe.spec import LayerSpec
+
+D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
+OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}
+PLAIN = {"pipe": 1, "data": 1, "context": 1, "tensor": 1, "expert": 1}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [{"accumulation": 4}, {"accumulation": 1, "recompute": 1}, {"accumulation": 2, "stage": 3}],
+    2: [
+        {"data": 2, "expert": 2, "stage": 1, "recompute": 1},
+        {"context": 2, "expert": 2, "stage": 3},
+        {"pipe": 2, "schedule": "zb-v", "accumulation": 4},
+        {"tensor": 2},
+    ],
+    4: [
+        {"pipe": 2, "data": 2, "expert": 2, "schedule": "zb-v", "accumulation": 4},
+        {"pipe": 2, "context": 2, "expert": 2, "stage": 2, "recompute": 1},
+        {"data": 2, "context": 2, "expert": 4, "stage": 3},
+    ],
+}
+
+
+class Part(nn.Module):
+    """This rank's part of the sequence."""
+
+    def __init__(self, *, grid: Grid) -> None:
+        super().__init__()
+        self.axis = grid.context
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, stop = split(x.shape[1], self.axis.size, self.axis.rank)
+        return x[:, start:stop] * self.weight
+
+
+class Block(nn.Module):
+    """x + experts(x)."""
+
+    def __init__(self, options: dict[str, Any], *, grid: Grid) -> None:
+        super().__init__()
+        self.moe = MoE(D, E, K, grid=grid, width=W, shard_tensor=True, init=Normal(0.4), **OPTIONS, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(x)
+
+
+class Loss:
+    """Sum of squares of the tokens that count."""
+
+    def __init__(self, grid: Grid | None = None) -> None:
+        self.axis = None if grid is None else grid.context
+
+    def part(self, labels: Tensor) -> Tensor:
+        start, stop = (0, T) if self.axis is None else split(T, self.axis.size, self.axis.rank)
+        return labels[:, start:stop]
+
+    def __call__(self, y: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return (y.square().sum(-1) * self.part(labels)).sum(), self.weight(labels)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        return self.part(labels).sum()
+
+
+def layers(options: dict[str, Any]) -> list[LayerSpec]:
+    return [
+        LayerSpec(Part),
+        LayerSpec(Block, options),
+        LayerSpec(nn.Linear, D, D),
+        LayerSpec(nn.Tanh),
+        LayerSpec(Block, options),
+    ]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, T, D, generator=generator, dtype=torch.float64)
+    return x, (torch.rand(ROWS, T, generator=generator, dtype=torch.float64) < 0.7).double()
+
+
+def train(
+    case: dict[str, Any], options: dict[str, Any], folder: str = "", load: bool = False, steps: int = 2
+) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        grid = Grid(**(PLAIN | {axis: case[axis] for axis in PLAIN if axis in case}))
+        schedule, accumulation = case.get("schedule", "1f1b"), case.get("accumulation", 2)
+        model = triax.PipelineModule(
+            layers(options),
+            grid=grid,
+            loss_fn=Loss(grid),
+            seed=3,
+            chunks=2 if schedule == "zb-v" else 1,
+            activation_checkpoint_interval=case.get("recompute", 0),
+        )
+        config = {
+            "train_batch_size": ROWS,
+            "gradient_accumulation_steps": accumulation,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": case.get("stage", 0), "reduce_bucket_size": 40},
+            "pipeline": {"schedule": schedule},
+        }
+        engine, *_ = triax.initialize(model=model, config=config)
+        if load:
+            assert engine.load_checkpoint(folder)[0] is not None
+        found: dict[str, Any] = {"losses": [], "auxiliary": [], "loads": [], "gradients": []}
+        for step in range(steps):
+            x, labels = (
+                part.unflatten(0, (accumulation, grid.data.size, -1))[:, grid.data.rank]
+                for part in batch(step + 2 * load)
+            )
+            found["losses"].append(float(engine.train_batch(iter(list(zip(x, labels, strict=True))))))
+            found["auxiliary"].append(engine.auxiliary_losses())
+            found["loads"].append(engine.expert_loads())
+            found["gradients"].append(engine.gather("gradients"))
+        if folder and not load:
+            engine.save_checkpoint(folder)
+        found["weights"] = engine.gather()
+        found["buffers"] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return found
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def run(cells: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [train(*cell) for cell in cells]
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"balance": ("bias", "sequence"), "router": "sigmoid"},
+    {"balance": "batch", "shared_experts": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return [train({}, options) for options in KINDS]
+
+
+def equal(found: dict[str, Any], alone: dict[str, Any], what: Any) -> None:
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-10), what
+    assert found["loads"] == alone["loads"], what
+    for got, wanted in zip(found["auxiliary"], alone["auxiliary"], strict=True):
+        assert got == pytest.approx(wanted, rel=1e-10), what
+        assert len(wanted) == 4
+    for got, wanted in zip([*found["gradients"], found["weights"]], [*alone["gradients"], alone["weights"]]):
+        assert got.keys() == wanted.keys(), what
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-11, msg=f"{what} {name}")
+    for name, buffer in found["buffers"].items():
+        assert torch.equal(buffer, alone["buffers"][name]), (what, name)
+
+
+@pytest.mark.parametrize("size", list(CASES))
+def test_every_grid_gives_the_numbers_of_one_process(ranks: Any, alone: list[dict[str, Any]], size: int) -> None:
+    cells = [(case, options) for case in CASES[size] for options in KINDS]
+    for found in ranks(size, run, cells, timeout=120):
+        for (case, options), got in zip(cells, found, strict=True):
+            equal(got, alone[KINDS.index(options)], (case, options))
+
+
+def test_the_auxiliary_losses_are_means_over_the_batch_in_the_one_division(alone: list[dict[str, Any]]) -> None:
+    options = KINDS[0]
+    torch.set_default_dtype(torch.float64)
+    model = triax.PipelineModule(layers(options), seed=3).eval()
+    torch.set_default_dtype(torch.float32)
+    total, values = torch.zeros(()), {}
+
+    def add(layer: MoE, args: tuple[Tensor], _: Tensor) -> None:
+        nonlocal total
+        weights: dict[str, Tensor] = dict(layer.named_parameters())
+        _, losses, _ = reference(args[0], weights, OPTIONS | options, K, bias=torch.zeros(E))
+        for name, coefficient in (("balance", 0.1), ("z_loss", 0.01)):
+            total = total + coefficient * losses[name] / ROWS
+            values[f"{layer.name}.{name}"] = float(losses[name].detach()) / ROWS
+
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            layer.register_forward_hook(add)
+    x, labels = batch(0)
+    main, weight = Loss()(model(x), labels)
+    assert alone[0]["losses"][0] == pytest.approx(float(main.detach() / weight), rel=1e-12)
+    assert alone[0]["auxiliary"][0] == pytest.approx(values, rel=1e-12)
+    (main / weight + total).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(alone[0]["gradients"][0][name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_moves_the_bias_by_the_loads_of_the_batch(alone: list[dict[str, Any]]) -> None:
+    for layer in ("layers.1.moe", "layers.4.moe"):
+        bias = torch.zeros(E)
+        for loads in alone[0]["loads"]:
+            assert sum(loads[layer]) == ROWS * T * K
+            bias += 0.05 * torch.tensor([ROWS * T * K / E - load for load in loads[layer]]).sign()
+        assert torch.equal(alone[0]["buffers"][f"{layer}.router.bias"], bias)
+        assert alone[1]["buffers"][f"{layer}.past_loads"].tolist() == alone[1]["loads"][-1][layer]
+
+
+def test_a_checkpoint_has_bias_and_loads_and_knows_no_grid(ranks: Any, tmp_path: Path) -> None:
+    for index, options in enumerate(KINDS):
+        folder = str(tmp_path / str(index))
+        ranks(2, train, {"data": 2, "expert": 2, "stage": 1}, options, folder)
+        wanted = train({}, options, folder, True)
+        found = ranks(2, train, {"pipe": 2}, options, folder, True)
+        for each in found:
+            equal(each, wanted, options)
+
+
+def test_the_weight_gradients_of_experts_can_be_deferred() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(3, W, D, generator=generator, dtype=torch.float64))
+    groups, dy = Groups(torch.tensor([2, 0, 3])), torch.randn(5, W, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(grouped_linear(x, weight, groups), (x, weight), dy)
+    deferred = Deferred()
+    with SplitBackward(deferred):
+        y = grouped_linear(x, weight, groups)
+    with deferred.backward():
+        y.backward(dy)
+    assert weight.grad is None and x.grad is not None and torch.equal(x.grad, wanted[0])
+    done: list[Tensor] = []
+    deferred.run(lambda parameter: None, done.append)
+    assert len(done) == 1 and done[0] is weight
+    assert weight.grad is not None and torch.equal(weight.grad, wanted[1]) and not weight.grad[1].any()
+
+
+def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        grid = Grid(data=data, expert=expert)
+        torch.manual_seed(1)
+        block = Block({"balance": ("bias", "sequence")}, grid=grid)
+        model = nn.Sequential(nn.Linear(D, D), block)
+        engine, *_ = triax.initialize(
+            model=model,
+            grid=grid,
+            config={
+                "train_batch_size": ROWS,
+                "gradient_accumulation_steps": accumulation,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            },
+        )
+        for step in range(2):
+            for x in batch(step)[0].unflatten(0, (accumulation, data, -1))[:, grid.data.rank]:
+                engine.backward(engine(x).square().mean())
+                engine.step()
+        found = {"auxiliary": engine.auxiliary_losses(), "loads": engine.expert_loads(), "weights": engine.gather()}
+        return found | {"bias": block.moe.router.bias}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_plain_module_has_the_same_losses_on_every_grid(ranks: Any) -> None:
+    wanted = module_engine(1, 1, 1)
+    assert set(wanted["auxiliary"]) == {"1.moe.balance", "1.moe.z_loss"}
+    for sizes in ((2, 2, 2), (2, 1, 1)):
+        for found in ranks(2, module_engine, *sizes):
+            assert found["auxiliary"] == pytest.approx(wanted["auxiliary"], rel=1e-10)
+            assert found["loads"] == wanted["loads"] and torch.equal(found["bias"], wanted["bias"])
+            for name, value in wanted["weights"].items():
+                torch.testing.assert_close(found["weights"][name], value, rtol=1e-10, atol=1e-12)
+
+
+def small_engine(loss_fn: Any, tmp_path: Path | None = None) -> Any:
+    config: dict[str, Any] = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    if tmp_path is not None:
+        config["json_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    model = triax.PipelineModule(layers({"balance": "sequence"}), loss_fn=loss_fn, seed=3, dtype=torch.float64)
+    return triax.initialize(model=model, config=config)[0]
+
+
+def test_a_pair_without_a_method_weight_is_refused() -> None:
+    engine = small_engine(lambda y, labels: Loss()(y, labels))
+    before = engine.gather()
+    with pytest.raises(RuntimeError, match=r"was taken to be 1, but .* weight 2\d: give loss_fn a method weight"):
+        engine.train_batch(iter([batch(0)]))
+    assert all(torch.equal(value, before[name]) for name, value in engine.gather().items())
+    mean = small_engine(lambda y, labels: y.square().mean())
+    mean.train_batch(iter([batch(0)]))
+    assert len(mean.auxiliary_losses()) == 4
+
+
+def test_the_report_shows_the_loads(tmp_path: Path) -> None:
+    engine = small_engine(Loss(), tmp_path)
+    for step in range(2):
+        engine.train_batch(iter([batch(step)]))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    loads = engine.expert_loads()["layers.1.moe"]
+    assert rows[-1]["Train/Experts/layers.1.moe"] == loads
+    assert rows[-1]["Train/Samples/layers.1.moe.largest_load"] == pytest.approx(max(loads) / (ROWS * T * K / E))
+    assert rows[-1]["Train/Samples/layers.4.moe.balance"] == engine.auxiliary_losses()["layers.4.moe.balance"]
+    page = write_report(tmp_path / "run").read_text()
+    assert "<h2>Experts</h2>" in page and f"expert 3: {loads[3]} tokens" in page
+    assert "Load-balancing loss" in page
+
+
+def test_an_expert_that_starves_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    grid, layer = Grid(), MoE(D, E, K, grid=Grid(), width=W)
+    layer.bind("layers.1.moe", AuxiliaryLosses())
+    steps = AuxiliarySteps(layer, grid, layer.auxiliary)
+    with caplog.at_level(logging.WARNING, "triax"):
+        for _ in range(120):
+            layer.loads = torch.tensor([60, 30, 28, 2])
+            steps.end(grid, 1.0, skipped=False, report=True)
+    (line,) = caplog.messages
+    assert line.startswith(
+        "expert 3 of layers.1.moe starves: in each of the last 100 steps it was given less than 10 %"
+    )
+    assert "(2 of 30 tokens in the last one)" in line
