@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -119,7 +120,7 @@ def context_attention(
     if sparsity is not None:
         layout = sparsity.layout(length, range(q.shape[1]) if heads is None else heads)
         mask = replace(mask, layout=layout, block=sparsity.block)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale  # exactly as torch
     if axis.size == 1:
         return _local_attention(q, k, v, mask, factor)
     if kind == "ring":

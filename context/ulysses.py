@@ -38,8 +38,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int, 
     heads, local = q.shape[1], q.shape[2]
     q, k, v = share_heads(q, k, v, axis.size)
     each = q.shape[1] // axis.size
-    parts = _ToHeads.apply(axis, length, q, k, v)
-    out = attend(*parts, slice(axis.rank * each, (axis.rank + 1) * each))
+    q, k, v = _ToHeads.apply(axis, length, q, k, v)
+    out = attend(q, k, v, slice(axis.rank * each, (axis.rank + 1) * each))
     whole: Tensor = _ToSequence.apply(axis, local, out)[0]
     return whole[:, :heads]
 

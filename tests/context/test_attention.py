@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triax.context import Sparsity, block_sparse, make_sparsity, shard
+from triax.context import Sparsity, attention, block, block_sparse, make_sparsity, positions, shard
 from triax.context.context_attention import KINDS, context_attention
 from triax.grid import Grid
 
@@ -97,13 +97,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None)
 
 def errors_on_rank(cases: list[Case]) -> list[float]:
     """The largest difference of a case's output or gradients from plain attention, for this rank's tokens."""
-    axis = Grid(data=torch.distributed.get_world_size()).data if torch.distributed.is_initialized() else Grid().data
+    axis = Grid().data
     found = []
     before = block_sparse._BLOCK
     for case in cases:
         whole, documents = tensors(case)
         inputs = [x.clone().requires_grad_() for x in whole[:3]]
-        expected = plain(*inputs, case, documents)
+        expected = plain(inputs[0], inputs[1], inputs[2], case, documents)
         expected_grads = torch.autograd.grad(expected, inputs, whole[3])
         if documents is None and case.length % (2 * axis.size):
             documents = torch.zeros(2, case.length, dtype=torch.int64)
@@ -133,22 +133,173 @@ def check(ranks: Any, size: int, cases: list[Case]) -> None:
         assert not wrong, wrong
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_it_equals_plain_attention(ranks: Any, size: int) -> None:
-    check(ranks, size, PLAIN + ODD)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_sparse_attention_equals_the_dense_mask(ranks: Any, size: int) -> None:
-    check(ranks, size, SPARSE)
+    """A sample with all combinations of two properties, because 5 divides none of their numbers of values."""
+    check(ranks, size, (PLAIN + ODD + SPARSE)[::5])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [3, 4])
-def test_it_equals_plain_attention_on_more_ranks(ranks: Any, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_cases_equal_plain_attention(ranks: Any, size: int) -> None:
     check(ranks, size, PLAIN + ODD + SPARSE)
 
 
-def test_it_equals_plain_attention_on_four_ranks(ranks: Any) -> None:
-    """A sample of the sweep."""
-    check(ranks, 4, (PLAIN + ODD + SPARSE)[::11])
+@pytest.mark.parametrize("kernel", ["flash", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_merge_to_the_whole(kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks of keys, one of them masked in part, by both kernels: output and gradients."""
+    if kernel == "plain":
+        monkeypatch.setattr(block, "_flash", lambda q, mask: False)
+        monkeypatch.setattr(block, "_CHUNK", 40)
+    (q, k, v, dout), _ = tensors(Case(length=12, width=5))
+    mask = torch.zeros(1, 1, 12, 4, dtype=torch.float64)
+    mask[:, :, 2:9, :3] = mask[:, :, 5] = -torch.inf
+    inputs = [x.to(dtype).double().requires_grad_() for x in (q, k, v)]
+    scores = (inputs[0].unflatten(1, (2, 2)) @ inputs[1][:, :, None].mT).flatten(1, 2) * 0.5
+    hidden = torch.cat([torch.zeros(1, 1, 12, 8).double(), mask], -1)
+    hidden[:, :, :, 4:8] = hidden[:, :, :, 4:8].masked_fill(
+        (torch.arange(12)[:, None] - 4 < torch.arange(4)), -torch.inf
+    )
+    weights = torch.softmax(scores + hidden, -1).unflatten(1, (2, 2))
+    expected = (weights @ inputs[2][:, :, None]).flatten(1, 2)
+    grads = torch.autograd.grad(expected, inputs, dout.to(dtype).double())
+
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    total = block.Merged((2, 4, 12, 5), q)
+    square, diagonal = slice(4, 8), slice(4, 8)  # queries 4 to 7 see keys 4 to 7 causally, later queries all of them
+    calls: list[tuple[slice, slice, bool, Tensor | None]] = [
+        (slice(0, 12), slice(0, 4), False, None),
+        (square, diagonal, True, None),
+        (slice(8, 12), diagonal, False, None),
+        (slice(0, 12), slice(8, 12), False, mask.to(dtype)),
+    ]
+    for rows, keys, causal, seen in calls:
+        total.add(rows, *block.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.5, causal, seen))
+    found = [torch.zeros_like(x).double() for x in (q, k, v)]
+    for rows, keys, causal, seen in calls:
+        do, mine, out, lse = (x[:, :, rows] for x in (dout, q, total.out, total.lse))
+        parts = block.backward(do, mine, k[:, :, keys], v[:, :, keys], out, lse, 0.5, causal, seen)
+        for sums, at, part in zip(found, (rows, keys, keys), parts, strict=True):
+            sums[:, :, at] += part
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.01}[dtype]
+    for ours, theirs in zip((total.out, *found), (expected.detach(), *grads), strict=True):
+        assert float((ours - theirs).abs().max()) < bound
+
+
+def half_on_rank() -> dict[Any, tuple[torch.dtype, float]]:
+    """Kind, mask and dtype -> dtypes of the gradients, and the error of output and gradients."""
+    axis, found = Grid().data, {}
+    for kind, window, dtype in itertools.product(KINDS, (None, 9), (torch.bfloat16, torch.float16)):
+        case = Case(kind, window=window, length=32)
+        (q, k, v, dout), _ = tensors(case)
+        inputs = [x.to(dtype).double().requires_grad_() for x in (q, k, v)]
+        expected = plain(inputs[0], inputs[1], inputs[2], case, None)
+        expected_grads = torch.autograd.grad(expected, inputs, dout.to(dtype).double())
+        # Autocast casts the inputs.
+        parts = [shard(x.detach().float(), axis, 2).clone().requires_grad_() for x in inputs]
+        with torch.autocast("cpu", dtype):
+            out = context_attention(*parts, axis=axis, kind=kind, window=window)
+        assert out.dtype == dtype
+        grads = torch.autograd.grad(out, parts, shard(dout.to(dtype), axis, 2))
+        pairs = zip((out.detach(), *grads), (expected.detach(), *expected_grads), strict=True)
+        error = max(float((ours.double() - shard(theirs, axis, 2)).abs().max()) for ours, theirs in pairs)
+        found[kind, window, dtype] = (grads[0].dtype, error)
+    return found
+
+
+def test_16_bits_and_autocast(ranks: Any) -> None:
+    for found in ranks(2, half_on_rank):
+        for (kind, window, dtype), (grad, error) in found.items():
+            assert grad == torch.float32, kind
+            assert error < (0.06 if dtype == torch.bfloat16 else 0.01), (kind, window, dtype, error)
+
+
+def padding_on_rank() -> list[tuple[float, float]]:
+    """For each kind, the output of padding, and the change of the gradients by a gradient of it."""
+    axis, found = Grid().data, []
+    for kind, causal, window in itertools.product(KINDS, (True, False), (None, 4)):
+        parts = [torch.randn(1, 2, 4, 8).double().requires_grad_() for _ in range(3)]
+        documents = torch.zeros(1, 5, dtype=torch.int64)  # 3 of 8 places are padding
+        options: dict[str, Any] = {"causal": causal, "window": window, "documents": documents}
+        out = context_attention(*parts, axis=axis, kind=kind, **options)
+        pad = (positions(5, 2, axis.rank) >= 5).nonzero()[:, 0]
+        dout = torch.ones_like(out)
+        grads = []
+        for value in (0.0, 100.0):
+            dout[:, :, pad] = value
+            grads.append(torch.autograd.grad(out, parts, dout, retain_graph=True))
+        change = max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True))
+        found.append((float(out.detach()[:, :, pad].abs().sum()), change))
+    return found
+
+
+def test_padding_has_the_output_0_and_no_gradient(ranks: Any) -> None:
+    for found in ranks(2, padding_on_rank):
+        assert found == [(0.0, 0.0)] * len(found)
+
+
+def public_on_rank() -> list[float]:
+    """Errors of the public function on context x tensor, with heads sharded over tensor and a layout for each head."""
+    grid, found = Grid(context=2, tensor=2), []
+    for sparsity in (None, make_sparsity({"block": 4, "mode": "bigbird", "different_layout_per_head": True})):
+        for kind in KINDS:
+            case = Case(kind, heads=(4, 2), length=30, documents=True, sparsity=sparsity)
+            (q, k, v, _), documents = tensors(case)
+            expected = plain(q, k, v, case, documents)
+            t = grid.tensor.rank
+            q, k, v, expected = (x.chunk(2, dim=1)[t] for x in (q, k, v, expected))
+            parts = (shard(x, grid.context, 2) for x in (q, k, v))
+            out = attention(*parts, grid=grid, kind=kind, documents=documents, sparsity=sparsity)
+            found.append(float((out - shard(expected, grid.context, 2)).abs().max()))
+    return found
+
+
+def test_heads_sharded_over_tensor(ranks: Any) -> None:
+    for found in ranks(4, public_on_rank):
+        assert max(found) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "star"}, "Give one of ring, ulysses, gather"),
+        ({"window": 0}, "window=0"),
+        ({"k": torch.ones(2, 3, 8, 4), "v": torch.ones(2, 3, 8, 4)}, "a number of heads of k and v that divides 4"),
+        ({"v": torch.ones(2, 4, 6, 4)}, r"Give \(B, H, T, dim\)"),
+        ({"documents": torch.zeros(2, 9)}, "document numbers of the whole sequences"),
+        ({"sparsity": make_sparsity({"different_layout_per_head": True, "num_heads": 6})}, "Set num_heads"),
+    ],
+)
+def test_errors_say_what_to_change(change: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {name: torch.ones(2, 4, 8, 4) for name in "qkv"}
+    with pytest.raises(ValueError, match=words):
+        attention(**arguments | change, grid=Grid())
+
+
+def wrong_on_rank() -> list[str]:
+    """Messages of errors that only several ranks have."""
+    grid, found = Grid(context=2), []
+    for local, length in ((3, 6), (8, 8)):
+        q = torch.ones(2, 4, local, 4)
+        with pytest.raises(ValueError) as error:
+            attention(q, q, q, grid=grid, documents=torch.zeros(2, length, dtype=torch.int64))
+        found.append(str(error.value))
+    q = torch.ones(2, 4, 3, 4)
+    with pytest.raises(ValueError) as error:
+        attention(q, q, q, grid=grid)
+    return [*found, str(error.value)]
+
+
+def test_errors_on_several_ranks(ranks: Any) -> None:
+    for found in ranks(2, wrong_on_rank):
+        assert "Give the document numbers of the whole sequence on every rank" in found[0]
+        assert "documents have 8 tokens, of which each of 2 ranks holds 4, but q has 8" in found[1]
+        assert "Take this rank's tokens with triax.context.shard" in found[2]
+
+
+def test_one_rank_uses_torch() -> None:
+    (q, k, v, _), _ = tensors(Case())
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(attention(q, k, v, grid=Grid(), documents=torch.zeros(2, 32, dtype=torch.int64)), whole)
+    assert torch.equal(attention(q, k, v, grid=Grid(), window=32), whole)

@@ -1,0 +1,117 @@
+"""Bytes that attention sends and keeps equal their formulas, and blocks that a mask excludes are not computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triax.context import FixedSparsity, attention, make_sparsity
+from triax.context.block_sparse import BlockSparse
+from triax.context.mask import Mask, tiles
+from triax.context.order import runs
+from triax.grid import Grid
+
+BATCH, HEADS, KEY_HEADS, LENGTH, DIM = 2, 8, 4, 48, 16
+
+
+def traffic_on_rank(dtype: torch.dtype) -> dict[str, tuple[dict[str, float], dict[str, float], int]]:
+    """Kind -> bytes sent forward and backward by collective, and bytes that the forward pass keeps."""
+    grid = Grid(context=torch.distributed.get_world_size())
+    local = LENGTH // grid.context.size
+    found = {}
+    for kind in ("ring", "ulysses", "gather"):
+        shapes = [(BATCH, heads, local, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+        q, k, v = (torch.ones(shape, dtype=dtype).requires_grad_() for shape in shapes)
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        passes = []
+        grid.traffic.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = attention(q, k, v, grid=grid, kind=kind)
+        passes.append({name: sent.bytes for name, sent in grid.traffic.report()["context"].items()})
+        grid.traffic.clear()
+        out.sum().backward()
+        passes.append({name: sent.bytes for name, sent in grid.traffic.report()["context"].items()})
+        found[kind] = (passes[0], passes[1], sum(kept.values()))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_sent_and_kept_equal_the_formulas(ranks: Any, size: int) -> None:
+    keys = BATCH * KEY_HEADS * LENGTH * DIM * 8  # S: bytes of K of the whole sequence
+    queries = BATCH * HEADS * LENGTH * DIM * 8
+    share = (size - 1) / size
+    for found in ranks(size, traffic_on_rank, torch.float64):
+        assert found["ring"][:2] == ({"send": 2 * keys * share}, {"send": 4 * keys * share})
+        assert found["gather"][0] == {"all_gather": 2 * keys * share}
+        assert found["gather"][1] == {"all_gather": 2 * keys * share, "reduce_scatter": 2 * keys * share}
+        exchanged = (2 * queries + 2 * keys) / size * share
+        assert found["ulysses"][:2] == ({"all_to_all": exchanged}, {"all_to_all": exchanged})
+        # q, k, v, the output, and one number for each query and head: 1/c of one process's.
+        numbers = BATCH * HEADS * LENGTH * 8
+        assert {kind: kept for kind, (_, _, kept) in found.items()} == dict.fromkeys(
+            found, (2 * queries + 2 * keys + numbers) // size
+        )
+
+
+def test_gradients_of_16_bit_tensors_are_sent_in_float32(ranks: Any) -> None:
+    keys = BATCH * KEY_HEADS * LENGTH * DIM * 2
+    for found in ranks(2, traffic_on_rank, torch.bfloat16):
+        assert found["ring"][:2] == ({"send": keys}, {"send": keys + 2 * keys})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_zigzag_balances_a_causal_mask(size: int) -> None:
+    """The busiest rank's scores over the mean, counted in the tiles that are computed."""
+    length = 4096 - 4096 % (2 * size)
+    held = [runs(length, length // size, size, rank) for rank in range(size)]
+    work = []
+    for mine in held:
+        computed = [tile for theirs in held for tile in tiles(mine, theirs, causal=True)]
+        areas = [
+            (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) / (1 + tile.causal)
+            for tile in computed
+        ]
+        work.append(sum(areas))
+    assert max(work) / (sum(work) / size) <= 1.02
+    assert sum(work) == length**2 / 2
+
+
+def computed(mask: Mask, heads: int = 2, rank: int = 0, size: int = 1) -> int:
+    """Scores that a rank computes, over the keys of all ranks."""
+    local = mask.length // size
+    q, k = torch.empty(1, heads, local, 8), torch.empty(1, heads, local, 8)
+    held = [runs(mask.length, local, size, other) for other in range(size)]
+    return sum(BlockSparse(q, k, mask, held[rank], theirs).work() for theirs in held)
+
+
+@pytest.mark.parametrize("mode", ["fixed", "variable", "bigbird", "bslongformer"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_work_is_proportional_to_the_blocks_kept(mode: str, size: int) -> None:
+    sparsity = make_sparsity({"mode": mode, "attention": "unidirectional", "different_layout_per_head": True})
+    layout = sparsity.layout(2048, range(2))
+    mask = Mask(2048, True, layout=layout, block=16)
+    kept = int(layout.tril().sum()) * 16**2
+    work = sum(computed(mask, rank=rank, size=size) for rank in range(size))
+    assert kept <= work <= 1.125 * kept
+    assert work < 0.5 * 2 * 2048**2 / 2
+
+
+def test_windows_and_documents_skip_blocks() -> None:
+    dense = 2 * 4096**2
+    assert computed(Mask(4096, True, window=256)) <= 2 * 4096 * (256 + 2 * 128) * 1.125
+    documents = torch.arange(4096)[None] // 512
+    assert computed(Mask(4096, True, documents=documents)) <= 0.65 * dense / 8
+    assert computed(Mask(4096, False, documents=documents)) == dense / 8
+
+
+def test_a_layout_is_drawn_once() -> None:
+    sparsity = FixedSparsity(block=4)
+    assert sparsity.layout(64) is sparsity.layout(64)

@@ -1,0 +1,106 @@
+"""Block masks of DeepSpeed's sparse_attention section: layouts, defaults and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from triax.context import (
+    BigBirdSparsity,
+    BSLongformerSparsity,
+    DenseSparsity,
+    FixedSparsity,
+    Sparsity,
+    VariableSparsity,
+    make_sparsity,
+)
+
+
+def drawn(sparsity: Sparsity, blocks: int, head: int = 0) -> list[str]:
+    (layout,) = sparsity.layout(blocks * sparsity.block, range(head, head + 1))
+    return ["".join("X" if kept else "." for kept in row) for row in layout.tolist()]
+
+
+def test_fixed() -> None:
+    local = FixedSparsity(num_local_blocks=3, attention="unidirectional")
+    assert drawn(local, 7) == ["X......", "XX.....", "XXX....", "..XX...", "..XXX..", "..XXXX.", "..X..XX"]
+    both = FixedSparsity(num_local_blocks=2, horizontal_global_attention=True)
+    assert drawn(both, 4) == ["XX.X", "XXXX", ".XXX", "XXXX"]
+
+
+def test_fixed_patterns_of_heads() -> None:
+    sparsity = FixedSparsity(num_local_blocks=2, num_different_global_patterns=2, different_layout_per_head=True)
+    assert drawn(sparsity, 4, head=0) == drawn(sparsity, 4, head=2) == ["XX.X", "XX.X", ".XXX", ".XXX"]
+    assert drawn(sparsity, 4, head=1) == ["XXX.", "XXX.", "X.XX", "X.XX"]
+    assert sparsity.layout(64, range(1, 3)).shape == (2, 4, 4)
+
+
+def test_variable() -> None:
+    sparsity = VariableSparsity(local_window_blocks=[1, 2], global_block_indices=[0, 9])
+    assert drawn(sparsity, 5) == ["X....", "XXX..", "XXX..", "X..XX", "X..XX"]
+    ranges = VariableSparsity(
+        local_window_blocks=[1],
+        global_block_indices=[1],
+        global_block_end_indices=[3],
+        horizontal_global_attention=True,
+    )
+    assert drawn(ranges, 4) == ["XXX.", "XXXX", "XXXX", ".XXX"]
+
+
+def test_bslongformer() -> None:
+    assert drawn(BSLongformerSparsity(), 5) == ["XXXXX", "XXX..", "XXXX.", "X.XXX", "X..XX"]
+    one_way = BSLongformerSparsity(attention="unidirectional", global_block_indices=[1])
+    assert drawn(one_way, 5) == ["X....", "XX...", ".XX..", ".XXX.", ".X.XX"]
+
+
+def test_bigbird_adds_random_blocks_that_no_rank_decides() -> None:
+    sparsity = BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True)
+    layout = sparsity.layout(64 * 16, range(4))
+    assert torch.equal(
+        layout, BigBirdSparsity(num_random_blocks=3, different_layout_per_head=True).layout(1024, range(4))
+    )
+    assert torch.equal(layout[2:], sparsity.layout(1024, range(2, 4)))
+    assert not torch.equal(layout[0], layout[1])
+    window = BigBirdSparsity(num_random_blocks=0).layout(1024)[0]
+    random = (layout & ~window).sum(2)
+    assert int(random.max()) == 3 and 2.0 < float(random[:, 1:].float().mean()) <= 3.0
+    assert not torch.equal(layout[:1], BigBirdSparsity(num_random_blocks=3, seed=1).layout(1024))
+    assert int(BigBirdSparsity(attention="unidirectional").layout(1024).triu(1).sum()) == 0
+
+
+def test_one_layout_for_all_heads_by_default() -> None:
+    assert BigBirdSparsity().layout(256, range(8)).shape == (1, 16, 16)
+    assert bool(DenseSparsity(block=3).layout(8).all()) and DenseSparsity(block=3).layout(8).shape == (1, 3, 3)
+
+
+def test_the_section_of_a_configuration_file() -> None:
+    assert make_sparsity({}) == FixedSparsity(block=16, num_local_blocks=4, num_global_blocks=1)
+    section = {"mode": "variable", "block": 32, "local_window_blocks": [4, 2], "global_block_indices": [0, 3]}
+    found = make_sparsity(section)
+    assert isinstance(found, VariableSparsity) and found.block == 32 and found.local_window_blocks == (4, 2)
+    assert hash(found) == hash(make_sparsity(section))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"mode": "random"}, "Give one of dense, fixed, variable, bigbird, bslongformer"),
+        ({"mode": "dense", "num_local_blocks": 2}, "which the mode dense does not have"),
+        ({"block": 0}, "block=0"),
+        ({"attention": "causal"}, "Give bidirectional or unidirectional"),
+        ({"num_local_blocks": 4, "num_global_blocks": 3}, "Give a divisor of 4"),
+        ({"num_different_global_patterns": 2}, "Set different_layout_per_head to true"),
+        ({"num_different_global_patterns": 9, "different_layout_per_head": True}, "Give 1 to 4"),
+        ({"attention": "unidirectional", "horizontal_global_attention": True}, "Set it to false"),
+        ({"mode": "variable", "local_window_blocks": []}, "at least one number"),
+        (
+            {"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]},
+            "Give for each beginning of a range an end behind it",
+        ),
+    ],
+)
+def test_errors_say_what_to_change(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_sparsity(section)
