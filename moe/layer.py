@@ -193,9 +193,9 @@ class MoE(AuxiliaryLayer):
         if self.past_loads is not None:
             self.past_loads.copy_(loads)
         if "bias" in self.balance:
-            assert self.router.bias is not None
+            assert self.router.correction_bias is not None
             behind = loads.sum() - loads * self.experts  # mean load - load, times E, in integers
-            self.router.bias.add_(behind.sign().to(self.router.bias), alpha=self.bias_rate)
+            self.router.correction_bias.add_(behind.sign().to(self.router.correction_bias), alpha=self.bias_rate)
 
     @property
     def _axes(self) -> list[Axis]:

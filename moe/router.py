@@ -63,13 +63,13 @@ class Router(nn.Module):
 
     Attributes:
         weight: (E, D).
-        bias: buffer (E,) float32, added to the scores for the selection only; None without one.
+        correction_bias: buffer (E,) float32, added to the scores for the selection only; None without one.
 
     Raises:
         ValueError: an argument is not possible with the others.
     """
 
-    bias: Tensor | None
+    correction_bias: Tensor | None
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class Router(nn.Module):
         layout = Layout((experts, hidden), partial=partial)
         self.weight = sharded_parameter(layout, init or Uniform(1 / math.sqrt(hidden)), 0, 1, device, dtype)
         biased = biased or kind == "sigmoid"
-        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32, device=device) if biased else None)
+        bias = torch.zeros(experts, dtype=torch.float32, device=device) if biased else None
+        self.register_buffer("correction_bias", bias)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """Route tokens.
@@ -138,8 +139,8 @@ class Router(nn.Module):
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the k experts with the highest scores, of equal scores the lowest expert first: int64 (..., k)."""
-        if self.bias is not None:
-            scores = scores + self.bias
+        if self.correction_bias is not None:
+            scores = scores + self.correction_bias
         if self.groups_limit < self.groups:
             grouped = scores.unflatten(-1, (self.groups, -1))  # (..., G, E / G)
             best = grouped.topk(min(2, grouped.shape[-1]) if self.kind == "sigmoid" else 1).values.sum(-1)  # (..., G)
@@ -149,10 +150,10 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A module that is cast to bf16 keeps the bias in float32, because its steps are smaller than bf16's.
-        bias = self.bias
+        bias = self.correction_bias
         super()._apply(fn, recurse)
-        if bias is not None and self.bias is not None and not bias.is_meta:
-            self.bias = bias.to(self.bias.device)
+        if bias is not None and self.correction_bias is not None and not bias.is_meta:
+            self.correction_bias = bias.to(self.correction_bias.device)
         return self
 
     def extra_repr(self) -> str:

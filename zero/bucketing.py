@@ -18,6 +18,8 @@ from .options import ZeroOptions
 # If nothing is sent, a parameter of so many elements or more has a bucket of its own: the gradient that autograd makes
 # then becomes the bucket's without a copy. (Copying a smaller one takes no longer than one more bucket.)
 _LARGE = 2**16
+# Ends of the names of buffers that are not cast.
+_KEPT = ("inv_freq", "correction_bias")
 
 
 def make_buckets(
@@ -102,12 +104,13 @@ def _refuse_real_parts(member: ManagedParameter, options: ZeroOptions) -> None:
 def cast(parameters: Iterable[Tensor], module: nn.Module | None, dtype: torch.dtype | None) -> None:
     """Cast floating-point tensors that lie in no bucket to the weights' dtype: buffers, and parameters not trained.
 
-    Frequencies of rotary embeddings (``inv_freq``, as transformers names them) keep their dtype: angles are computed in
-    fp32, and a frequency rounded to bf16 is off by radians after some thousand tokens.
+    Two kinds of buffers keep their dtype, and have the names that transformers gives them. ``inv_freq``: frequencies of
+    rotary embeddings, because one that is rounded to bf16 is off by radians after some thousand tokens.
+    ``correction_bias``: the bias that balances a router's experts, whose steps are smaller than bf16's.
     """
     if dtype is None:
         return
     named = () if module is None else (*module.named_parameters(), *module.named_buffers())
     for name, tensor in (*(("", parameter) for parameter in parameters), *named):
-        if tensor.is_floating_point() and tensor.dtype != dtype and not name.endswith("inv_freq"):
+        if tensor.is_floating_point() and tensor.dtype != dtype and not name.endswith(_KEPT):
             tensor.data = tensor.data.to(dtype)

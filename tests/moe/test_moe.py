@@ -9,6 +9,7 @@ import torch
 from moe_reference import reference
 from torch import Tensor
 
+from triax.context.order import positions, shard
 from triax.grid import Grid, layout_of
 from triax.grid.random import seeded
 from triax.moe import MoE
@@ -75,8 +76,8 @@ def padding() -> Tensor:
 def build(grid: Grid, options: dict[str, Any], **others: Any) -> MoE:
     with seeded(1, "layer"):
         layer = MoE(D, E, K, grid=grid, width=W, dtype=torch.float64, **options, **others)
-    if layer.router.bias is not None:
-        layer.router.bias.copy_(BIAS)
+    if layer.router.correction_bias is not None:
+        layer.router.correction_bias.copy_(BIAS)
     if layer.past_loads is not None:
         layer.past_loads.copy_(PAST)
     return layer
@@ -112,15 +113,15 @@ def step(grid: Grid, options: dict[str, Any], others: dict[str, Any], padded: bo
     """One batch in microbatches: this rank's outputs, and the gradients summed over the replicas."""
     layer = build(grid, options, **others)
     layer.auxiliary.weight, layer.auxiliary.scale = 1 / B, 3.0
-    samples, positions = place(grid, others.get("sequence_parallel", False))
+    samples, places = place(grid, others.get("sequence_parallel", False))
     x, dy = numbers(B, T, D, seed=2), numbers(B, T, D, seed=3)
     valid = padding() if padded else None
     outs, dxs = [], []
     micro = 2 if len(samples) > 1 else 1
     for rows in torch.tensor(samples).chunk(micro):
-        own = x[rows][:, positions].requires_grad_()
-        y = layer(own, None if valid is None else valid[rows][:, positions], positions)
-        (3.0 * y * dy[rows][:, positions]).sum().backward()
+        own = x[rows][:, places].requires_grad_()
+        y = layer(own, None if valid is None else valid[rows][:, places], places)
+        (3.0 * y * dy[rows][:, places]).sum().backward()
         outs.append(y.detach())
         assert own.grad is not None
         dxs.append(own.grad)
@@ -141,7 +142,7 @@ def step(grid: Grid, options: dict[str, Any], others: dict[str, Any], padded: bo
     grid.data_context.all_reduce(totals)
     grid.tensor.all_reduce(totals)
     return {
-        "place": (samples, positions),
+        "place": (samples, places),
         "y": torch.cat(outs),
         "dx": torch.cat(dxs),
         "gradients": gradients,
@@ -165,7 +166,7 @@ def expected() -> Any:
             y, losses, loads = reference(
                 *(x, weights, options, K),
                 valid=padding() if padded else None,
-                bias=None if layer.router.bias is None else BIAS,
+                bias=None if layer.router.correction_bias is None else BIAS,
                 past=PAST,
                 microbatches=[list(each) for each in microbatches],
             )
@@ -202,13 +203,13 @@ def check(cases: list[dict[str, Any]], every: list[list[dict[Any, Any]]], expect
         for rank, found in enumerate(results[index] for results in every):
             for (name, padded), got in found.items():
                 what = f"{case}, {name}, padded={padded}, rank {rank}"
-                samples, positions = got["place"]
+                samples, places = got["place"]
                 each = B // case.get("data", 1)
                 micro = max(1, each // 2)
                 wanted = expected(name, padded, tuple(tuple(range(i, i + micro)) for i in range(0, B, micro)))
                 rows = torch.tensor(samples)
-                assert_close(got["y"], wanted["y"][rows][:, positions], what)
-                assert_close(got["dx"] / 3.0, wanted["dx"][rows][:, positions], f"{what}, dx")
+                assert_close(got["y"], wanted["y"][rows][:, places], what)
+                assert_close(got["dx"] / 3.0, wanted["dx"][rows][:, places], f"{what}, dx")
                 assert got["gradients"].keys() == wanted["gradients"].keys()
                 for weight, gradient in got["gradients"].items():
                     assert_close(gradient / 3.0, wanted["gradients"][weight], f"{what}, {weight}")
@@ -219,3 +220,59 @@ def check(cases: list[dict[str, Any]], every: list[list[dict[Any, Any]]], expect
 def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
     assert got.shape == wanted.shape, what
     assert float((got - wanted).abs().max()) < 1e-10, what
+
+
+def odd_length(options: dict[str, Any], sequence_parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradient of sequences that context ranks cannot share evenly, and the loads."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    tensor = 2 if sequence_parallel else 1
+    grid = Grid(context=size // tensor if size > 1 else 1, expert=2 if size > 1 else 1, tensor=tensor)
+    layer = build(grid, options, sequence_parallel=sequence_parallel)
+    layer.auxiliary.weight = 1 / B
+    x = numbers(B, 7, D, seed=5).requires_grad_()
+    part, places = shard(x, grid.context, multiple=tensor), positions(7, grid.context.size, grid.context.rank, tensor)
+    if sequence_parallel:
+        part, places = part.chunk(tensor, 1)[grid.tensor.rank], places.chunk(tensor)[grid.tensor.rank]
+    y = layer(part, (places < 7).expand(B, -1) if size > 1 else None, places)
+    y.square().sum().backward()
+    assert x.grad is not None and layer.loads is not None
+    whole, loads = torch.zeros(B, 8 * tensor, D, dtype=torch.float64), layer.loads
+    whole[:, places] = y.detach()
+    for axis in (grid.context, grid.tensor):
+        for each in (whole, x.grad, loads):
+            axis.all_reduce(each)
+    assert not whole[:, 7:].any()
+    return whole[:, :7], x.grad, loads
+
+
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, False), (4, True)])
+def test_a_length_that_needs_padding_gives_the_numbers_of_one_process(
+    ranks: Any, size: int, sequence_parallel: bool
+) -> None:
+    options = {"capacity": 0.8, "z_loss": 0.1}
+    wanted = odd_length(options, False)
+    for found in ranks(size, odd_length, options, sequence_parallel):
+        for got, want in zip(found, wanted, strict=True):
+            assert_close(got, want, f"{size}")
+
+
+def bytes_on_rank() -> tuple[dict[str, Any], float, float]:
+    grid = Grid(data=4, expert=4)
+    layer = build(grid, {"balance": None})
+    x = numbers(B, T, D, seed=grid.rank).requires_grad_()
+    grid.traffic.clear()
+    y = layer(x)
+    forward = grid.traffic.bytes("expert", "all_to_all")
+    y.sum().backward()
+    backward = grid.traffic.bytes("expert", "all_to_all") - forward
+    chosen = layer.router(x).experts
+    return {"away": int((chosen != grid.rank).sum()), "all": grid.traffic.report()}, forward, backward
+
+
+def test_dispatch_sends_each_token_once_to_each_of_its_experts(ranks: Any) -> None:
+    every = ranks(4, bytes_on_rank)
+    # Rank r holds expert r. Rows of D float64 leave this rank for experts elsewhere, and come back from here to others.
+    total = sum(found["away"] for found, _, _ in every)
+    assert sum(forward for _, forward, _ in every) == 2 * total * D * 8 + 4 * 3 * 8  # with the counts
+    assert sum(backward for _, _, backward in every) == 2 * total * D * 8
+    assert all(set(found["all"]) == {"expert"} for found, _, _ in every)

@@ -214,7 +214,7 @@ def test_a_step_moves_the_bias_by_the_loads_of_the_batch(alone: list[dict[str, A
         for loads in alone[0]["loads"]:
             assert sum(loads[layer]) == ROWS * T * K
             bias += 0.05 * torch.tensor([ROWS * T * K / E - load for load in loads[layer]]).sign()
-        assert torch.equal(alone[0]["buffers"][f"{layer}.router.bias"], bias)
+        assert torch.equal(alone[0]["buffers"][f"{layer}.router.correction_bias"], bias)
         assert alone[1]["buffers"][f"{layer}.past_loads"].tolist() == alone[1]["loads"][-1][layer]
 
 
@@ -267,7 +267,7 @@ def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
                 engine.backward(engine(x).square().mean())
                 engine.step()
         found = {"auxiliary": engine.auxiliary_losses(), "loads": engine.expert_loads(), "weights": engine.gather()}
-        return found | {"bias": block.moe.router.bias}
+        return found | {"bias": block.moe.router.correction_bias}
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -289,6 +289,21 @@ def small_engine(loss_fn: Any, tmp_path: Path | None = None) -> Any:
         config["json_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     model = triax.PipelineModule(layers({"balance": "sequence"}), loss_fn=loss_fn, seed=3, dtype=torch.float64)
     return triax.initialize(model=model, config=config)[0]
+
+
+def test_fp16_scales_the_auxiliary_losses_and_the_bias_keeps_float32() -> None:
+    found = []
+    for precision in ({"fp16": {"enabled": True, "loss_scale": 64}}, {"fp16": {"enabled": True, "loss_scale": 1}}):
+        model = triax.PipelineModule(layers({"balance": ("bias", "sequence")}), loss_fn=Loss(), seed=3)
+        config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, **precision}
+        engine = triax.initialize(model=model, config=config)[0]
+        engine.train_batch(iter([batch(0)]))
+        found.append(engine.gather("gradients"))
+        biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+        assert len(biases) == 2 and all(bias.dtype == torch.float32 and bias.any() for bias in biases.values())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0.02, atol=2e-3)
+    assert any(name.endswith("router.weight") for name in found[0])
 
 
 def test_a_pair_without_a_method_weight_is_refused() -> None:
