@@ -158,7 +158,7 @@ class _SigtermHandler:
 
     def __init__(self, saver: AutoSaver) -> None:
         before = signal.getsignal(signal.SIGTERM)
-        self._before = before._before if isinstance(before, _SigtermHandler) else before
+        self._before: Any = before._before if isinstance(before, _SigtermHandler) else before
         self._saver, self._process = weakref.ref(saver), os.getpid()
 
     def __call__(self, number: int, frame: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -191,17 +191,19 @@ class Dropout(nn.Module):
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).
         axis: the axis that shards dim 1 of the input evenly (sequence parallelism): the mask is then this rank's part
             of the mask of the whole sequence. None: the input is whole.
+        rows: in place of ``axis``, a function from the length n of dim 1 to the places of its rows in the whole
+            sequence, integers (n,) on the CPU.
 
     Shape:
         (B, ...) -> (B, ...), the first dim counting samples.
     """
 
-    def __init__(self, p: float, axis: Axis | None = None) -> None:
+    def __init__(self, p: float, axis: Axis | None = None, rows: Callable[[int], Tensor] | None = None) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise ValueError(f"the dropout probability p is {p}: give a number of at least 0 and less than 1")
         self.p = p
-        self.axis = axis
+        self.axis, self.rows = axis, rows
         self._layer = ""
         self._state = DropoutState()
 
@@ -225,6 +227,9 @@ class Dropout(nn.Module):
         # Dim 1 is the outermost dim of a sample: its shards are contiguous.
         first = 0 if self.axis is None else self.axis.rank * count
         elements = torch.arange(first, first + count, device=x.device)  # (N,)
+        if self.rows is not None:
+            places, width = self.rows(x.shape[1]).to(x.device), count // max(x.shape[1], 1)
+            elements = (places[:, None] * width + elements[:width]).view(-1)
         bits = _mix(_mix(ids + key)[:, None] + elements)  # (B, N)
         # 31 bits decide: the probability equals p to within 2**-31.
         keep = ((bits >> 33) & 0x7FFFFFFF) >= round(self.p * 2**31)

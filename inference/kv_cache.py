@@ -59,7 +59,7 @@ class KVCache:
         """
         self._stage, self._next = stage, 0
         self._begins = not any(starts)
-        self._mask: Tensor | None = None  # made by the first layer that needs it, for all
+        self._masks: dict[tuple[torch.dtype, int | None], Tensor] = {}  # each made by the first layer that needs it
         self._longest = max(starts) + tokens
         first, count = slots[0], len(slots)
         # Contiguous slots are read as a view of the cache; others are gathered into a copy by each attention.
@@ -107,11 +107,14 @@ class KVCache:
         if self._begins:  # the slots are empty: prefill
             y = module.attend(q, k, v)
             return y
-        if self._mask is None or self._mask.dtype != q.dtype:
-            later = torch.arange(self._longest, device=q.device) > positions[..., None]  # (B, T, longest)
-            self._mask = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -torch.inf)[:, None]
+        window = getattr(module, "window", None)
+        if (q.dtype, window) not in self._masks:
+            ahead = torch.arange(self._longest, device=q.device) - positions[..., None]  # (B, T, longest)
+            unseen = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+            mask = torch.zeros_like(unseen, dtype=q.dtype).masked_fill_(unseen, -torch.inf)
+            self._masks[q.dtype, window] = mask[:, None]
         keys, values = keys[self._rows, :, : self._longest], values[self._rows, :, : self._longest]
-        y = module.attend(q, keys, values, self._mask)
+        y = module.attend(q, keys, values, self._masks[q.dtype, window])
         return y
 
     @property

@@ -1,5 +1,8 @@
 """Causal self-attention, sharded by heads over the tensor axis: grouped queries, rotary positions, packed documents.
 
+On a grid with a context axis each rank has a part of the tokens (``context/order.py``), and ``context.attention``
+computes what they see of the whole sequence.
+
 Query heads are sharded over the tensor-parallel ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), unevenly if
 the number of ranks does not divide the number of heads. With grouped queries (Ainslie et al. 2023, arXiv:2305.13245)
 several query heads share one key/value head. If the number of ranks divides the number of key/value heads, these are
@@ -16,6 +19,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..context.context_attention import attention
+from ..context.sparsity import Sparsity
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.random import Normal, sharded_parameter
@@ -23,7 +28,7 @@ from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
-from .packed import packing
+from .packed import packing, token_positions
 from .rope import Rope
 
 _ZERO = Normal(0.0)
@@ -46,6 +51,10 @@ class SelfAttention(nn.Module):
         init: distribution of the initial weights of q, k and v.
         out_init: distribution of the initial weights of the output projection.
         sequence_parallel: input and output are this rank's shards of the sequence.
+        kind: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
+        window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
+            tokens before it.
+        sparsity: block mask of sparse attention, or None.
 
     Attributes:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
@@ -58,7 +67,7 @@ class SelfAttention(nn.Module):
         recompute: if set, it is called as ``recompute(attend, q, k, v, mask)`` in place of ``attend``.
 
     Shape:
-        (B, T, D) -> (B, T, D), equal on every tensor-parallel rank.
+        (B, T, D) -> (B, T, D), equal on every tensor-parallel rank. With a context axis T counts this rank's tokens.
         With ``sequence_parallel``: (B, T / t, D) -> (B, T / t, D).
 
     Raises:
@@ -83,9 +92,13 @@ class SelfAttention(nn.Module):
         init: Normal,
         out_init: Normal,
         sequence_parallel: bool = False,
+        kind: str = "ring",
+        window: int | None = None,
+        sparsity: Sparsity | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
+        self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
+        self.kind, self.window, self.sparsity = kind, window, sparsity
         dim = self.head_dim = head_dim or width // heads
         self.rope = rope
         start, stop = split(heads, self.axis.size, self.axis.rank)
@@ -128,9 +141,9 @@ class SelfAttention(nn.Module):
             documents: document number of each token, integers (B, T), for packed rows (see ``packed.py``). Every rank
                 passes the numbers of the whole sequence.
         """
+        if self.cache is None and (self.grid.context.size > 1 or self.window is not None or self.sparsity is not None):
+            return self._project_out(self._attend_by_blocks(*self._project(x), documents))
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
         if self.rope is not None:
             positions = packed.positions if packed is not None else None
@@ -142,8 +155,38 @@ class SelfAttention(nn.Module):
             y = self.recompute(self.attend, q, k, v, mask)
         else:
             y = self.attend(q, k, v, mask)
+        return self._project_out(y)
+
+    def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
+        if self.rope is not None:
+            q, k = self.rope(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
+        if self.recompute is not None:
+            y: Tensor = self.recompute(self._blocks, q, k, v, documents)
+            return y
+        return self._blocks(q, k, v, documents)
+
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        k, v = self._of_own_heads(k, v)
+        return attention(
+            *(q, k, v),
+            grid=self.grid,
+            kind=self.kind,
+            documents=documents,
+            window=self.window,
+            sparsity=self.sparsity,
+        )
+
+    def _project_out(self, y: Tensor) -> Tensor:
         out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
         return out
+
+    def _of_own_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a key/value head for each query head where they are shared irregularly, else k and v."""
+        if self._looks_at is None:
+            return k, v
+        index = torch.tensor(self._looks_at, device=k.device)
+        return k.index_select(1, index), v.index_select(1, index)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Softmax attention of this rank's heads.
@@ -157,10 +200,10 @@ class SelfAttention(nn.Module):
         Returns:
             (B, heads, T, dim).
         """
-        if self._looks_at is not None:
-            index = torch.tensor(self._looks_at, device=k.device)
-            k, v = k.index_select(1, index), v.index_select(1, index)
-        elif mask is not None and q.device.type != "cpu":
+        if mask is None and self.window is not None:  # prefill
+            return self._blocks(q, k, v)
+        k, v = self._of_own_heads(k, v)
+        if self._looks_at is None and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
@@ -168,6 +211,13 @@ class SelfAttention(nn.Module):
         )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""
+        q, k, v = self._split(x)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if hasattr(self, "qkv"):
             q, k, v = rearrange(self.qkv(x), "b t (three heads dim) -> three b heads t dim", three=3, dim=self.head_dim)
             return q, k, v

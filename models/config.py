@@ -58,6 +58,7 @@ class TransformerConfig:
         tie_word_embeddings: share one weight between the output layer and the token embedding.
         initializer_range: standard deviation of the initial weights. The last weight of a residual branch has
             ``initializer_range / sqrt(2 num_hidden_layers)`` (Radford et al. 2019, section 2.3). Biases start at 0.
+        sliding_window: number of tokens that a token attends to, itself included; None: all tokens before it.
 
     Raises:
         ValueError: a size below 1, or a dropout outside [0, 1).
@@ -78,9 +79,10 @@ class TransformerConfig:
     dropout: float = field(default=0.0, kw_only=True)
     tie_word_embeddings: bool = field(default=False, kw_only=True)
     initializer_range: float = field(default=0.02, kw_only=True)
+    sliding_window: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in self.SIZES:
+        for name in (*self.SIZES, *(() if self.sliding_window is None else ("sliding_window",))):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}. Give at least 1.")
         if not 0.0 <= self.dropout < 1.0:

@@ -24,14 +24,14 @@ from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import LayerNorm
 from .config import GPTConfig
 from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last
-from .packed import attach, detach, positions_within
+from .packed import attach, detach, positions_within, token_positions
 
 GPTLoss = NextTokenLoss
 
 _ZERO = Normal(0.0)
 
 
-def gpt_layers(config: GPTConfig, sequence_parallel: bool = False) -> list[LayerSpec]:
+def gpt_layers(config: GPTConfig, sequence_parallel: bool = False, attention: str = "ring") -> list[LayerSpec]:
     """List the specs of a GPT's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
     The list is ``[embedding, positions, block 0, ..., block L - 1, norm, head]``, which are L + 4 layers. The layers
@@ -42,6 +42,8 @@ def gpt_layers(config: GPTConfig, sequence_parallel: bool = False) -> list[Layer
         config: the model's configuration.
         sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the
             sequence. The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``. It has no
+            effect on a grid with context=1.
 
     Returns:
         The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.
@@ -50,7 +52,10 @@ def gpt_layers(config: GPTConfig, sequence_parallel: bool = False) -> list[Layer
     return [
         first,
         LayerSpec(PositionEmbedding, config, sequence_parallel=sequence_parallel),
-        *(LayerSpec(GPTBlock, config, sequence_parallel=sequence_parallel) for _ in range(config.num_hidden_layers)),
+        *(
+            LayerSpec(GPTBlock, config, sequence_parallel=sequence_parallel, attention=attention)
+            for _ in range(config.num_hidden_layers)
+        ),
         LayerSpec(FinalLayerNorm, config.hidden_size, config.layer_norm_epsilon, sequence_parallel=sequence_parallel),
         head,
     ]
@@ -77,7 +82,7 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = grid.tensor, sequence_parallel
+        self.axis, self.context, self.sequence_parallel = grid.tensor, grid.context, sequence_parallel
         self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
         partial = sequence_parallel and grid.tensor.size > 1
         layout = Layout((config.max_position_embeddings, config.hidden_size), partial=partial)
@@ -92,14 +97,17 @@ class PositionEmbedding(nn.Module):
         start = self.axis.rank * here if self.sequence_parallel else 0
         if self.cache is not None:
             y = x + F.embedding(self.cache.positions, self.weight)
-        elif documents is not None:
-            positions = positions_within(documents)
-            if positions.device.type == "cpu":  # elsewhere the lookup asserts: reading it back would stop the device
-                self._check(int(positions.max()) + 1)
-            y = x + F.embedding(positions[:, start : start + here], self.weight)
         else:
-            self._check(here * self.axis.size if self.sequence_parallel else here)
-            y = x + self.weight[start : start + here]
+            local = here * self.axis.size if self.sequence_parallel else here
+            positions = token_positions(local, self.context, documents, x.device)
+            if documents is None:
+                self._check(local * self.context.size)
+            elif documents.device.type == "cpu":  # elsewhere the lookup asserts: to read it back would stop the device
+                self._check(int(positions_within(documents).max()) + 1)
+            if positions is None:
+                y = x + self.weight[start : start + here]
+            else:
+                y = x + F.embedding(positions[:, start : start + here], self.weight)
         return attach(self.dropout(y), documents)
 
     def _check(self, length: int) -> None:
@@ -132,5 +140,5 @@ class GPTBlock(ResidualBlock):
     norm = LayerNorm
     make_mlp = MLP
 
-    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__(config, grid=grid, sequence_parallel=sequence_parallel, bias=True, out_bias=True)
+    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False, **others: Any) -> None:
+        super().__init__(config, grid=grid, sequence_parallel=sequence_parallel, bias=True, out_bias=True, **others)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..context.order import positions, shard
 from ..grid import Grid
 from ..grid.random import Dropout, Normal
 from ..pipe.spec import LayerSpec, TiedLayerSpec
@@ -26,17 +27,26 @@ from .packed import attach, check_documents, detach
 class TokenEmbedding(VocabParallelEmbedding):
     """``VocabParallelEmbedding`` that also accepts ``(ids, documents)`` for packed rows.
 
-    With ``(ids, documents)`` it returns the embeddings together with the documents.
+    With ``(ids, documents)`` it returns the embeddings together with the documents. Ids are those of the whole sequence
+    on every rank; on a grid with a context axis the result has this rank's tokens (``context/order.py``), padded if
+    the sequence has to be, and then together with documents.
 
     Raises:
         ValueError: in forward, ``documents`` does not have one document number for each token.
     """
 
+    def __init__(self, *args: Any, grid: Grid, **kwargs: Any) -> None:
+        super().__init__(*args, grid=grid, **kwargs)
+        self.context = grid.context
+
     def forward(self, ids: Any) -> Any:
         """Look up the ids: (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
         ids, documents = detach(ids)
         check_documents(ids, documents)
-        return attach(super().forward(ids), documents)
+        mine = shard(ids, self.context, multiple=self.axis.size if self.sequence_parallel else 1)
+        if documents is None and mine.shape[1] * self.context.size != ids.shape[1]:
+            documents = torch.zeros_like(ids)
+        return attach(super().forward(mine), documents)
 
 
 def first_and_last(config: TransformerConfig, sequence_parallel: bool) -> tuple[LayerSpec, LayerSpec]:
@@ -64,7 +74,8 @@ class ResidualBlock(nn.Module):
         config: the model's configuration.
         grid: grid whose tensor axis shards the heads and the MLP's width.
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
-        attention: further arguments of ``SelfAttention``.
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
+        others: further arguments of ``SelfAttention``.
 
     Raises:
         ValueError: the tensor axis is larger than the number of heads.
@@ -74,7 +85,13 @@ class ResidualBlock(nn.Module):
     make_mlp: Callable[..., nn.Module]
 
     def __init__(
-        self, config: TransformerConfig, *, grid: Grid, sequence_parallel: bool = False, **attention: Any
+        self,
+        config: TransformerConfig,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        attention: str = "ring",
+        **others: Any,
     ) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
@@ -82,7 +99,15 @@ class ResidualBlock(nn.Module):
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
         self.norm1 = self.norm(width, config.norm_epsilon, **common)
-        self.attention = SelfAttention(width, config.num_attention_heads, **common, **inits, **attention)
+        self.attention = SelfAttention(
+            width,
+            config.num_attention_heads,
+            kind=attention,
+            window=config.sliding_window,
+            **common,
+            **inits,
+            **others,
+        )
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
         self.norm2 = self.norm(width, config.norm_epsilon, **common)
         self.mlp = self.make_mlp(config, **common)
@@ -113,8 +138,20 @@ class FinalRMSNorm(RMSNorm):
 
 
 def dropout(p: float, grid: Grid, sequence_parallel: bool) -> Dropout:
-    """Return the dropout layer for the residual stream, which is sharded along the sequence if sequence_parallel."""
-    return Dropout(p, axis=grid.tensor) if sequence_parallel else Dropout(p)
+    """Return the dropout layer for the residual stream, whose tokens are spread over the context axis.
+
+    With ``sequence_parallel`` each rank's tokens are spread further, over the tensor axis.
+    """
+    tensor, context = grid.tensor if sequence_parallel else None, grid.context
+    if context.size == 1:
+        return Dropout(p, axis=tensor)
+
+    def rows(count: int) -> Tensor:
+        local = count if tensor is None else count * tensor.size
+        held = positions(local * context.size, context.size, context.rank, local)
+        return held if tensor is None else held.chunk(tensor.size)[tensor.rank]
+
+    return Dropout(p, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -124,7 +161,7 @@ class NextTokenLoss:
     The engine adds up the two over the whole batch and divides once.
 
     Args:
-        grid: grid whose tensor axis shards the vocabulary.
+        grid: grid whose tensor axis shards the vocabulary, and whose context axis shards the sequence.
         vocab_size: V, the size of the whole vocabulary.
         ignore_index: label value that is left out of the loss and of the count.
         label_smoothing: amount of label smoothing, spread over the whole vocabulary.
@@ -139,13 +176,15 @@ class NextTokenLoss:
         """Return the sum of the losses and the number of labels that count.
 
         Args:
-            logits: (B, T, V / t), this tensor-parallel rank's shard of the logits.
-            labels: integers (B, T), for each position the token that follows it.
+            logits: (B, T, V / t), this tensor-parallel rank's shard of the logits. With a context axis T counts this
+                rank's tokens.
+            labels: integers (B, T), for each position of the whole sequence the token that follows it.
 
         Returns:
             The sum, () of the logits' dtype but at least float32, and the number, an integer (). Both are equal on
-            every tensor-parallel rank.
+            every tensor-parallel rank. With a context axis they are those of this rank's tokens.
         """
+        labels = shard(labels, self.grid.context, fill=self.ignore_index, multiple=logits.shape[1])
         total = vocab_parallel_cross_entropy(
             logits,
             labels,

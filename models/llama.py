@@ -26,7 +26,7 @@ from .rope import Rope
 LlamaLoss = NextTokenLoss
 
 
-def llama_layers(config: LlamaConfig, sequence_parallel: bool = False) -> list[LayerSpec]:
+def llama_layers(config: LlamaConfig, sequence_parallel: bool = False, attention: str = "ring") -> list[LayerSpec]:
     """List the specs of a Llama's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
     The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, which are L + 3 layers. The layers are built
@@ -37,6 +37,8 @@ def llama_layers(config: LlamaConfig, sequence_parallel: bool = False) -> list[L
         config: the model's configuration.
         sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the
             sequence. The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``. It has no
+            effect on a grid with context=1.
 
     Returns:
         The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.
@@ -44,7 +46,10 @@ def llama_layers(config: LlamaConfig, sequence_parallel: bool = False) -> list[L
     first, head = first_and_last(config, sequence_parallel)
     return [
         first,
-        *(LayerSpec(LlamaBlock, config, sequence_parallel=sequence_parallel) for _ in range(config.num_hidden_layers)),
+        *(
+            LayerSpec(LlamaBlock, config, sequence_parallel=sequence_parallel, attention=attention)
+            for _ in range(config.num_hidden_layers)
+        ),
         LayerSpec(FinalRMSNorm, config.hidden_size, config.rms_norm_eps, sequence_parallel=sequence_parallel),
         head,
     ]
@@ -79,7 +84,7 @@ class LlamaBlock(ResidualBlock):
     norm = RMSNorm
     make_mlp = GatedMLP
 
-    def __init__(self, config: LlamaConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, *, grid: Grid, sequence_parallel: bool = False, **others: Any) -> None:
         super().__init__(
             config,
             grid=grid,
@@ -89,5 +94,6 @@ class LlamaBlock(ResidualBlock):
             rope=Rope(config.head_dim, config.rope_theta, config.rope_scaling),
             bias=config.qkv_bias,
             qk_norm=config.rms_norm_eps if config.qk_norm else None,
+            **others,
         )
         self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for

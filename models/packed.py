@@ -3,6 +3,10 @@
 A model's input is then ``(ids, documents)``, and the layers pass ``(x, documents)`` on. ``documents``, integers (B, T),
 holds the document number of each token and does not decrease along a row. A token attends only within its document, and
 positions start at 0 in each document, so a packed row gives the same outputs as its documents give one by one.
+
+On a grid with a context axis, ids and ``documents`` are those of the whole sequence on every rank, and each layer takes
+this rank's part. Where the sequence must be padded for that, the token embedding adds ``documents`` itself, one
+document a row, so that every layer knows the length T.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..context.order import positions, shard
+from ..grid import Axis
 
 # On the tensor of documents itself, so that the blocks of one stage build a microbatch's mask once, and it goes with
 # the microbatch.
@@ -111,6 +118,25 @@ def packing(documents: Tensor, dtype: torch.dtype) -> Packing:
     built = Packing(positions_within(documents), mask)
     setattr(documents, _ATTRIBUTE, (key, built))
     return built
+
+
+def token_positions(
+    local: int, axis: Axis, documents: Tensor | None, device: torch.device | None = None
+) -> Tensor | None:
+    """Return the positions of this rank's tokens, within their documents if there are any. Padding has any position.
+
+    Args:
+        local: number of tokens that this rank holds, padding included.
+        axis: the context axis.
+        documents: document number of each token of the whole sequence, integers (B, T), or None.
+        device: device of the result.
+
+    Returns:
+        int64 (B, local), or (1, local) without documents. None if the positions are 0 to ``local`` - 1.
+    """
+    if documents is not None:
+        return shard(positions_within(documents), axis, multiple=local)
+    return None if axis.size == 1 else positions(local * axis.size, axis.size, axis.rank, local).to(device)[None]
 
 
 def positions_within(documents: Tensor) -> Tensor:

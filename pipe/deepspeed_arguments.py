@@ -36,11 +36,12 @@ def grid_of(grid: Grid | None, num_stages: int | None, topology: Any) -> Grid:
             f"grid is {grid!r}, not a triax.Grid: write num_stages={grid!r}, or pass grid=triax.Grid(pipe={grid!r})"
         )
     if topology is not None:
-        sizes = _sizes(topology)
+        sizes, expert = _sizes(topology), topology.expert if isinstance(topology, Topology) else 1
         if grid is None:
-            expert = topology.expert if isinstance(topology, Topology) else 1
-            grid = Grid(**sizes, expert=expert, order=[n for n in sizes if n != "context" or sizes[n] > 1])
-        elif {axis: getattr(grid, axis).size for axis in sizes} != sizes:
+            context = sizes.get("context", 1)
+            order = tuple(name for name in sizes if name != "context" or context > 1)
+            grid = Grid(sizes["pipe"], sizes["data"], sizes["tensor"], context=context, expert=expert, order=order)
+        elif {axis: getattr(grid, axis).size for axis in (*sizes, "expert")} != {**sizes, "expert": expert}:
             raise ValueError(f"the grid is {grid.topology}, and topology= asks for {sizes}: leave one of them out")
     if num_stages is not None:
         if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:

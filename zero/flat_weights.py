@@ -37,7 +37,7 @@ class FlatWeights:
     Attributes:
         flat, memory: as given.
         members: the parameters of this bucket, in the order of ``flat.slots``.
-        stages, layers, tie, counted, group: of ``BucketKey``.
+        stages, layers, tie, counted, group, replicas: of ``BucketKey``.
         axis: the axis over which the weights are replicated, which ZeRO shards.
         weights: (numel,), padded with zeros. In stage 3 its storage is empty while it is released.
         owned: start and stop of the range whose optimizer state this rank holds; everything, in stage 0.
@@ -62,7 +62,7 @@ class FlatWeights:
         self.flat, self.memory = flat, memory
         self.members = [members[slot.number] for slot in flat.slots]
         self.stages, self.layers, self.tie = key.stages, key.layers, key.tie
-        self.counted, self.group = key.counted, key.group
+        self.counted, self.group, self.replicas = key.counted, key.group, key.replicas
         self.axis, self._device = grid.axis(key.replicas), grid.device
         self._allgather_partitions = options.allgather_partitions
         dtype = options.weight_dtype or key.dtype

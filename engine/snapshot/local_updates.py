@@ -167,7 +167,7 @@ class ReplicaCheckpoints:
         read_weights(engine, shards, own, usable)
         kept = snapshot.numbers.get(self._prefix, {})
         if options.optimizer and same_optimizer_state(snapshot, engine):
-            read_optimizer(shards, own, usable, engine.grid.tensor)
+            read_optimizer(shards, own, usable, engine.grid)
             set_optimizer(engine, kept)
             if engine.loss_scaler is not None and "scale" in kept:
                 engine.loss_scaler.load_state_dict(kept)

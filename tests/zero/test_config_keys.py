@@ -185,14 +185,15 @@ def events(zero: dict[str, Any]) -> list[str]:
     made = engine(grid, {"stage": 3, **zero})
     gatherer, calls = made.data_axis.gatherer, []
     assert gatherer is not None
-    start = gatherer._axis.all_gather
+    axis = gatherer._axes["data"]
+    start = axis.all_gather
 
     def spy(output: Tensor, tensor: Tensor, async_op: bool = False) -> Any:
         layer = next(b.layers[0] for b in made.data_axis.buckets if b.weights is output)
         calls.append(f"gather {layer}")
         return start(output, tensor, async_op)
 
-    gatherer._axis.all_gather = spy  # type: ignore[method-assign]
+    axis.all_gather = spy  # type: ignore[method-assign]
 
     def ran(layer: int) -> None:
         whole = sum(not bucket.released for bucket in made.data_axis.buckets)

@@ -1,0 +1,150 @@
+"""GPT and Llama on the context axis: loss, gradients, norm and stepped weights are those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import triax
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.llama import LlamaConfig, llama_layers
+
+VOCABULARY, ROWS = 37, 4
+GPT = GPTConfig(VOCABULARY, 24, 16, 2, 4, dropout=0.1, tie_word_embeddings=True)
+LLAMA = LlamaConfig(VOCABULARY, 24, 16, 2, 4, intermediate_size=24, num_key_value_heads=2, dropout=0.1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is computed: equal on every grid."""
+
+    family: str = "gpt"
+    length: int = 16
+    packed: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """On which grid, and how."""
+
+    grid: tuple[int, int, int, int] = (1, 1, 1, 1)  # pipe, data, context, tensor
+    kind: str = "ring"
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    stage: int = 0
+    recompute: str = ""
+
+    @property
+    def ranks(self) -> int:
+        pipe, data, context, tensor = self.grid
+        return pipe * data * context * tensor
+
+
+def batch(job: Job, step: int) -> tuple[Any, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 + step)
+    ids = torch.randint(VOCABULARY, (ROWS, job.length), generator=generator)
+    labels = torch.randint(VOCABULARY, (ROWS, job.length), generator=generator)
+    labels[:, ::5] = -100
+    if not job.packed:
+        return ids, labels
+    return (ids, (torch.rand(ids.shape, generator=generator) < 0.2).cumsum(1)), labels
+
+
+def train(job: Job, place: Place) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        pipe, data, context, tensor = place.grid
+        grid = triax.Grid(pipe, data, tensor, context=context)
+        config = replace(GPT if job.family == "gpt" else LLAMA, sliding_window=job.window)
+        make: Any = gpt_layers if job.family == "gpt" else llama_layers
+        layers = make(config, sequence_parallel=place.sequence_parallel, attention=place.kind)
+        loss = GPTLoss(grid, VOCABULARY)
+        model = triax.PipelineModule(layers, grid=grid, loss_fn=loss, seed=3, chunks=place.chunks)
+        settings: dict[str, Any] = {
+            "train_batch_size": ROWS,
+            "gradient_accumulation_steps": ROWS // data,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "gradient_clipping": 0.1,
+            "zero_optimization": {"stage": place.stage},
+            "pipeline": {"schedule": place.schedule},
+        }
+        if place.recompute:
+            settings["activation_checkpointing"] = {"granularity": place.recompute}
+        engine, *_ = triax.initialize(model=model, config=settings)
+        each = ROWS // data
+        for step in range(2):
+            inputs, labels = batch(job, step)
+            mine = range(grid.data.rank * each, (grid.data.rank + 1) * each)
+            rows = [
+                ((inputs[0][i : i + 1], inputs[1][i : i + 1]) if job.packed else inputs[i : i + 1], labels[i : i + 1])
+                for i in mine
+            ]
+            value = engine.train_batch(iter(rows))
+            if not step:
+                gradients, norm = engine.gather("gradients"), engine.get_global_grad_norm()
+        found = {"loss": float(value), "norm": norm, "gradients": gradients, "weights": engine.gather()}
+        return found if grid.rank == 0 else {}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def run(cells: list[tuple[Job, Place]]) -> list[dict[str, Any]]:
+    return [train(*cell) for cell in cells]
+
+
+def check(ranks: Any, cells: list[tuple[Job, Place]]) -> None:
+    """Run all cells of a number of ranks in one job, and compare each with one process."""
+    alone = {job: train(job, Place()) for job in dict.fromkeys(job for job, _ in cells)}
+    for count in sorted({place.ranks for _, place in cells}):
+        mine = [cell for cell in cells if cell[1].ranks == count]
+        for (job, place), found in zip(mine, ranks(count, run, mine, timeout=250)[0], strict=True):
+            one = alone[job]
+            assert found["loss"] == pytest.approx(one["loss"], rel=1e-12), (job, place)
+            assert found["norm"] == pytest.approx(one["norm"], rel=1e-10), (job, place)
+            for what in ("gradients", "weights"):
+                assert found[what].keys() == one[what].keys()
+                for name, value in one[what].items():
+                    message = f"{what} {name}: {job} {place}"
+                    torch.testing.assert_close(found[what][name], value, rtol=1e-10, atol=1e-12, msg=message)
+
+
+def test_models_on_the_context_axis(ranks: Any) -> None:
+    check(
+        ranks,
+        [
+            (Job(), Place((1, 1, 2, 1))),
+            (Job("llama", packed=True), Place((1, 1, 2, 1), "gather", stage=2)),
+            (Job("llama", length=15), Place((1, 1, 2, 1), "ulysses", stage=3)),
+            (Job(length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
+            (Job("llama", window=5), Place((1, 1, 2, 2), sequence_parallel=True)),
+            (Job(length=11), Place((1, 2, 2, 1), "gather", stage=3, recompute="full")),
+            (Job("llama", length=15), Place((2, 1, 2, 1), recompute="selective")),
+        ],
+    )
+
+
+GRIDS = [(1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 1), (2, 1, 2, 2)]
+JOBS = [
+    *(Job(), Job(length=13), Job(packed=True), Job("llama"), Job("llama", length=11, packed=True)),
+    *(Job("llama", window=5), Job("gpt", length=15, packed=True, window=4)),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks_wanted", [2, 3, 4, 8])
+def test_every_grid_kind_and_job(ranks: Any, ranks_wanted: int) -> None:
+    cells = []
+    for i, (grid, job, kind) in enumerate(product(GRIDS, JOBS, ("ring", "ulysses", "gather"))):
+        if kind == "ulysses" and grid[2] == 3 and job.family == "gpt":
+            continue  # 4 heads
+        schedule = ("1f1b", "zb-h1", "gpipe")[i % 3]
+        recompute = ("", "full", "selective")[i % 3 if i % 2 else 0]
+        cells.append((job, Place(grid, kind, grid[3] > 1 and i % 2 > 0, schedule, 1, i % 4, recompute)))
+    check(ranks, [cell for cell in cells if cell[1].ranks == ranks_wanted])
