@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sweeps = [item for item in items if item.get_closest_marker("exhaustive")]
     config.hook.pytest_deselected(items=sweeps)
     items[:] = [item for item in items if item not in sweeps]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is no garbage: leave it out of the many collections that tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 _CELLS: list[Any] = []

@@ -185,6 +185,8 @@ class Pool:
     """Up to `SIZE` ranks, started when a job first needs them, kept until the end."""
 
     def __init__(self) -> None:
+        import torch.distributed as dist
+
         import pool_worker
 
         self.folder = Path(tempfile.mkdtemp(prefix="triax-pool-"))
@@ -201,6 +203,7 @@ class Pool:
         with _environment(changes):
             self.context.set_forkserver_preload(["pool_worker"])
             multiprocessing.forkserver.ensure_running()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(
         self,
@@ -219,14 +222,15 @@ class Pool:
             raise ValueError(f"the pool has {SIZE} ranks, and {n} were asked for: give 1 to {SIZE}")
         while isinstance(fn, functools.partial):
             args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
-        module, qualname = _address(fn)
         import pool_worker
 
+        module, qualname = self._address(fn)
         self.jobs += 1
         job = {
-            # Where the ranks find one another: a new file for each job, so that no job sees another. (Not a
-            # TCPStore: now and then a connection to one takes exactly 5 s in torch 2.13.)
-            "store": str(self.folder / f"job{self.jobs}.store"),
+            # Where the ranks find one another: a prefix for each job, so that no job sees another, in one store, to
+            # which a rank connects once. (Now and then a connection takes exactly 5 s in torch 2.13.)
+            "store": f"job{self.jobs}",
+            "store_port": self.store.port,
             "size": n,
             "module": module,
             "qualname": qualname,
@@ -244,6 +248,32 @@ class Pool:
                 if not worker.wait_ready(0):
                     worker.end()
             raise
+
+    def _address(self, fn: Any) -> tuple[tuple[str, str | None, int, str], str]:
+        """Address at which a rank finds `fn`: its module's name, file, date and code, and its name in the module."""
+        import pool_worker
+
+        name = getattr(fn, "__module__", None)
+        qualname = getattr(fn, "__qualname__", repr(fn))
+        module = sys.modules.get(name or "")
+        found = None
+        if module is not None and "<" not in qualname:
+            with contextlib.suppress(AttributeError):
+                found = pool_worker.resolve(module, qualname)
+        if module is None or found is not fn:
+            where = ""
+            with contextlib.suppress(TypeError):
+                where = f" ({Path(inspect.getfile(fn)).name}:{inspect.unwrap(fn).__code__.co_firstlineno})"
+            raise TypeError(
+                f"a rank cannot find {qualname}{where} by its name: give a function from the top level of a "
+                "file, and what it closes over as arguments"
+            )
+        path = getattr(module, "__file__", None)
+        if path is None:
+            return (module.__name__, None, 0, ""), qualname
+        path = str(Path(path).resolve())
+        date = os.stat(path).st_mtime_ns
+        return (module.__name__, path, date, pool_worker.compiled(path, date, str(self.folder))), qualname
 
     def _workers(self, n: int) -> list[_Worker]:
         """The first n workers, whole: those that died or were killed are replaced."""
@@ -350,32 +380,6 @@ def pool() -> Pool:
 def run_ranks(n: int, fn: Callable[..., T], *args: Any, **options: Any) -> list[T]:
     """`Pool.run` on the one pool; in a test, take the fixture `ranks`, which is the same."""
     return pool().run(n, fn, *args, **options)
-
-
-def _address(fn: Any) -> tuple[tuple[str, str | None, int], str]:
-    """Address at which a rank finds `fn`: its module's name, file and date, and its name in the module."""
-    import pool_worker
-
-    name = getattr(fn, "__module__", None)
-    qualname = getattr(fn, "__qualname__", repr(fn))
-    module = sys.modules.get(name or "")
-    found = None
-    if module is not None and "<" not in qualname:
-        with contextlib.suppress(AttributeError):
-            found = pool_worker.resolve(module, qualname)
-    if module is None or found is not fn:
-        where = ""
-        with contextlib.suppress(TypeError):
-            where = f" ({Path(inspect.getfile(fn)).name}:{inspect.unwrap(fn).__code__.co_firstlineno})"
-        raise TypeError(
-            f"a rank cannot find {qualname}{where} by its name: give a function from the top level of a "
-            "file, and what it closes over as arguments"
-        )
-    path = getattr(module, "__file__", None)
-    if path is None:
-        return (module.__name__, None, 0), qualname
-    path = str(Path(path).resolve())
-    return (module.__name__, path, os.stat(path).st_mtime_ns), qualname
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ import gc
 import importlib
 import importlib.util
 import io
+import marshal
 import os
 import pickle
 import random
@@ -25,6 +26,7 @@ import threading
 import time
 import traceback
 import types
+import uuid
 from collections.abc import Iterator
 from multiprocessing import connection, parent_process
 from pathlib import Path
@@ -52,7 +54,8 @@ PRELOAD = (
     "triax.tensor_parallel",
 )
 
-for _name in PRELOAD:
+# A pool that runs a job or two without an engine is ready sooner without them.
+for _name in PRELOAD if os.environ.get("TRIAX_POOL_PRELOAD") != "none" else ():
     # What cannot be imported here is somebody's test failure later, with its own message; it must not take
     # the whole pool down.
     with contextlib.suppress(Exception):
@@ -94,8 +97,23 @@ def _tensor(numbers: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 
 @functools.cache
-def _load(name: str, path: str | None, mtime_ns: int) -> types.ModuleType:
-    """Import module `name`; a test file is loaded from its path, once for each date of the file."""
+def compiled(path: str, mtime_ns: int, folder: str) -> str:
+    """File with the code of a test file, which the parent compiles once for all ranks."""
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    with contextlib.suppress(ImportError):
+        # pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source, path)
+    code = Path(folder, f"{Path(path).stem}-{uuid.uuid4()}.code")
+    code.write_bytes(marshal.dumps(compile(tree, path, "exec")))
+    return str(code)
+
+
+@functools.cache
+def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.ModuleType:
+    """Import module `name`; a test file is loaded from its code, once for each date of the file."""
     if path is None:
         return importlib.import_module(name)
     if not Path(path).name.startswith("test_"):
@@ -105,16 +123,9 @@ def _load(name: str, path: str | None, mtime_ns: int) -> types.ModuleType:
                 return known
     module = types.ModuleType(name)
     module.__file__ = path
-    source = Path(path).read_bytes()
-    tree = ast.parse(source, filename=path)
-    with contextlib.suppress(ImportError):
-        # pytest's rewriting, so that `assert a == b` on a rank also says what a and b were.
-        from _pytest.assertion.rewrite import rewrite_asserts
-
-        rewrite_asserts(tree, source, path)
     sys.modules[name] = module
     try:
-        exec(compile(tree, path, "exec"), module.__dict__)
+        exec(marshal.loads(Path(code).read_bytes()), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
@@ -159,6 +170,12 @@ def serve(rank: int, pipe: connection.Connection, dump_path: str) -> None:
         pipe.send_bytes(dump(("ready", None)))
 
 
+@functools.cache
+def _store(port: int) -> dist.TCPStore:
+    """Connection of this rank to the pool's store, one for all jobs."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
 def _attempt(job: dict[str, Any], rank: int) -> bytes:
     """b"+" and the result, or b"-" and what was raised."""
     try:
@@ -168,7 +185,7 @@ def _attempt(job: dict[str, Any], rank: int) -> bytes:
         if job["size"] > 1 and job["init_group"]:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(job["store"], job["size"]),
+                store=dist.PrefixStore(job["store"], _store(job["store_port"])),
                 rank=rank,
                 world_size=job["size"],
                 timeout=datetime.timedelta(seconds=job["timeout"] + 30),  # the pool's own limit comes first
@@ -208,6 +225,7 @@ def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
         # An engine is full of circles (hooks that know their owner); until it is collected, its groups' threads live:
         # hundreds of them, after some tests.
         gc.collect()
+        _freeze_modules(len(sys.modules))
         # A rank that leaves at once makes the others fail while they still connect. Torch then counts a group that
         # never was, and in the next job this rank would look for the others under another name than they use.
         dist.distributed_c10d._world.group_count = 0
@@ -224,6 +242,12 @@ def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
             torch.set_default_device(None)
         if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)
+
+
+@functools.cache
+def _freeze_modules(count: int) -> None:
+    """Leave what a job imported out of later collections: transformers alone takes 50 ms of each."""
+    gc.freeze()
 
 
 def _leave_with_parent() -> None:

@@ -355,14 +355,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_no_rank_outlives_the_run(tmp_path: Path, end: str) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT.format(tests=str(ROOT / "tests" / "support"), end=end))
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=False)
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 2
-    _wait_until_gone(pids)
+def test_no_rank_outlives_the_run(tmp_path: Path) -> None:
+    """Two runs at once: one ends by itself, one is killed."""
+    runs, environment = [], {**os.environ, "TRIAX_POOL_PRELOAD": "none"}
+    for number, end in enumerate(("", "os.kill(os.getpid(), signal.SIGKILL)")):
+        script = tmp_path / f"run{number}.py"
+        script.write_text(SCRIPT.format(tests=str(ROOT / "tests" / "support"), end=end))
+        runs.append(subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment))
+    for run in runs:
+        pids = [int(word) for word in run.communicate()[0].split()]
+        assert len(pids) == 2
+        _wait_until_gone(pids)
+    assert [run.returncode for run in runs] == [0, -signal.SIGKILL]
 
 
 def _wait_until_gone(pids: list[int]) -> None:
