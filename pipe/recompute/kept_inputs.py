@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,16 @@ class _KeptTensor(NamedTuple):
     slot: _ArenaSlot | None
 
 
+class _GivenTensor(NamedTuple):
+    """Input of a group while the group runs: the tensor with its version, and how it is kept."""
+
+    tensor: Tensor
+    version: int
+    place: int  # in the nest
+    part: _KeptTensor
+    copy: Tensor | None
+
+
 class KeptNest:
     """A nest of tensors that is kept for the backward pass.
 
@@ -63,12 +73,15 @@ class KeptNest:
         inputs: the options with which its tensors are kept.
         key: name of the group whose input it is.
         nest: the group's input.
+        changed: places in the nest of the tensors that the group changes in place, of which copies are kept. None: not
+            known yet, so that each is copied until ``run_ended``.
     """
 
-    def __init__(self, inputs: Inputs, key: Hashable, nest: Any) -> None:
-        self._inputs = inputs
+    def __init__(self, inputs: Inputs, key: Hashable, nest: Any, changed: Collection[int] | None = ()) -> None:
+        self._inputs, self._key = inputs, key
+        self._changed = changed
         leaves, self._spec = tree_flatten(nest)
-        parts: list[_KeptTensor] = []
+        self._given: list[_GivenTensor] = []  # until ``run_ended``
         known: dict[int, int] = {}  # id -> part: a tensor that occurs twice is kept once
         # (index of its part, requires_grad, the leaf itself or None); index -1 for what is no tensor.
         self._leaves: list[tuple[int, bool, Any]] = []
@@ -77,22 +90,77 @@ class KeptNest:
                 self._leaves.append((-1, False, leaf))
                 continue
             if id(leaf) not in known:
-                known[id(leaf)] = len(parts)
-                parts.append(inputs.part((key, place), leaf))
+                known[id(leaf)] = len(known)
+                part = inputs.part((key, place), leaf)
+                copies = part.shape is None and (changed is None or place in changed)
+                copy = leaf.detach().clone() if copies else None
+                self._given.append(_GivenTensor(leaf, leaf._version, place, part, copy))
             # Integer tensors come back as the same object: a model may have attached attributes to it.
             self._leaves.append((known[id(leaf)], leaf.requires_grad, None if leaf.is_floating_point() else leaf))
+        self._places = [given.place for given in self._given]
+        self._keep(changed or ())
+
+    def _keep(self, changed: Collection[int]) -> None:
+        parts = [
+            given.part._replace(kept=given.copy) if given.copy is not None and given.place in changed else given.part
+            for given in self._given
+        ]
         self._saver = save([part.kept for part in parts])
         self._parts = [part._replace(kept=part.kept.new_empty(0)) for part in parts]
 
+    def run_ended(self) -> Collection[int]:
+        """Return the places of the tensors that the group changes in place; of these, copies are kept.
+
+        Raises:
+            RuntimeError: the group changed a tensor in place that it did not change in its first run, or one that
+                shares its memory with another.
+        """
+        found = self._changed_now()
+        if self._changed is None:
+            self._changed = {given.place for given in found}
+            if found:
+                self._keep(self._changed)
+        for given in found:
+            if given.part.shape is None and given.place not in self._changed:
+                raise RuntimeError(self._refusal(given, "and did not in its first run, so that no copy of it was kept"))
+            memory = given.tensor.untyped_storage().data_ptr()
+            if any(o is not given and o.tensor.untyped_storage().data_ptr() == memory for o in self._given):
+                raise RuntimeError(self._refusal(given, "which shares its memory with another input"))
+        self._given.clear()
+        return self._changed
+
     def restore(self) -> Any:
-        """Return the nest; its tensors are leaves of a new graph. Collective over the tensor axis if partitioned."""
+        """Return the nest; its tensors are leaves of a new graph, and copies of leaves where the group changes them.
+
+        Collective over the tensor axis if partitioned.
+        """
+        for given in self._changed_now() if self._changed is None else ():
+            raise RuntimeError(self._refusal(given, "and then calls autograd itself"))
         kept = self._saver.grad_fn.saved_tensors  # type: ignore[union-attr]
         tensors = [self._inputs.restore(tensor, part) for tensor, part in zip(kept, self._parts, strict=True)]
-        leaves = [
-            leaf if number < 0 or leaf is not None else tensors[number].detach().requires_grad_(wanted)
-            for number, wanted, leaf in self._leaves
-        ]
+        copies: dict[int, Tensor] = {}
+        leaves = []
+        for number, wanted, leaf in self._leaves:
+            changes = number >= 0 and self._places[number] in (self._changed or ())
+            if changes and number not in copies:
+                # No leaf, and in other memory than what is kept; one copy, wherever the tensor occurs.
+                copies[number] = tensors[number].detach().requires_grad_(wanted).clone()
+                copies[number].__dict__.update({} if leaf is None else leaf.__dict__)
+            if changes:
+                leaf = copies[number]
+            elif number >= 0 and leaf is None:
+                leaf = tensors[number].detach().requires_grad_(wanted)
+            leaves.append(leaf)
         return tree_unflatten(leaves, self._spec)
+
+    def _changed_now(self) -> list[_GivenTensor]:
+        return [given for given in self._given if given.tensor._version != given.version]
+
+    def _refusal(self, given: _GivenTensor, why: str) -> str:
+        return (
+            f"{self._key} changes its input of shape {tuple(given.tensor.shape)} in place, {why}: it cannot be "
+            "computed again. Change a copy of it instead, for instance x = x + 1 in place of x += 1"
+        )
 
 
 class Inputs:

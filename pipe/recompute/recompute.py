@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -113,6 +113,7 @@ class Recompute:
         self._preserve_rng_state = preserve_rng_state
         self._synchronize, self._profile = synchronize, profile
         self._groups: dict[int, list[Group]] = {}
+        self._changed: dict[str, Collection[int]] = {}  # by group: its inputs that it changes in place
         self._watched: set[str] = set()  # blocks of a plain module that have run once
         self._checkpointing: set[str] = set()  # those that call torch.utils.checkpoint
         self._count, self._seconds = 0, 0.0
@@ -197,7 +198,7 @@ class Recompute:
     ) -> Any:
         if self._synchronize:
             self.grid.synchronize()
-        inputs = KeptNest(self.inputs, group.name, (args, kwargs))
+        inputs = KeptNest(self.inputs, group.name, (args, kwargs), self._changed.get(group.name))
         state = State(self.grid, self._dropout, self._preserve_rng_state, group.buffers)
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
@@ -210,6 +211,7 @@ class Recompute:
         with matmuls.recorded(frame) if matmuls else nullcontext(), frame.hooks():
             result = function(*args, **kwargs)
         state.keep_changed_buffers()
+        self._changed[group.name] = inputs.run_ended()
         if watches:
             frame.end_watch()
             self._watched.add(group.name)
