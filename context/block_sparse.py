@@ -139,9 +139,8 @@ class BlockSparse:
 
     def work(self) -> int:
         """Return the number of scores that are computed, over all rows and heads."""
-        groups = self._groups(torch.device("cpu"), 1)
-        scores = sum(group.queries.numel() * group.keys.shape[2] for group in groups)
-        return scores * self.q_cut.size * self.k_cut.size
+        blocks = int(self._lengths().sum()) * (1 if self.per_head else self.heads)
+        return blocks * self.q_cut.size * self.k_cut.size
 
     def _rows(self, cut: Cut, x: Tensor) -> Tensor:
         """Return blocks as rows: (B heads n, size, d)."""
@@ -180,8 +179,7 @@ class BlockSparse:
     def _groups(self, device: torch.device, dim: int) -> Iterator[BlockGroup]:
         """Yield the blocks of queries that see something, in groups of equally long lists."""
         units = self.kept.flatten(0, 1)  # (B or B heads, nq, nk)
-        counts = units.sum(2)
-        lengths = _rounded(counts)
+        counts, lengths = units.sum(2), self._lengths()
         # The kept blocks of keys come first, in order. A list that is too long ends with others, which are masked.
         order = units.to(torch.uint8).argsort(dim=2, descending=True, stable=True)
         heads = 1 if self.per_head else self.key_heads
@@ -189,10 +187,16 @@ class BlockSparse:
             if length == 0:
                 continue
             unit, row = (lengths == length).nonzero(as_tuple=True)
-            length = min(length, units.shape[2])
             step = max(1, _GATHERED // (length * self.k_cut.size * dim * heads))
             for u, i in zip(unit.split(step), row.split(step), strict=True):
                 yield self._group(u, i, order[u, i, :length], counts[u, i], device)
+
+    def _lengths(self) -> Tensor:
+        """Return the length of each list, the number of kept blocks rounded up: int64 (B or B heads, nq)."""
+        counts = self.kept.flatten(0, 1).sum(2)
+        # To four significant bits, so that there are few different lengths.
+        unit = 2.0 ** (counts.clamp(min=1).double().log2().floor() - 3).clamp(min=0)
+        return (counts / unit).ceil().mul(unit).long().clamp(max=self.kept.shape[3])
 
     def _group(self, unit: Tensor, row: Tensor, lists: Tensor, counts: Tensor, device: torch.device) -> BlockGroup:
         nq, nk = self.kept.shape[2:]
@@ -223,9 +227,3 @@ def _bias(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if seen is None:
         return None
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-def _rounded(counts: Tensor) -> Tensor:
-    """Round lengths up to four significant bits, so that there are few different ones."""
-    unit = 2.0 ** (counts.clamp(min=1).double().log2().floor() - 3).clamp(min=0)
-    return (counts / unit).ceil().mul(unit).long()

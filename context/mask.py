@@ -71,13 +71,14 @@ def on_cpu(documents: Tensor | None) -> Tensor | None:
     """Return the document numbers on the CPU, or None if each row is one document. Cached on the tensor."""
     if documents is None:
         return None
+    version = None if documents.is_inference() else documents._version  # tensors of inference mode count no versions
     cached: tuple[Any, Tensor | None] = getattr(documents, _ATTRIBUTE, (None, None))
-    if cached[0] == documents._version:
+    if version is not None and cached[0] == version:
         return cached[1]
     numbers: Tensor | None = documents.detach().cpu()
     if numbers is not None and bool((numbers == numbers[:, :1]).all()):
         numbers = None
-    setattr(documents, _ATTRIBUTE, (documents._version, numbers))
+    setattr(documents, _ATTRIBUTE, (version, numbers))
     return numbers
 
 

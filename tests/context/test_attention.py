@@ -155,7 +155,7 @@ def test_blocks_merge_to_the_whole(kernel: str, dtype: torch.dtype, monkeypatch:
     (q, k, v, dout), _ = tensors(Case(length=12, width=5))
     mask = torch.zeros(1, 1, 12, 4, dtype=torch.float64)
     mask[:, :, 2:9, :3] = mask[:, :, 5] = -torch.inf
-    inputs = [x.to(dtype).double().requires_grad_() for x in (q, k, v)]
+    inputs = [x.to(dtype, copy=True).double().requires_grad_() for x in (q, k, v)]
     scores = (inputs[0].unflatten(1, (2, 2)) @ inputs[1][:, :, None].mT).flatten(1, 2) * 0.5
     hidden = torch.cat([torch.zeros(1, 1, 12, 8).double(), mask], -1)
     hidden[:, :, :, 4:8] = hidden[:, :, :, 4:8].masked_fill(
@@ -193,7 +193,7 @@ def half_on_rank() -> dict[Any, tuple[torch.dtype, float]]:
     for kind, window, dtype in itertools.product(KINDS, (None, 9), (torch.bfloat16, torch.float16)):
         case = Case(kind, window=window, length=32)
         (q, k, v, dout), _ = tensors(case)
-        inputs = [x.to(dtype).double().requires_grad_() for x in (q, k, v)]
+        inputs = [x.to(dtype, copy=True).double().requires_grad_() for x in (q, k, v)]
         expected = plain(inputs[0], inputs[1], inputs[2], case, None)
         expected_grads = torch.autograd.grad(expected, inputs, dout.to(dtype).double())
         # Autocast casts the inputs.
