@@ -7,7 +7,8 @@ base.py: a section and its three kinds of keys: active, idle, refused.
 schema.py: ``Config``, every key of the file.
 optimizer.py: ``optimizer`` and ``scheduler``.
 zero.py: ``zero_optimization``, with offload and ZeRO++.
-parallelism.py: ``pipeline`` and ``tensor_parallel``.
+parallelism.py: ``pipeline``, ``tensor_parallel`` and ``moe``.
+attention.py: ``sparse_attention``.
 precision.py: ``bf16``, ``fp16``, ``data_types``, ``torch_autocast`` and ``amp``.
 activation_checkpointing.py: ``activation_checkpointing``, recomputation.
 compression.py: ``gradient_compression``.

@@ -1,4 +1,4 @@
-"""Sections ``pipeline`` and ``tensor_parallel``."""
+"""Sections ``pipeline``, ``tensor_parallel`` and ``moe``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, Strict
 
-from .base import Section, idle, refused, setting
+from .base import Section, SwitchSection, idle, refused, setting
 
 
 class PipelineConfig(Section):
@@ -50,3 +50,17 @@ class TensorParallelConfig(Section):
     tp_size: int | None = setting(None, "Another name of autotp_size.", ge=1)
     dtype: Any = refused("bf16 and fp16 set the dtype of the model: leave it out")
     tp_grain_size: Any = idle("Layout(unit=...) sets the units in which a dim is sharded")
+
+
+class MoEConfig(SwitchSection):
+    """``moe``: the expected size of the expert axis."""
+
+    enabled: Any = idle("a model with MoE layers has experts")
+    ep_size: int | None = setting(
+        None,
+        "Another name of expert_parallel_size: the size that Grid(expert=...) sets; another size is an error.",
+        ge=1,
+    )
+    moe_experts: Any = refused("MoE(hidden, experts, top_k) in the model sets the number of experts: leave it out")
+    num_experts: Any = refused("MoE(hidden, experts, top_k) in the model sets the number of experts: leave it out")
+    type: Any = refused("MoE(..., shared_experts=...) in the model sets residual experts: leave it out", "standard")

@@ -8,13 +8,14 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from .activation_checkpointing import ActivationCheckpointingConfig
+from .attention import SparseAttentionConfig
 from .base import Section, idle, refused, setting
 from .checkpoint import CheckpointConfig
 from .compression import GradientCompressionConfig
 from .local_updates import LocalUpdatesConfig
 from .monitoring import CommsLoggerConfig, FlopsProfilerConfig, MonitorConfig, TimelineConfig, WandbConfig
 from .optimizer import OptimizerConfig, SchedulerConfig
-from .parallelism import PipelineConfig, TensorParallelConfig
+from .parallelism import MoEConfig, PipelineConfig, TensorParallelConfig
 from .precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from .zero import ZeroConfig
 
@@ -66,6 +67,22 @@ class Config(Section):
     )
     sparse_gradients: bool = setting(
         False, "Sum embeddings' gradients by the rows that are not zero, if that sends less. ZeRO stages 0 and 1."
+    )
+    sequence_parallel_size: int | None = setting(
+        None,
+        "Expected size of the grid's context axis, which Grid(context=...) sets; another size is an error.",
+        auto=True,
+        ge=1,
+    )
+    expert_parallel_size: int | None = setting(
+        None,
+        "Expected size of the grid's expert axis, which Grid(expert=...) sets; another size is an error.",
+        auto=True,
+        ge=1,
+    )
+    moe: MoEConfig = setting(MoEConfig(), "Expected size of the expert axis; MoE(...) in the model sets the rest.")
+    sparse_attention: SparseAttentionConfig = setting(
+        SparseAttentionConfig(), "Block masks of the model's attention: docs/context.md."
     )
     seed: int = setting(0, "Seed of the order of data and of dropout.")
     nan_loss: Literal["raise", "skip", "ignore"] = setting(
@@ -119,7 +136,6 @@ class Config(Section):
     autotuning: Any = refused(
         "leave it out: triax schedule --compare and triax memory compare layouts without running them"
     )
-    sparse_attention: Any = refused("the model defines attention: leave it out, and use a layer with sparse attention")
     compression_training: Any = refused("layers are trained as they are: leave it out")
     quantize_training: Any = refused("layers are trained as they are: leave it out")
     weight_quantization: Any = refused("layers are trained as they are: leave it out")
@@ -130,10 +146,9 @@ class Config(Section):
     compile: Any = refused("models are not compiled: leave it out")
     hybrid_engine: Any = refused("leave it out: triax.init_inference(engine) generates with the weights in training")
     nebula: Any = refused("leave it out: there is no such service here")
-    expert_parallel: Any = refused("there is no expert axis: leave it out")
-    use_data_before_expert_parallelism: Any = refused("there is no expert axis: leave it out")
-    sequence_parallel_size: Any = refused(
-        "leave it out: the models' sequence_parallel=True shards the sequence over the tensor axis", 1
+    expert_parallel: Any = refused("write expert_parallel_size, and Grid(expert=...)")
+    use_data_before_expert_parallelism: Any = refused(
+        "experts are spread over consecutive ranks of data x context: leave it out"
     )
     disable_python_gc: Any = refused("leave it out, and call gc.disable() yourself")
     managed_gradient_accumulation: Any = refused("leave it out: train_batch runs all microbatches of a step", True)

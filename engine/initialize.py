@@ -25,6 +25,7 @@ from .instrument import instrument
 from .module_engine import ModuleEngine
 from .pipeline_engine import PipelineEngine, training_schedule
 from .setup.arguments import check_grid, choose_grid, config_source, parameter_groups
+from .setup.attention import set_sparse_attention
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
 from .setup.optimizer import choose_optimizer, choose_scheduler
@@ -128,6 +129,7 @@ def initialize(
     make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
     require_same(grid, checked, model, groups, optimizer)
+    set_sparse_attention(model, grid, checked)
     parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn)
     engine: PipelineEngine | ModuleEngine
     if isinstance(model, PipelineModule):
