@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..grid import Pending
+from ..context.order import runs, shard
+from ..grid import Axis, Pending
 from ..grid.errors import AgreedError
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import channels, receive_value
@@ -127,16 +128,22 @@ class DecodeLoop:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context in which layers have the cache, without sequence parallelism, and in evaluation mode."""
+        """Context in which layers have the cache, without sequence parallelism, and in evaluation mode.
+
+        Layers with an attribute ``context`` take the ids as this loop gives them: it has cut them itself.
+        """
         module = self._module
         modules = list(module.modules())
         sharded = [m for m in modules if getattr(m, "sequence_parallel", False)]
+        cut = [(m, axis) for m in modules if isinstance(axis := getattr(m, "context", None), Axis)]
         training = [m for m in modules if m.training]
         run_hook = module.run_hook
         for layer in layers_with_cache(module):
             layer.cache = self._cache
         for layer in sharded:
             layer.sequence_parallel = False  # type: ignore[assignment]  # a sequence of one token cannot be sharded
+        for layer, axis in cut:
+            layer.context = Axis(axis.name, [self._grid.rank], self._grid.rank, None)  # type: ignore[assignment]
         module.eval()
         module.run_hook = self._run_layer
         try:
@@ -147,6 +154,8 @@ class DecodeLoop:
                 layer.training = True
             for layer in sharded:
                 layer.sequence_parallel = True  # type: ignore[assignment]
+            for layer, axis in cut:
+                layer.context = axis  # type: ignore[assignment]
             for layer in layers_with_cache(module):
                 layer.cache = None
 
@@ -185,13 +194,15 @@ class DecodeLoop:
                 x = unflatten(self._channels[stages[0]].schemas[forward.shape], tensors)
             else:
                 x = torch.tensor(forward.tokens, device=self._grid.device)  # ids (B, T)
-            self._layers_run = 0
+                if self._cache.in_parts(forward.starts, forward.shape[1]) is not None:
+                    x = shard(x, self._grid.context)
+            self._layers_run, self._forward = 0, forward
             for stage in stages:
                 self._cache.begin(stage, forward.slots, forward.starts, forward.shape[1])
                 x = self._module.run_stage(stage, x)
             self._cache.end()
             if is_last:
-                logits.append(x[:, -1])
+                logits.append(self._last(x)[:, -1])
                 continue
             channel = self._channels[stages[-1] + 1]
             channel.send(flatten(x), forward.shape, index)
@@ -231,9 +242,21 @@ class DecodeLoop:
         """
         if stage in self._stages_of_hop[-1][1]:
             if self._layers_run == self._attention_depth and isinstance(x, Tensor) and x.dim() == 3:
-                x = x[:, -1:]
+                x = self._last(x)
             self._layers_run += 1
         return call(x)
+
+    def _last(self, x: Tensor) -> Tensor:
+        """Return the last token of each row: (B, 1, D). It is on one rank of the context axis if that has parts."""
+        axis = self._cache.in_parts(self._forward.starts, self._forward.shape[1])
+        if axis is None or x.shape[1] == 1:
+            return x[:, -1:]
+        held = [runs(self._forward.shape[1], x.shape[1], axis.size, rank) for rank in range(axis.size)]
+        owner = max(range(axis.size), key=lambda rank: max((stop for _, stop in held[rank]), default=0))
+        mine = sum(stop - start for start, stop in held[axis.rank])  # padding is behind them
+        last = x[:, max(mine - 1, 0)][:, None].contiguous()
+        axis.broadcast(last, source=owner)
+        return last
 
     def _count_attention_depth(self) -> int:
         """Return the number of layers of the last hop up to and including its last layer with a cache.

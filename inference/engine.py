@@ -110,7 +110,7 @@ class InferenceEngine:
                 f"max_length is {max_length}, but the model has {positions} positions. Pass max_length={positions} at "
                 "most."
             )
-        self.cache = KVCache(self.grid.device)
+        self.cache = KVCache(self.grid.device, self.grid.context)
         self._loop = DecodeLoop(module, self.cache, self.vocab_size)
 
     def generate(

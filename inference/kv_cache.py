@@ -3,6 +3,9 @@
 A layer of ``models/`` that needs positions or earlier keys has an attribute ``cache``, None in training. During
 generation it is a ``KVCache``: the layer reads ``cache.positions`` and calls ``cache.attend``. A rank stores the keys
 and values of its own layers and heads only.
+
+On a grid with a context axis a prompt is computed in parts (``context/order.py``), and each rank then keeps the keys
+and values of the whole prompt: the tokens that follow are computed on every rank of the axis.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..context.order import gather, positions
+from ..grid import Axis
+
 
 class KVCache:
     """Keys and values of every attention layer of this rank, for a number of sequences, one per slot.
@@ -22,6 +28,7 @@ class KVCache:
 
     Args:
         device: device of the positions.
+        context: the context axis; None: prompts are not computed in parts.
 
     Attributes:
         slots: number of slots.
@@ -32,9 +39,9 @@ class KVCache:
         RuntimeError: a layer reads the cache outside of ``begin`` and ``end``: another forward than the stream's runs.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, context: Axis | None = None) -> None:
         self.slots = self.length = 0
-        self._device = device
+        self._device, self._context = device, context
         self._positions: Tensor | None = None
         self._layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, nth) -> (slots, kv heads, length, d)
         self._stage = self._next = 0
@@ -47,6 +54,11 @@ class KVCache:
         if slots > self.slots or length > self.length:
             self.slots, self.length = max(slots, self.slots), max(length, self.length)
             self._layers.clear()
+
+    def in_parts(self, starts: Sequence[int], tokens: int) -> Axis | None:
+        """Return the context axis if a forward's tokens are spread over it: those of prompts, not of a decode step."""
+        wanted = self._context is not None and self._context.size > 1 and not any(starts) and tokens > 1
+        return self._context if wanted else None
 
     def begin(self, stage: int, slots: Sequence[int], starts: Sequence[int], tokens: int) -> None:
         """Prepare for the next forward of a stage.
@@ -66,7 +78,12 @@ class KVCache:
         contiguous = list(slots) == list(range(first, first + count))
         self._rows = slice(first, first + count) if contiguous else torch.tensor(slots, device=self._device)
         self._index = torch.tensor(slots, device=self._device)[:, None]  # (B, 1)
-        self._positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+        self._tokens, self._axis = tokens, self.in_parts(starts, tokens)
+        new = torch.arange(tokens, device=self._device)
+        if self._axis is not None:
+            held = positions(tokens, self._axis.size, self._axis.rank).to(self._device)
+            new = held.clamp(max=tokens - 1)  # padding has no position
+        self._positions = torch.tensor(starts, device=self._device)[:, None] + new
 
     def end(self) -> None:
         """End the forward: until the next ``begin``, a layer that reads the cache raises an error."""
@@ -95,21 +112,27 @@ class KVCache:
         Returns:
             (B, heads, T, d).
         """
-        key, positions = (self._stage, self._next), self.positions
+        key, places = (self._stage, self._next), self.positions
         self._next += 1
         if key not in self._layers or self._layers[key][0].dtype != k.dtype:
             shape = self.slots, k.shape[1], self.length, k.shape[3]
             self._layers[key] = k.new_zeros(shape), v.new_zeros(shape)
         keys, values = self._layers[key]
-        keys[self._index, :, positions] = k.transpose(1, 2)  # (B, T, kv heads, d)
-        values[self._index, :, positions] = v.transpose(1, 2)
         y: Tensor
+        if self._axis is not None:
+            y = module.attend_in_parts(q, k, v, torch.zeros(len(q), self._tokens, dtype=torch.int64))
+            k, v = (gather(x, self._axis, self._tokens, dim=2) for x in (k, v))
+            places = torch.arange(self._tokens, device=self._device)[None]
+        keys[self._index, :, places] = k.transpose(1, 2)  # (B, T, kv heads, d)
+        values[self._index, :, places] = v.transpose(1, 2)
+        if self._axis is not None:
+            return y
         if self._begins:  # the slots are empty: prefill
             y = module.attend(q, k, v)
             return y
         window = getattr(module, "window", None)
         if (q.dtype, window) not in self._masks:
-            ahead = torch.arange(self._longest, device=q.device) - positions[..., None]  # (B, T, longest)
+            ahead = torch.arange(self._longest, device=q.device) - places[..., None]  # (B, T, longest)
             unseen = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
             mask = torch.zeros_like(unseen, dtype=q.dtype).masked_fill_(unseen, -torch.inf)
             self._masks[q.dtype, window] = mask[:, None]

@@ -162,11 +162,21 @@ class SelfAttention(nn.Module):
         if self.rope is not None:
             q, k = self.rope(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
         if self.recompute is not None:
-            y: Tensor = self.recompute(self._blocks, q, k, v, documents)
+            y: Tensor = self.recompute(self.attend_in_parts, q, k, v, documents)
             return y
-        return self._blocks(q, k, v, documents)
+        return self.attend_in_parts(q, k, v, documents)
 
-    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """``context.attention`` of this rank's heads.
+
+        Args:
+            q: (B, heads, T, dim), rotated.
+            k, v: (B, kv_heads, T, dim).
+            documents: (B, T_whole), of the whole sequence; None if T times the size of the context axis is its length.
+
+        Returns:
+            (B, heads, T, dim).
+        """
         k, v = self._of_own_heads(k, v)
         return attention(
             *(q, k, v),
@@ -201,7 +211,7 @@ class SelfAttention(nn.Module):
             (B, heads, T, dim).
         """
         if mask is None and self.window is not None:  # prefill
-            return self._blocks(q, k, v)
+            return self.attend_in_parts(q, k, v)
         k, v = self._of_own_heads(k, v)
         if self._looks_at is None and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.

@@ -82,8 +82,8 @@ def test_greedy_tokens_are_those_of_the_full_forward() -> None:
         assert sequence == ids
 
 
-def on_grid(sizes: tuple[int, int, int], variants: bool = True) -> dict[str, Any]:
-    grid = Grid(*sizes)
+def on_grid(sizes: tuple[int, int, int], variants: bool = True, context: int = 1) -> dict[str, Any]:
+    grid = Grid(*sizes, context=context)
     results: dict[str, Any] = {"gpt": generated(GPT, grid), "llama": generated(LLAMA, grid, max_batch=2)}
     if sizes[2] > 1 and variants:
         # One token cannot be shared out over the tensor axis: it is not, and the model is as it was afterwards.
@@ -114,8 +114,20 @@ def test_every_other_grid_does_too(ranks: Any, alone: dict[str, Any], sizes: tup
     check_grid(ranks, alone, sizes, variants=True)
 
 
-def check_grid(ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], variants: bool) -> None:
-    for result in ranks(math.prod(sizes), on_grid, sizes, variants, timeout=120):
+@pytest.mark.parametrize(
+    ("sizes", "context"),
+    [((2, 1, 1), 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (((1, 1, 1), 3), ((1, 2, 2), 2)))],
+)
+def test_prompts_in_parts_over_the_context_axis(
+    ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], context: int
+) -> None:
+    check_grid(ranks, alone, sizes, variants=False, context=context)
+
+
+def check_grid(
+    ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], variants: bool, context: int = 1
+) -> None:
+    for result in ranks(math.prod(sizes) * context, on_grid, sizes, variants, context, timeout=120):
         for name, drawn in result.items():
             for draw, sequences in drawn.items():
                 assert sequences == alone[name.partition(",")[0]][draw], (name, draw)
