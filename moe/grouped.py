@@ -165,9 +165,11 @@ def _outer(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     if _has_kernel(a, a.shape[1], b.shape[1]):
         found = F.grouped_mm(a.contiguous().mT, b.contiguous(), offs=groups.ends)
         return found.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
-    into = a.new_zeros(len(groups.lengths), a.shape[1], b.shape[1])
-    _add_outer(into, a, b, groups)
-    return into
+    found, start = a.new_empty(len(groups.lengths), a.shape[1], b.shape[1]), 0
+    for matrix, length in zip(found.unbind(), groups.lengths, strict=True):
+        torch.mm(a[start : start + length].T, b[start : start + length], out=matrix)  # zeros without rows
+        start += length
+    return found
 
 
 def _add_outer(into: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:

@@ -23,6 +23,7 @@ _NAMES = (
     "_addmm_activation",
     "bmm",
     "baddbmm",
+    "_grouped_mm",
     "convolution",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",

@@ -12,7 +12,10 @@ from torch import Tensor
 from triax.context.order import positions, shard
 from triax.grid import Grid, layout_of
 from triax.grid.random import seeded
-from triax.moe import MoE
+from triax.moe import MoE, grouped
+
+from paths import ROOT
+from readme_blocks import programs
 
 B, T, D, E, K, W = 4, 8, 6, 4, 2, 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -276,3 +279,26 @@ def test_dispatch_sends_each_token_once_to_each_of_its_experts(ranks: Any) -> No
     assert sum(forward for _, forward, _ in every) == 2 * total * D * 8 + 4 * 3 * 8  # with the counts
     assert sum(backward for _, _, backward in every) == 2 * total * D * 8
     assert all(set(found["all"]) == {"expert"} for found, _, _ in every)
+
+
+def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = programs((ROOT / "docs" / "moe.md").read_text()).values()
+    exec(compile(program, "docs/moe.md", "exec"), {"__name__": "__main__"})
+    assert "layers.0.moe.balance" in capsys.readouterr().out
+
+
+def test_torchs_grouped_kernel_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = MoE(8, 5, 2, grid=Grid(), width=16, balance=None), torch.randn(1, 6, 8, requires_grad=True)
+    layer.router.weight.data[3] = -layer.router.weight.data[2]  # an expert may be without tokens
+
+    def gradients() -> list[Tensor]:
+        layer(x).square().sum().backward()
+        found = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+        layer.zero_grad()
+        x.grad = None
+        return [each.clone() for each in found if each is not None]
+
+    loops = gradients()
+    monkeypatch.setattr(grouped, "_has_kernel", lambda rows, *lengths: True)
+    for kernel, loop in zip(gradients(), loops, strict=True):
+        torch.testing.assert_close(kernel, loop)

@@ -28,7 +28,11 @@ D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}
 PLAIN = {"pipe": 1, "data": 1, "context": 1, "tensor": 1, "expert": 1}
 CASES: dict[int, list[dict[str, Any]]] = {
-    1: [{"accumulation": 4}, {"accumulation": 1, "recompute": 1}, {"accumulation": 2, "stage": 3}],
+    1: [
+        {"accumulation": 4},
+        {"accumulation": 1, "recompute": 1, "granularity": "matmul"},
+        {"accumulation": 2, "stage": 3},
+    ],
     2: [
         {"data": 2, "expert": 2, "stage": 1, "recompute": 1},
         {"context": 2, "expert": 2, "stage": 3},
@@ -121,6 +125,7 @@ def train(
             "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
             "zero_optimization": {"stage": case.get("stage", 0), "reduce_bucket_size": 40},
             "pipeline": {"schedule": schedule},
+            "activation_checkpointing": {"granularity": case.get("granularity")},
         }
         engine, *_ = triax.initialize(model=model, config=config)
         if load:

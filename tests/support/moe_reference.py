@@ -109,9 +109,9 @@ def reference(
     if "microbatch" in kinds:
         total = x.new_zeros(())
         for samples in microbatches or []:
-            f = loads[samples].sum(0).to(x.dtype) / loads[samples].sum()
+            f = loads[samples].sum(0).to(x.dtype) / max(int(loads[samples].sum()), 1)
             every = [share for b in samples for share in shares[b]]
-            total = total + len(samples) * experts * (f * sum(every, zeros) / len(every)).sum()
+            total = total + len(samples) * experts * (f * sum(every, zeros) / max(len(every), 1)).sum()
         losses["balance"] = total
     if options.get("z_loss"):
         losses["z_loss"] = sum((sum(each, zeros.sum()) / n for each, n in zip(squares, counts)), x.new_zeros(()))
