@@ -9,7 +9,13 @@ import torch
 
 
 class _Elementwise(torch.optim.Optimizer):
-    """Base class of optimizers whose ``step`` calls ``_update`` for each parameter with a gradient."""
+    """Base class of optimizers whose ``step`` calls ``_update`` for each parameter with a gradient.
+
+    Attributes:
+        moments: names of the state's tensors, of a parameter's shape, which start at 0.
+    """
+
+    moments: tuple[str, ...] = ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -20,12 +26,20 @@ class _Elementwise(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, self.state[parameter], group)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                for name in self.moments:
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter)
+                tensors = [parameter, parameter.grad.resolve_conj(), *(state[name] for name in self.moments)]
+                if parameter.is_complex():  # its parts are elements, as in torch's optimizers
+                    tensors = [torch.view_as_real(tensor) for tensor in tensors]
+                self._update(group, *tensors)
         return loss
 
-    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Update one parameter in place from its gradient. Each optimizer implements this method."""
+    def _update(self, group: dict[str, Any], p: torch.Tensor, g: torch.Tensor, *moments: torch.Tensor) -> None:
+        """Update one parameter and its moments in place from its gradient. Each optimizer implements this method."""
         raise NotImplementedError
 
 
@@ -50,6 +64,8 @@ class Lion(_Elementwise):
         weight_decay: decoupled, as in AdamW.
     """
 
+    moments = ("exp_avg",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -60,11 +76,9 @@ class Lion(_Elementwise):
         _check(lr, betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, group: dict[str, Any], p: torch.Tensor, g: torch.Tensor, *moments: torch.Tensor) -> None:
         first, second = group["betas"]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(p)
-        momentum = state["exp_avg"]
+        (momentum,) = moments
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(momentum.lerp(g, 1 - first).sign_().mul_(group["lr"]))
         momentum.lerp_(g, 1 - second)
@@ -81,6 +95,8 @@ class UncorrectedAdam(_Elementwise):
         decoupled: decay the weights, as AdamW; False: add the decay to the gradient, as Adam.
     """
 
+    moments = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -94,14 +110,13 @@ class UncorrectedAdam(_Elementwise):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, options)
 
-    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, group: dict[str, Any], p: torch.Tensor, g: torch.Tensor, *moments: torch.Tensor) -> None:
         first, second = group["betas"]
-        if "exp_avg" not in state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        mean, square = moments
         if group["decoupled"]:
             p.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
             g = g.add(p, alpha=group["weight_decay"])
-        state["exp_avg"].lerp_(g, 1 - first)
-        state["exp_avg_sq"].mul_(second).addcmul_(g, g, value=1 - second)
-        p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+        mean.lerp_(g, 1 - first)
+        square.mul_(second).addcmul_(g, g, value=1 - second)
+        p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])

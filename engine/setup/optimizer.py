@@ -43,6 +43,7 @@ def choose_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         make = _like_instance(optimizer)
         require_whole_tensors(type(optimizer), config, grid.tensor.size)
+        _require_real(type(optimizer), groups)
         return make
     if optimizer is not None:
         return _from_function(optimizer)
@@ -50,6 +51,7 @@ def choose_optimizer(
         return None
     cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
     require_whole_tensors(cls, config, grid.tensor.size)
+    _require_real(cls, groups)
     if cls.__name__ == "Muon":
         _require_matrices(groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
@@ -127,6 +129,23 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], config: Config, tens
     zero = config.zero_optimization
     offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
     optimizers.require_whole_tensors(cls.__name__, zero.stage, offload, tensor)
+
+
+def _require_real(
+    cls: type[torch.optim.Optimizer], groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
+) -> None:
+    """Refuse complex parameters for an optimizer on whole tensors, Muon or Adafactor.
+
+    Raises:
+        ConfigError: a parameter to train is complex; the message names it.
+    """
+    for parameter in (p for _, parameters in groups for p in parameters if p.is_complex()):
+        if cls.__name__ in optimizers.WHOLE_TENSOR:
+            raise ConfigError(
+                f"optimizer {cls.__name__} steps real tensors, and {layout_of(parameter).name or 'a parameter'} of "
+                f"shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}: take AdamW, or make "
+                "the parameter of pairs of real numbers, and call torch.view_as_complex on it in the module"
+            )
 
 
 def _require_matrices(groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:

@@ -1115,6 +1115,14 @@ def waves(kind: str, zero: dict[str, Any] | None) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_optimizers_of_real_tensors_refuse_complex_ones(kind: str) -> None:
+    """torch's error at the first step named no parameter."""
+    settings = {"train_batch_size": MICRO, "optimizer": {"type": kind, "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=rf"optimizer {kind} steps real tensors, and .* is complex128: take AdamW"):
+        initialize(model=Waves(), config=settings)
+
+
 def all_waves() -> list[Any]:
     offloaded = {"stage": 2, "sub_group_size": 17, "offload_optimizer": {"device": "cpu"}}
     cases: list[tuple[str, dict[str, Any]]] = [("AdamW", {"stage": 2}), ("AdamW", offloaded)]

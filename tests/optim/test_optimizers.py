@@ -17,6 +17,7 @@ from triax.engine import read_config
 from triax.engine.setup.check import resolve_config
 from triax.grid.errors import ConfigError
 from triax.optim import onebit
+from triax.optim.elementwise import Lion, UncorrectedAdam
 from triax.optim.optimizers import KNOWN, resolve
 
 from toys import mean_loss
@@ -254,6 +255,21 @@ def sharded(stage: int, zero: dict[str, Any]) -> list[dict[str, Tensor]]:
         trained(each, Grid(data=2, timeout=60), zero_optimization={"stage": stage, "reduce_bucket_size": 5, **zero})
         for each in cases
     ]
+
+
+@pytest.mark.parametrize("make", [Lion, UncorrectedAdam])
+def test_our_own_step_the_parts_of_complex_numbers(make: Any) -> None:
+    """As torch's do. Lion failed, and Adam took the square of a complex gradient for its second moment."""
+    whole = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+    parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
+    optimizers = make([whole], lr=0.1, weight_decay=0.1), make([parts], lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        whole.grad = torch.randn(5, dtype=torch.complex128).conj()
+        parts.grad = torch.view_as_real(whole.grad.resolve_conj())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(torch.view_as_real(whole.detach()), parts.detach())
+    assert all(value.dtype == whole.dtype for value in optimizers[0].state[whole].values())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
