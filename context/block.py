@@ -123,17 +123,23 @@ class Merged:
     """Sum of the outputs of several blocks of keys, weighted by their log-sum-exp.
 
     Attributes:
-        out: (B, H, m, width), in ``accumulation_dtype``. None until the first block is added.
+        out: (B, H, m, width), in ``accumulation_dtype``.
         lse: (B, H, m).
+        empty: True until the first block is added.
     """
 
     def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
         dtype = accumulation_dtype(like.dtype)
         self.out = like.new_zeros(shape, dtype=dtype)
         self.lse = like.new_full(shape[:-1], -torch.inf, dtype=dtype)
+        self.empty = True
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the output of one block for some of the queries."""
+        if self.empty and out.shape == self.out.shape:
+            self.out, self.lse, self.empty = out.to(self.out.dtype), lse, False
+            return
+        self.empty = False
         total, before = self.out[:, :, queries], self.lse[:, :, queries]
         both = torch.logaddexp(before, lse)
         # No key so far: -inf - -inf is not a number, and the weight is 0.

@@ -1,8 +1,8 @@
 """Attention by blocks: computes only the blocks of scores that a mask keeps.
 
-Queries and keys are cut into blocks. For each block of queries the kept blocks of keys are listed, their keys are
-gathered side by side, and blocks of queries with equally many are computed together (lists are lengthened by at most an
-eighth for that). Single scores that the mask excludes within a kept block are masked.
+Queries and keys are cut into blocks. For each block of queries the kept blocks of keys are listed, and their keys are
+gathered side by side. Neighbouring blocks of queries with almost the same list share one, and lists of equal length are
+computed together. For both, lists are lengthened, in sum by a fifth at most. Scores that the mask excludes are masked.
 """
 
 from __future__ import annotations
@@ -73,9 +73,19 @@ def cut(runs: Runs, mask: Mask) -> Cut:
 class BlockGroup(NamedTuple):
     """Blocks of queries that are computed in one call, each with equally many blocks of keys."""
 
-    queries: Tensor  # int64 (R, heads per call): rows of the queries' blocks
+    queries: Tensor  # int64 (R, heads per call, h): rows of the queries' blocks
     keys: Tensor  # int64 (R, key heads per call, M): rows of the keys' blocks
-    mask: Tensor | None  # bool (R, 1, size, M size): what the queries see; None: everything
+    mask: Tensor | None  # bool (R, 1, h size, M size): what the queries see; None: everything
+
+
+class Lists(NamedTuple):
+    """Lists of kept blocks of keys, each for ``height`` neighbouring blocks of queries."""
+
+    height: int
+    unit: Tensor  # int64 (N,): row, or row and head, of the queries
+    first: Tensor  # int64 (N,): the first block of queries
+    kept: Tensor  # bool (N, nk): blocks that one of the queries' blocks keeps
+    lengths: Tensor  # int64 (N,): blocks that are computed, some more than are kept
 
 
 class BlockSparse:
@@ -104,8 +114,9 @@ class BlockSparse:
         for group in self._groups(q.device, max(q.shape[-1], v.shape[-1])):
             bias = _bias(group.mask, q.dtype)
             there = group.queries.flatten()
-            o, s = block.forward(rows_q[group.queries], _side(rows_k, group), _side(rows_v, group), scale, mask=bias)
-            out[there], lse[there] = o.flatten(0, 1), s.flatten(0, 1)
+            there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
+            o, s = block.forward(_side(rows_q, group.queries), there_k, there_v, scale, mask=bias)
+            out[there], lse[there] = (x.unflatten(2, (-1, self.q_cut.size)).flatten(0, 2) for x in (o, s))
         return self._local(out), self._local(lse)
 
     def backward(
@@ -120,18 +131,10 @@ class BlockSparse:
         wide = block.accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (rows_q, rows_k, rows_v))
         for group in self._groups(q.device, max(q.shape[-1], v.shape[-1])):
-            mine = group.queries
-            grads = block.backward(
-                rows_do[mine],
-                rows_q[mine],
-                _side(rows_k, group),
-                _side(rows_v, group),
-                rows_o[mine],
-                rows_l[mine],
-                scale,
-                mask=_bias(group.mask, q.dtype),
-            )
-            dq[mine.flatten()] = grads[0].flatten(0, 1).to(wide)
+            do, mine, o, s = (_side(x, group.queries) for x in (rows_do, rows_q, rows_o, rows_l))
+            there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
+            grads = block.backward(do, mine, there_k, there_v, o, s, scale, mask=_bias(group.mask, q.dtype))
+            dq[group.queries.flatten()] = grads[0].to(wide).unflatten(2, (-1, self.q_cut.size)).flatten(0, 2)
             for total, part in ((dk, grads[1]), (dv, grads[2])):
                 parts = part.to(wide).unflatten(2, (-1, self.k_cut.size)).flatten(0, 2)
                 total.index_add_(0, group.keys.flatten(), parts)
@@ -139,8 +142,8 @@ class BlockSparse:
 
     def work(self) -> int:
         """Return the number of scores that are computed, over all rows and heads."""
-        blocks = int(self._lengths().sum()) * (1 if self.per_head else self.heads)
-        return blocks * self.q_cut.size * self.k_cut.size
+        blocks = sum(lists.height * int(lists.lengths.sum()) for lists in self._lists())
+        return blocks * (1 if self.per_head else self.heads) * self.q_cut.size * self.k_cut.size
 
     def _rows(self, cut: Cut, x: Tensor) -> Tensor:
         """Return blocks as rows: (B heads n, size, d)."""
@@ -176,54 +179,72 @@ class BlockSparse:
             kept = kept & meet[:, None]
         return kept.expand(self.batch, -1, -1, -1)
 
+    def _lists(self) -> Iterator[Lists]:
+        """Yield the lists, tall ones first. Neighbours share a list that is an eighth longer than theirs at most."""
+        units = self.kept.flatten(0, 1)  # (B or B heads, nq, nk)
+        left = units.any(2)
+        for height in (8, 4, 2, 1):
+            if height > 1 and height * self.q_cut.size > _BLOCK:
+                continue
+            n = units.shape[1] // height * height
+            rows, free = (x[:, :n].unflatten(1, (-1, height)) for x in (units, left))  # (U, n / height, height, ...)
+            either = rows.any(2)
+            shared = free.all(2) & (8 * height * either.sum(2) <= 9 * rows.sum((2, 3)))
+            free[shared] = False  # a view of ``left``
+            unit, number = shared.nonzero(as_tuple=True)
+            kept = either[unit, number]
+            yield Lists(height, unit, number * height, kept, _rounded(kept.sum(1)).clamp(max=units.shape[2]))
+
     def _groups(self, device: torch.device, dim: int) -> Iterator[BlockGroup]:
         """Yield the blocks of queries that see something, in groups of equally long lists."""
-        units = self.kept.flatten(0, 1)  # (B or B heads, nq, nk)
-        counts, lengths = units.sum(2), self._lengths()
-        # The kept blocks of keys come first, in order. A list that is too long ends with others, which are masked.
-        order = units.to(torch.uint8).argsort(dim=2, descending=True, stable=True)
         heads = 1 if self.per_head else self.key_heads
-        for length in lengths.unique().tolist():
-            if length == 0:
-                continue
-            unit, row = (lengths == length).nonzero(as_tuple=True)
-            step = max(1, _GATHERED // (length * self.k_cut.size * dim * heads))
-            for u, i in zip(unit.split(step), row.split(step), strict=True):
-                yield self._group(u, i, order[u, i, :length], counts[u, i], device)
+        for lists in self._lists():
+            # The kept blocks of keys come first, in order. A list that is too long ends with others, which are masked.
+            order = lists.kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+            for length in lists.lengths.unique().tolist():
+                (chosen,) = (lists.lengths == length).nonzero(as_tuple=True)
+                step = max(1, _GATHERED // (length * self.k_cut.size * dim * heads))
+                for some in chosen.split(step):
+                    yield self._group(lists, some, order[some, :length], device)
 
-    def _lengths(self) -> Tensor:
-        """Return the length of each list, the number of kept blocks rounded up: int64 (B or B heads, nq)."""
-        counts = self.kept.flatten(0, 1).sum(2)
-        # To four significant bits, so that there are few different lengths.
-        unit = 2.0 ** (counts.clamp(min=1).double().log2().floor() - 3).clamp(min=0)
-        return (counts / unit).ceil().mul(unit).long().clamp(max=self.kept.shape[3])
-
-    def _group(self, unit: Tensor, row: Tensor, lists: Tensor, counts: Tensor, device: torch.device) -> BlockGroup:
+    def _group(self, lists: Lists, chosen: Tensor, columns: Tensor, device: torch.device) -> BlockGroup:
         nq, nk = self.kept.shape[2:]
+        unit, row = lists.unit[chosen], lists.first[chosen, None] + torch.arange(lists.height)  # (R,), (R, h)
         if self.per_head:
             rows = unit // self.heads
             heads = (unit % self.heads)[:, None]
             key_heads = heads // (self.heads // self.key_heads)
         else:
             rows, heads, key_heads = unit, torch.arange(self.heads)[None], torch.arange(self.key_heads)[None]
-        queries = (rows[:, None] * self.heads + heads) * nq + row[:, None]
-        keys = ((rows[:, None] * self.key_heads + key_heads) * nk)[:, :, None] + lists[:, None]
-        places = self.k_cut.positions[lists]  # (R, M, size)
-        surplus = torch.arange(lists.shape[1]) >= counts[:, None]
+        queries = ((rows[:, None] * self.heads + heads) * nq)[:, :, None] + row[:, None]
+        keys = ((rows[:, None] * self.key_heads + key_heads) * nk)[:, :, None] + columns[:, None]
+        mine, places = self.q_cut.positions[row].flatten(1).to(device), self.k_cut.positions[columns]
+        surplus = torch.arange(columns.shape[1]) >= lists.kept[chosen].sum(1)[:, None]
         places = places.masked_fill(surplus[:, :, None], -1).flatten(1).to(device)
-        mine = self.q_cut.positions[row].to(device)
         seen = self.mask.allowed(mine, places, rows)
+        if lists.height > 1 and self.mask.layout is not None:
+            kept = self.kept.flatten(0, 1)[unit[:, None, None], row[:, :, None], columns[:, None]].to(
+                device
+            )  # (R, h, M)
+            cells = seen.unflatten(2, (-1, self.k_cut.size)).unflatten(1, (-1, self.q_cut.size))
+            cells &= kept[:, :, None, :, None]
         # Gaps among the queries: their outputs are dropped.
         everything = bool((seen | (mine < 0)[:, :, None]).all())
         return BlockGroup(queries.to(device), keys.to(device), None if everything else seen[:, None])
 
 
-def _side(rows: Tensor, group: BlockGroup) -> Tensor:
-    """Return the gathered blocks of keys or values side by side: (R, heads, M size, d)."""
-    return rows[group.keys].flatten(2, 3)
+def _side(rows: Tensor, index: Tensor) -> Tensor:
+    """Return blocks side by side: (R, heads, M size, ...) from rows and their indices (R, heads, M)."""
+    return rows[index].flatten(2, 3)
 
 
 def _bias(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if seen is None:
         return None
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _rounded(counts: Tensor) -> Tensor:
+    """Round lengths up to five significant bits, so that there are few different ones."""
+    unit = 2.0 ** (counts.clamp(min=1).double().log2().floor() - 4).clamp(min=0)
+    return (counts / unit).ceil().mul(unit).long()

@@ -100,13 +100,13 @@ def test_work_is_proportional_to_the_blocks_kept(mode: str, size: int) -> None:
     mask = Mask(2048, True, layout=layout, block=16)
     kept = int(layout.tril().sum()) * 16**2
     work = sum(computed(mask, rank=rank, size=size) for rank in range(size))
-    assert kept <= work <= 1.125 * kept
+    assert kept <= work <= 1.2 * kept
     assert work < 0.5 * 2 * 2048**2 / 2
 
 
 def test_windows_and_documents_skip_blocks() -> None:
     dense = 2 * 4096**2
-    assert computed(Mask(4096, True, window=256)) <= 2 * 4096 * (256 + 2 * 128) * 1.125
+    assert computed(Mask(4096, True, window=256)) <= 2 * 4096 * (256 + 2 * 128) * 1.2
     documents = torch.arange(4096)[None] // 512
     assert computed(Mask(4096, True, documents=documents)) <= 0.65 * dense / 8
     assert computed(Mask(4096, False, documents=documents)) == dense / 8
