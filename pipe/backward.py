@@ -123,7 +123,11 @@ def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | No
     if not deferred.takes(input, weight, bias):
         return None
     dtype = product_dtype(input)
-    return _SplitLinear.apply(deferred, cast(input, dtype), weight, bias, dtype)
+    x = cast(input, dtype)
+    if not x.is_contiguous() and x.dim() > 1:
+        # As F.linear does: where rows cannot be viewed, it keeps its copy of them, and the caller may change the input.
+        x = _rows(x).unflatten(0, x.shape[:-1])
+    return _SplitLinear.apply(deferred, x, weight, bias, dtype)
 
 
 def _embedding(

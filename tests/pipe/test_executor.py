@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec, make_schedule, simulate
+from triax.pipe.backward import Deferred, SplitBackward
 
 from toys import summed_loss
 
@@ -297,6 +299,29 @@ def test_in_place_behind_linears_on_one_process(schedule: str) -> None:
     """A split linear's output may be changed as ``F.linear``'s may: 3-D inputs and a bias made it a function's view."""
     name = "in place behind linears"
     assert_same([pipelined(name, 1, schedule, True, 0)], plain(name, True))
+
+
+def test_a_split_linear_keeps_what_f_linear_keeps() -> None:
+    """Of an input whose rows cannot be viewed, a copy: the caller may then change the input in place."""
+    layer, deferred = nn.Linear(4, 4, dtype=torch.float64), Deferred()
+    base = torch.arange(24.0, dtype=torch.float64).view(2, 4, 3).requires_grad_()
+
+    def gradients(split: bool) -> list[Tensor]:
+        parameters = (*layer.parameters(), base)
+        for parameter in parameters:
+            parameter.grad = None
+        x = base.transpose(1, 2) * 1.0
+        assert not x.is_contiguous()
+        with SplitBackward(deferred) if split else nullcontext():
+            y = layer(x)
+        x.mul_(2.0)
+        with deferred.backward():
+            (y.sum() + x.sum()).backward()
+        deferred.run(lambda parameter: None, lambda parameter: None)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    for found, wanted in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
 def test_two_stages_and_replicas(ranks: Any) -> None:

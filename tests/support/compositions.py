@@ -22,6 +22,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.grid import Topology
 from triax.grid.assemble import Shard, assemble_ranks
+from triax.grid.nest import map_tensors
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.zero import PowerSGD, ShardedOptimizer, TopK, gathered
@@ -346,7 +347,8 @@ def _optimizer(case: Case, grid: Grid, first: int, last: int, load: str, save: s
         for _ in range(case["accumulation"]):
             x, y = next(source)
             if case["precision"] in HALF:
-                x = x.to(HALF[case["precision"]]) if x.is_floating_point() else x
+                half = HALF[case["precision"]]
+                x = map_tensors(lambda tensor, half=half: tensor.to(half) if tensor.is_floating_point() else tensor, x)
             loss = mean_of(model(x), y) / case["accumulation"]
             total += loss.item()
             loss.backward()
