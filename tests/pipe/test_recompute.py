@@ -377,7 +377,8 @@ def test_a_layer_may_change_its_input_in_place(granularity: Any) -> None:
         ids.step = 1  # type: ignore[attr-defined]
         return x, ids, x
 
-    layers = [nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), enters, Shifts(), Shifts()]
+    relu = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    layers: list[Any] = [nn.Linear(3, 3), relu, enters, Shifts(), Shifts()]
     found = []
     for interval in (0, 1, 2):
         model = PipelineModule(layers, grid=Grid())
