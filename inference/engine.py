@@ -44,7 +44,8 @@ def init_inference(
 
     Raises:
         TypeError: the model is neither a ``PipelineModule`` nor a ``PipelineEngine``.
-        ValueError: no layer has a cache, a size is out of range, or this rank does not have the weights.
+        ValueError: no layer has a cache, a size is out of range, this rank does not have the weights, or the grid has
+            an expert axis.
     """
     if isinstance(model, PipelineEngine):
         if dtype is not None:
@@ -91,6 +92,12 @@ class InferenceEngine:
         max_length: int | None,
     ) -> None:
         self.module, self.grid, self._weights = module, module.grid, weights
+        if self.grid.expert.size > 1:
+            raise ValueError(
+                f"the experts of a layer are spread over {self.grid.expert.size} ranks, which generate different "
+                "sequences and would wait for one another's tokens. Make the grid with expert=1: a checkpoint of any "
+                "grid can be loaded."
+            )
         if module.has_placeholders:
             raise ValueError("the weights of the model have no values yet. Call model.fill() or load weights first.")
         for name, size in (("max_batch", max_batch), ("max_length", max_length)):

@@ -8,10 +8,14 @@ save_hf(engine, "path/to/mine")                         # under transformers' na
 The blocks are transformers' classes. They run as in transformers' models, with the same causal mask and the same rotary
 positions. ``load_hf`` builds triax's own layers instead, which the tensor axis shards. ``hf_layers`` is for models with
 features that triax's layers do not have. This module is imported on first use, and transformers when a layer is built.
+
+On a grid with a context axis the embedding takes this rank's tokens of the whole ids (``context/order.py``), and the
+blocks call ``context.attention`` in place of the implementation that the configuration names.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...grid import Grid
+from ...context.context_attention import attention
+from ...context.order import positions, shard
+from ...grid import Axis, Grid
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from .load import load_hf
 from .names import Names
@@ -120,7 +126,7 @@ class HFModel:
         return type(self.config).__name__
 
 
-def hf_layers(model_or_config: Any) -> list[LayerSpec]:
+def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     """Return a transformers model as layers for a ``PipelineModule``: ids (B, T) -> logits (B, T, V).
 
     The list is ``[embedding, (positions,) block 0, ..., block L - 1, norm, head]``, where a tied head is the embedding
@@ -132,6 +138,7 @@ def hf_layers(model_or_config: Any) -> list[LayerSpec]:
         model_or_config: a ``GPT2LMHeadModel``, ``LlamaForCausalLM`` or ``Qwen2ForCausalLM``, from which the layers
             take their initial weights, or the configuration of such a model. With a configuration, the initial
             weights are drawn from transformers' distributions, with equal values on every grid.
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
 
     Returns:
         The layers' specs. ``save_hf(engine, path)`` writes the parameters of these layers under transformers' names.
@@ -142,7 +149,7 @@ def hf_layers(model_or_config: Any) -> list[LayerSpec]:
     live = isinstance(model_or_config, nn.Module)
     hf = HFModel(model_or_config.config if live else model_or_config)
     positions = [LayerSpec(Positions, hf)] if hf.family.learned else []
-    blocks = [LayerSpec(HFBlock, hf, index) for index in range(hf.config.num_hidden_layers)]
+    blocks = [LayerSpec(HFBlock, hf, index, attention=attention) for index in range(hf.config.num_hidden_layers)]
     first, head = LayerSpec(Embedding, hf), LayerSpec(Head, hf)
     if hf.config.tie_word_embeddings:
         first = TiedLayerSpec("embed", Embedding, hf)
@@ -152,7 +159,7 @@ def hf_layers(model_or_config: Any) -> list[LayerSpec]:
 
 
 class Embedding(nn.Embedding):
-    """Token embedding of a transformers model: ids (B, T) -> (B, T, D)."""
+    """Token embedding of a transformers model: ids (B, T) -> (B, T, D); with a context axis, (B, T / c, D)."""
 
     hollow = False  # built with its values, and its buffers
 
@@ -164,7 +171,22 @@ class Embedding(nn.Embedding):
             )
         padding = None if hf.family.learned else hf.config.pad_token_id
         super().__init__(hf.config.vocab_size, hf.config.hidden_size, padding)
+        self.context = grid.context
         hf.initialize(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up this rank's tokens: (B, T) -> (B, T / c, D).
+
+        Raises:
+            ValueError: the length is not a multiple of 2 c.
+        """
+        length, step = ids.shape[1], 2 * self.context.size
+        if self.context.size > 1 and length % step:
+            raise ValueError(
+                f"the rows have {length} tokens, but context={self.context.size} cuts them into {step} equal chunks. "
+                f"Pad them, or cut them, to a multiple of {step}, such as {-(-length // step) * step}."
+            )
+        return super().forward(shard(ids, self.context))
 
     def attend(self, x: Tensor) -> Tensor:
         """Multiply by the embedding's weight as a tied head: (B, T, D) -> logits (B, T, V)."""
@@ -176,15 +198,14 @@ class Positions(nn.Embedding):
 
     hollow = False
 
-    def __init__(self, hf: HFModel) -> None:
+    def __init__(self, hf: HFModel, *, grid: Grid) -> None:
         super().__init__(hf.config.max_position_embeddings, hf.config.hidden_size)
         hf.initialize(self)
-        self.p = hf.config.embd_pdrop
+        self.p, self.context = hf.config.embd_pdrop, grid.context
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned positions and apply dropout: (B, T, D) -> (B, T, D)."""
-        positions = torch.arange(x.shape[1], device=x.device)
-        return F.dropout(x + super().forward(positions), self.p, self.training)
+        return F.dropout(x + super().forward(_positions(x, self.context)), self.p, self.training)
 
 
 class HFBlock(nn.Module):
@@ -192,10 +213,12 @@ class HFBlock(nn.Module):
 
     hollow = False
 
-    def __init__(self, hf: HFModel, index: int) -> None:
+    def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
         super().__init__()
-        self.config = hf.config
+        self.config, self.context = hf.config, grid.context
         self.block = _block(hf, index)
+        if grid.context.size > 1:
+            _attend_over_context(self.block, grid, attention)
         self.rotary = None if hf.family.learned else hf.family.find("RotaryEmbedding")(hf.config)
         hf.initialize(self)
 
@@ -203,8 +226,9 @@ class HFBlock(nn.Module):
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
         from transformers.masking_utils import create_causal_mask
 
-        positions = torch.arange(x.shape[1], device=x.device)[None]
-        mask = create_causal_mask(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
+        positions, mask = _positions(x, self.context)[None], None
+        if self.context.size == 1:
+            mask = create_causal_mask(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
             given["position_embeddings"] = self.rotary(x, positions)
@@ -247,9 +271,11 @@ class CausalLMLoss:
 
     Args:
         ignore_index: label value that is left out of the loss and of the count.
+        grid: the model's grid. Needed if it has a context axis.
     """
 
     ignore_index: int = -100
+    grid: Grid | None = None
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number of labels that count, by which the engine divides the sum.
@@ -257,10 +283,21 @@ class CausalLMLoss:
         The sum is computed in fp32, or in fp64 if the logits are fp64.
 
         Args:
-            logits: (B, T, V).
-            labels: integers (B, T).
+            logits: (B, T, V), of this rank's tokens if the grid has a context axis.
+            labels: integers (B, T), of the whole sequence.
+
+        Raises:
+            ValueError: the logits are of a part of the sequence, and the loss was not given the grid.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        if logits.shape[1] != labels.shape[1]:
+            if self.grid is None:
+                raise ValueError(
+                    f"the logits have {logits.shape[1]} tokens and the labels {labels.shape[1]}, because the context "
+                    "axis spreads the sequence. Give the loss the grid, CausalLMLoss(grid=grid)."
+                )
+            labels = shard(F.pad(labels[:, 1:], [0, 1], value=self.ignore_index), self.grid.context)
+            logits, labels = F.pad(logits, [0, 0, 0, 1]), F.pad(labels, [1, 0], value=self.ignore_index)
         followed = labels[:, 1:]
         total = F.cross_entropy(
             logits[:, :-1].flatten(0, 1), followed.flatten(), ignore_index=self.ignore_index, reduction="sum"
@@ -270,6 +307,45 @@ class CausalLMLoss:
     def weight(self, labels: Tensor) -> Tensor:
         """Return the number of labels that count, ()."""
         return torch.count_nonzero(labels[:, 1:] != self.ignore_index)
+
+
+def _positions(x: Tensor, context: Axis) -> Tensor:
+    """Return the positions of this rank's tokens, x (B, T / c, D), in the whole sequence: int64 (T / c,)."""
+    if context.size == 1:
+        return torch.arange(x.shape[1], device=x.device)
+    return positions(x.shape[1] * context.size, context.size, context.rank).to(x.device)
+
+
+def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
+    """Let a transformers block's attention call ``context.attention``.
+
+    Raises:
+        ValueError: the block drops attention probabilities, or has no attention that transformers can replace.
+    """
+    from transformers import AttentionInterface
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        if options.get("dropout"):
+            raise ValueError(
+                f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
+                f"probabilities, but the model drops {options['dropout']}. Set its attention dropout to 0."
+            )
+        y = attention(query, key, value, grid=grid, kind=kind, scale=options.get("scaling"))
+        return y.transpose(1, 2), None
+
+    name = f"triax_context_{id(grid)}_{kind}"
+    AttentionInterface.register(name, attend)
+    found = [module for module in block.modules() if hasattr(getattr(module, "config", None), "_attn_implementation")]
+    if not found:
+        raise ValueError(
+            f"a {type(block).__name__} has no attention that context={grid.context.size} could replace. Use a grid "
+            "with context=1, or the layers of load_hf(path)."
+        )
+    for module in found:
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation = name  # type: ignore[union-attr]
 
 
 def _block(hf: HFModel, index: int) -> nn.Module:

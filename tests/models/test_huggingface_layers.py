@@ -231,3 +231,58 @@ def test_what_is_refused(ranks: Any) -> None:
     with pytest.raises(ValueError, match="sliding_attention"):
         hf_layers(transformers.Qwen2Config(use_sliding_window=True, max_window_layers=1, sliding_window=8))
     assert len(ranks(2, whole, "gpt2")) == 2
+
+
+def over_context(case: str, pipe: int, context: int, kind: str) -> dict[str, Any]:
+    grid, model = Grid(pipe=pipe, context=context), model_of(case)
+    loss = CausalLMLoss(grid=grid if context > 1 else None)
+    module = PipelineModule(hf_layers(model, attention=kind), grid=grid, loss_fn=loss)
+    engine, *_ = triax.initialize(
+        model=module,
+        config={
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 1}},
+        },
+    )
+    batches = []
+    for number in range(2):
+        ids = torch.randint(model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(number))
+        batches.append((ids, ids.masked_fill(torch.arange(12) < 3 * number, -100)))
+    with exact_norms():
+        value = engine.train_batch(iter(batches))
+    return {"loss": float(value), **engine.gather("gradients")}
+
+
+@pytest.mark.parametrize(
+    ("case", "pipe", "context", "kind"),
+    [
+        ("gpt2", 1, 2, "ring"),
+        ("llama-tied", 2, 2, "gather"),
+        *(pytest.param(case, 1, 3, "gather", marks=pytest.mark.exhaustive) for case in CASES),
+        *(pytest.param(case, 1, 2, "ulysses", marks=pytest.mark.exhaustive) for case in CASES),
+    ],
+)
+def test_sequences_spread_over_the_context_axis(ranks: Any, case: str, pipe: int, context: int, kind: str) -> None:
+    alone, found = over_context(case, 1, 1, kind), ranks(pipe * context, over_context, case, pipe, context, kind)[0]
+    assert found.pop("loss") == pytest.approx(alone.pop("loss"), rel=1e-12)
+    assert found.keys() == alone.keys()
+    for name, gradient in alone.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def refused_over_context(length: int, text: str) -> None:
+    grid = Grid(context=2)
+    layers = hf_layers(model_of("gpt2"))
+    engine, *_ = triax.initialize(
+        model=PipelineModule(layers, grid=grid, loss_fn=CausalLMLoss()),
+        config={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 1}}},
+    )
+    ids = torch.zeros(2, length, dtype=torch.int64)
+    with pytest.raises(Exception, match=text):
+        engine.eval_batch(iter([(ids, ids)]))
+
+
+def test_what_the_context_axis_needs_is_said(ranks: Any) -> None:
+    ranks(2, refused_over_context, 11, "multiple of 4, such as 12")
+    ranks(2, refused_over_context, 12, r"CausalLMLoss\(grid=grid\)")
