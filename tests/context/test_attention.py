@@ -56,6 +56,9 @@ SPARSE = [
         KINDS, (True, False), ((32, False, None), (37, True, 9)), SECTIONS
     )
 ]
+# More than 32 blocks in a list, whose length is then rounded up.
+LONG = {"mode": "bigbird", "block": 2, "num_random_blocks": 33}
+SPARSE += [Case(kind, False, length=150, sparsity=make_sparsity(LONG)) for kind in KINDS]
 
 
 def tensors(case: Case, batch: int = 2) -> tuple[list[Tensor], Tensor | None]:
