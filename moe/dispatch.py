@@ -49,8 +49,8 @@ class Dispatch:
         sent = counts.view(axis.size, -1).contiguous()  # (ranks, E / size)
         received = torch.empty_like(sent)
         axis.all_to_all(received, sent)
-        table = received.tolist()
-        self._send, self._receive = sent.sum(1).tolist(), [sum(row) for row in table]
+        leaving, table = torch.stack([sent, received]).tolist()  # on a GPU it waits for the device, once
+        self._send, self._receive = [sum(row) for row in leaving], [sum(row) for row in table]
         lengths = [sum(column) for column in zip(*table, strict=True)]
         self.groups = Groups(received.sum(0), lengths)
         # The expert of each received row, which come rank by rank and expert by expert.

@@ -302,3 +302,29 @@ def test_torchs_grouped_kernel_gives_the_same_numbers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(grouped, "_has_kernel", lambda rows, *lengths: True)
     for kernel, loop in zip(gradients(), loops, strict=True):
         torch.testing.assert_close(kernel, loop)
+
+
+def ties() -> tuple[Tensor, dict[str, Tensor]]:
+    """A router that gives all experts equal scores: the first K take all tokens, and the others' ranks get no row."""
+    grid = Grid(expert=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+    layer = build(grid, {"balance": "bias", "router": "sigmoid", "groups": 4, "groups_limit": 3})
+    assert layer.router.correction_bias is not None
+    layer.router.weight.data.zero_()
+    layer.router.correction_bias.zero_()
+    x = numbers(B, T, D, seed=2).requires_grad_()
+    layer(x).sum().backward()
+    found = {}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None  # also where no token came
+        found[name] = layout_of(parameter).gather(grid.tensor, parameter.grad, grid.expert)
+    return layer.router(x).experts, found
+
+
+def test_ties_go_to_the_lowest_expert_and_an_expert_without_tokens_has_a_gradient_of_zero(ranks: Any) -> None:
+    chosen, wanted = ties()
+    assert (chosen == torch.arange(K)).all()
+    assert not wanted["routed.down"][K:].any() and wanted["routed.down"][:K].any()
+    for got, gradients in ranks(2, ties):
+        assert torch.equal(got, chosen)
+        for name in ("routed.gate_up", "routed.down"):  # each rank has the same tokens here
+            assert_close(gradients[name], 2 * wanted[name], name)

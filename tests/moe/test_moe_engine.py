@@ -16,13 +16,15 @@ import triax
 from triax.engine.auxiliary import AuxiliarySteps
 from triax.grid import Grid
 from triax.grid.auxiliary import AuxiliaryLosses
-from triax.grid.random import Normal
+from triax.grid.layout import Layout
+from triax.grid.random import Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.moe import MoE
 from triax.moe.grouped import Groups, grouped_linear
 from triax.monitor.report.write import write_report
 from triax.pipe.backward import Deferred, SplitBackward
 from triax.pipe.spec import LayerSpec
+from triax.tensor_parallel.regions import gather_split
 
 D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}
@@ -38,37 +40,64 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"context": 2, "expert": 2, "stage": 3},
         {"pipe": 2, "schedule": "zb-v", "accumulation": 4},
         {"tensor": 2},
+        {"tensor": 2, "sequence_parallel": True, "stage": 2},
     ],
     4: [
         {"pipe": 2, "data": 2, "expert": 2, "schedule": "zb-v", "accumulation": 4},
         {"pipe": 2, "context": 2, "expert": 2, "stage": 2, "recompute": 1},
         {"data": 2, "context": 2, "expert": 4, "stage": 3},
+        {"data": 2, "tensor": 2, "expert": 2, "sequence_parallel": True, "stage": 1},
     ],
 }
 
 
 class Part(nn.Module):
-    """This rank's part of the sequence."""
+    """This rank's part of the sequence, over context and then, if asked, over tensor."""
 
-    def __init__(self, *, grid: Grid) -> None:
+    def __init__(self, sequence_parallel: bool, *, grid: Grid) -> None:
         super().__init__()
-        self.axis = grid.context
-        self.weight = nn.Parameter(torch.ones(D))
+        self.axes = [grid.context, grid.tensor] if sequence_parallel else [grid.context]
+        self.weight = sharded_parameter(Layout((D,), partial=sequence_parallel), Normal(1.0), 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        start, stop = split(x.shape[1], self.axis.size, self.axis.rank)
-        return x[:, start:stop] * self.weight
+        for axis in self.axes:
+            start, stop = split(x.shape[1], axis.size, axis.rank)
+            x = x[:, start:stop]
+        return x * self.weight
+
+
+class Dense(nn.Module):
+    """Layer whose tokens may be spread over the tensor axis."""
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = sharded_parameter(Layout((D, D), partial=sequence_parallel), Normal(0.4), 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight).tanh()
 
 
 class Block(nn.Module):
     """x + experts(x)."""
 
-    def __init__(self, options: dict[str, Any], *, grid: Grid) -> None:
+    def __init__(self, options: dict[str, Any], sequence_parallel: bool = False, *, grid: Grid) -> None:
         super().__init__()
-        self.moe = MoE(D, E, K, grid=grid, width=W, shard_tensor=True, init=Normal(0.4), **OPTIONS, **options)
+        place = {"sequence_parallel": sequence_parallel, "shard_tensor": not sequence_parallel}
+        self.moe = MoE(D, E, K, grid=grid, width=W, init=Normal(0.4), **place, **OPTIONS, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(x)
+
+
+class Whole(nn.Module):
+    """The tokens of the tensor axis."""
+
+    def __init__(self, sequence_parallel: bool, *, grid: Grid) -> None:
+        super().__init__()
+        self.axis = grid.tensor if sequence_parallel else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.axis is None else gather_split(x, self.axis, dim=1)
 
 
 class Loss:
@@ -88,13 +117,13 @@ class Loss:
         return self.part(labels).sum()
 
 
-def layers(options: dict[str, Any]) -> list[LayerSpec]:
+def layers(options: dict[str, Any], sequence_parallel: bool = False) -> list[LayerSpec]:
     return [
-        LayerSpec(Part),
-        LayerSpec(Block, options),
-        LayerSpec(nn.Linear, D, D),
-        LayerSpec(nn.Tanh),
-        LayerSpec(Block, options),
+        LayerSpec(Part, sequence_parallel),
+        LayerSpec(Block, options, sequence_parallel),
+        LayerSpec(Dense, sequence_parallel),
+        LayerSpec(Block, options, sequence_parallel),
+        LayerSpec(Whole, sequence_parallel),
     ]
 
 
@@ -112,7 +141,7 @@ def train(
         grid = Grid(**(PLAIN | {axis: case[axis] for axis in PLAIN if axis in case}))
         schedule, accumulation = case.get("schedule", "1f1b"), case.get("accumulation", 2)
         model = triax.PipelineModule(
-            layers(options),
+            layers(options, case.get("sequence_parallel", False)),
             grid=grid,
             loss_fn=Loss(grid),
             seed=3,
@@ -214,7 +243,7 @@ def test_the_auxiliary_losses_are_means_over_the_batch_in_the_one_division(alone
 
 
 def test_a_step_moves_the_bias_by_the_loads_of_the_batch(alone: list[dict[str, Any]]) -> None:
-    for layer in ("layers.1.moe", "layers.4.moe"):
+    for layer in ("layers.1.moe", "layers.3.moe"):
         bias = torch.zeros(E)
         for loads in alone[0]["loads"]:
             assert sum(loads[layer]) == ROWS * T * K
@@ -330,7 +359,7 @@ def test_the_report_shows_the_loads(tmp_path: Path) -> None:
     loads = engine.expert_loads()["layers.1.moe"]
     assert rows[-1]["Train/Experts/layers.1.moe"] == loads
     assert rows[-1]["Train/Samples/layers.1.moe.largest_load"] == pytest.approx(max(loads) / (ROWS * T * K / E))
-    assert rows[-1]["Train/Samples/layers.4.moe.balance"] == engine.auxiliary_losses()["layers.4.moe.balance"]
+    assert rows[-1]["Train/Samples/layers.3.moe.balance"] == engine.auxiliary_losses()["layers.3.moe.balance"]
     page = write_report(tmp_path / "run").read_text()
     assert "<h2>Experts</h2>" in page and f"expert 3: {loads[3]} tokens" in page
     assert "Load-balancing loss" in page
