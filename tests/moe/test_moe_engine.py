@@ -82,7 +82,7 @@ class Block(nn.Module):
 
     def __init__(self, options: dict[str, Any], sequence_parallel: bool = False, *, grid: Grid) -> None:
         super().__init__()
-        place = {"sequence_parallel": sequence_parallel, "shard_tensor": not sequence_parallel}
+        place: dict[str, Any] = {"sequence_parallel": sequence_parallel, "shard_tensor": not sequence_parallel}
         self.moe = MoE(D, E, K, grid=grid, width=W, init=Normal(0.4), **place, **OPTIONS, **options)
 
     def forward(self, x: Tensor) -> Tensor:
