@@ -327,6 +327,8 @@ def judge(case: Case) -> Verdict:
                 return Verdict("invalid", _NO_KERNEL)
             return _failed(failure)
         except Exception as error:
+            if _NO_KERNEL in str(error):
+                return Verdict("invalid", _NO_KERNEL)
             return Verdict("raw", json.dumps(describe(error)))
         if which != "plain":
             try:

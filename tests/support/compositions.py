@@ -12,6 +12,7 @@ import json
 import linecache
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,7 @@ def _optimizer(case: Case, grid: Grid, first: int, last: int, load: str, save: s
         for _ in range(case["accumulation"]):
             x, y = next(source)
             if case["precision"] in HALF:
-                half = HALF[case["precision"]]
-                x = map_tensors(lambda tensor, half=half: tensor.to(half) if tensor.is_floating_point() else tensor, x)
+                x = map_tensors(partial(_cast, dtype=HALF[case["precision"]]), x)
             loss = mean_of(model(x), y) / case["accumulation"]
             total += loss.item()
             loss.backward()
@@ -459,3 +459,7 @@ def plainly(case: Case) -> dict[str, Any]:
 
 def _dense(gradient: Tensor) -> Tensor:
     return (gradient.to_dense() if gradient.is_sparse else gradient).clone()
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
