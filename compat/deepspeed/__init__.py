@@ -2,10 +2,11 @@
 
 ``RepeatingLoader`` is triax's own, which has DeepSpeed's arguments.
 
-context.py: ``initialize``: triax's own, which registers the engine for functions that take none.
+context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 comm.py: ``deepspeed.comm``: ``log_summary`` of all engines.
 zero.py: ``deepspeed.zero``: ``GatheredParameters``.
+moe/: ``deepspeed.moe``: ``MoE``.
 """
 
 from ...grid.lazy import attach

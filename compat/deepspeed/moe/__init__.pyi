@@ -1,0 +1,2 @@
+from . import layer as layer
+from .layer import MoE as MoE

@@ -1,0 +1,127 @@
+"""DeepSpeed's MoE layer, on one rank and with experts over two: against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triax.compat.deepspeed as deepspeed
+from triax.compat.deepspeed.moe.layer import MoE
+
+D, E = 6, 4
+
+
+class Model(nn.Module):
+    def __init__(self, ep_size: int, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        expert = nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D))
+        self.first, self.moe = nn.Linear(D, D), MoE(D, expert, E, ep_size, **options)
+        generator = torch.Generator().manual_seed(5)
+        first = self.moe.grid.expert.rank * (E // ep_size)
+        with torch.no_grad():  # copies that differ, and a router that does not draw
+            self.moe.gate.weight.copy_(torch.randn(E, D, generator=generator))
+            for name in self.moe.experts._names:
+                stacked = getattr(self.moe.experts, name.replace(".", "_"))
+                noise = torch.randn(E, *stacked.shape[1:], generator=generator)
+                stacked.add_(noise[first : first + len(stacked)], alpha=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, loss, self.counts = self.moe(self.first(x))
+        return y.square().mean() + 0.1 * loss
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(2, 5, D, generator=torch.Generator().manual_seed(number))
+
+
+def train(ep_size: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Model(ep_size, **options)
+        config = {
+            "train_batch_size": 4,
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        ranks = range(2) if ep_size == 1 else [engine.grid.rank]
+        for number in ranks:
+            loss = engine(rows(number))
+            engine.backward(loss)
+            engine.step()
+        return {**engine.gather("gradients"), "counts": model.counts}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def plain(options: dict[str, Any]) -> dict[str, Tensor]:
+    """The mean over the two microbatches of the loss, with a loop over tokens."""
+    torch.set_default_dtype(torch.float64)
+    model = Model(1, **options)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    k, total = options.get("k", 1), torch.zeros(())
+    for number in range(2):
+        x = F.linear(rows(number), weights["first.weight"], weights["first.bias"])
+        shares = F.linear(x, weights["moe.gate.weight"]).softmax(-1)
+        y, taken, firsts = torch.zeros_like(x), torch.zeros(2, E), torch.zeros(E)
+        capacity = max(-(-k * 5 // E), 1) if options.get("drop_tokens", True) else 99
+        for b in range(2):
+            for t in range(5):
+                best = shares[b, t].detach().argsort(descending=True)[:k]
+                firsts[best[0]] += 1
+                scale = shares[b, t, best].sum() if k > 1 else 1.0
+                for e in best.tolist():
+                    if taken[b, e] < capacity:
+                        taken[b, e] += 1
+                        up, up_b, down, down_b = (
+                            weights[f"moe.experts.{n}"][e] for n in ("0_weight", "0_bias", "2_weight", "2_bias")
+                        )
+                        out = F.linear(F.gelu(F.linear(x[b, t], up, up_b)), down, down_b)
+                        y[b, t] = y[b, t] + shares[b, t, e] / scale * out
+        loss = E * (firsts / 10 * shares.flatten(0, 1).mean(0)).sum()
+        total = total + (y.square().mean() + 0.1 * loss) / 2
+    total.backward()
+    torch.set_default_dtype(torch.float32)
+    return {name: w.grad for name, w in weights.items() if w.grad is not None}
+
+
+@pytest.mark.parametrize("options", [{"k": 2, "drop_tokens": False}, {"k": 1, "min_capacity": 1}])
+def test_it_is_the_sum_over_the_experts_of_each_token(ranks: Any, options: dict[str, Any]) -> None:
+    wanted = plain(options)
+    for found in (train(1, 0, options), ranks(2, train, 2, 3, options)[0]):
+        found.pop("counts")
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_residual_expert_and_padding() -> None:
+    expert = nn.Linear(D, D)
+    layer = MoE(D, expert, num_experts=2, use_residual=True, drop_tokens=False)
+    x = torch.randn(1, 4, D)
+    used = torch.tensor([1, 1, 0, 1])
+    y, _, counts = layer(x, used)
+    assert int(counts.sum()) == 3 and layer.mlp is not None and layer.coefficient is not None
+    weights = layer.coefficient(x).softmax(-1)
+    torch.testing.assert_close(y[0, 2], (layer.mlp(x) * weights[..., 1:])[0, 2])  # padding: no expert
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"noisy_gate_policy": "RSample"}, "noisy_gate_policy='RSample' is not implemented"),
+        ({"num_experts": 4, "ep_size": 3}, "ep_size=3 does not divide num_experts=4"),
+        ({"expert": nn.BatchNorm1d(D)}, "the expert has the buffer running_mean"),
+    ],
+)
+def test_what_is_not_there_is_refused(options: dict[str, Any], text: str) -> None:
+    arguments = {"expert": nn.Linear(D, D), **copy.deepcopy(options)}
+    with pytest.raises(ValueError, match=text):
+        MoE(D, **arguments)
