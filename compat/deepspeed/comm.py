@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...grid.errors import ConfigError
 from ...monitor.trace.comms_logger import summary
-from .context import ENGINES
+from .context import CONTEXT
 
 
 def log_summary(show_straggler: bool = False) -> str:
@@ -16,7 +16,9 @@ def log_summary(show_straggler: bool = False) -> str:
     Raises:
         ConfigError: no engine logs its communication.
     """
-    grids = list(dict.fromkeys(engine.grid for engine in ENGINES.values() if engine.config.comms_logger.enabled))
+    grids = list(
+        dict.fromkeys(engine.grid for engine in CONTEXT.engines.values() if engine.config.comms_logger.enabled)
+    )
     if not grids:
         raise ConfigError('nothing was logged: set "comms_logger": {"enabled": true} in the configuration')
     return "\n".join(summary(grid, show_straggler) for grid in grids)

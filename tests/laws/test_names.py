@@ -19,7 +19,7 @@ VAGUE = re.compile(r"(What|Whether|Where|Which|Who|How|The same|Of|It|Its|See|As
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"}
 CHANGES |= {"setdefault", "update"}
 # One named context per adapter whose API is global.
-CONTEXTS = {"compat/horovod/context.py": ("_context",), "compat/deepspeed/context.py": ("ENGINES",)}
+CONTEXTS = {"compat/horovod/context.py": ("_context",), "compat/deepspeed/context.py": ("CONTEXT",)}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 

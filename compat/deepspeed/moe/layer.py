@@ -21,7 +21,7 @@ from ....moe.capacity import within_capacity
 from ....moe.dispatch import Dispatch
 from ....moe.grouped import Groups
 from ....moe.router import Router
-from ..context import expert_grid
+from ..context import CONTEXT
 
 
 class ModuleMoE(nn.Module):
@@ -78,7 +78,7 @@ class ModuleMoE(nn.Module):
                 raise ValueError(f"{name}={given!r} is not implemented: leave it out, or use triax.moe.MoE")
         if num_experts % ep_size:
             raise ValueError(f"ep_size={ep_size} does not divide num_experts={num_experts}: give a divisor of it")
-        self.grid = expert_grid(ep_size)
+        self.grid = CONTEXT.expert_grid(ep_size)
         self.num_experts, self.k, self.drop_tokens = num_experts, k, drop_tokens
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.min_capacity = min_capacity
