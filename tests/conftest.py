@@ -12,6 +12,9 @@ import pytest
 # torchrun asks for this machine's address by its own name, and waits for minutes where nothing knows that name, as on
 # machines that were made for one run of tests. This is `torchrun --local-addr`.
 os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
+# Before torch is imported, here and in programs that tests start: the tensors of tests are so small that two threads
+# spend their time waiting for each other, with 6 times the CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected is no garbage: leave it out of the many collections that tests ask for."""
+    """Leave what was imported and collected out of the collections that tests ask for: it is no garbage."""
     gc.collect()
     gc.freeze()
 
