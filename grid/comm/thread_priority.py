@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -33,4 +32,6 @@ def batch_threads() -> Iterator[None]:
 
 def _threads() -> set[int]:
     """Return the ids of this process's threads; none without /proc. (Threads set their names only later.)"""
-    return {int(folder.name) for folder in Path("/proc/self/task").glob("*")}
+    with contextlib.suppress(FileNotFoundError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()
