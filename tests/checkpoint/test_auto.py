@@ -8,12 +8,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import triax
+from triax.checkpoint.auto import AutoSaver
 from triax.checkpoint.format.folder import tags
 from triax.engine import read_config
 from triax.grid.errors import ConfigError
@@ -391,27 +391,34 @@ def test_the_same_grid_goes_on_bitwise(ranks: Any, tmp_path: Path, cell: Cell, j
     assert kinds == {"weights", *(f"optimizer/{key}" for key in state[job.optimizer])}
 
 
-def test_sigterm_ends_a_process_that_will_not_save() -> None:
-    """It was swallowed for ever: by forked children, after the engine was gone, and the second time."""
-    program = """
-import os, signal, sys
-from types import SimpleNamespace as Namespace
-from triax.checkpoint.auto import AutoSaver
+def ends_by(case: str) -> int:
+    """Exit code of a child that hears SIGTERM when it will not save a checkpoint."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        hear(case)
+    finally:
+        os._exit(3)
 
-saver = AutoSaver(Namespace(device="cpu"), None, 1, None, True, 0, None, None)
-if sys.argv[1] == "fork":
-    child = os.fork()
-    if not child:
+
+def hear(case: str) -> None:
+    saver = AutoSaver(Namespace(device="cpu"), None, 1, None, True, 0, None, None)  # type: ignore[arg-type]
+    if case == "fork":
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code != -signal.SIGTERM or saver.signalled)
+    if case == "gone":
+        del saver
+    else:
         os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGTERM or saver.signalled)
-if sys.argv[1] == "gone":
-    del saver
-else:
+        assert saver.signalled
     os.kill(os.getpid(), signal.SIGTERM)
-    assert saver.signalled
-os.kill(os.getpid(), signal.SIGTERM)
-"""
+
+
+def test_sigterm_ends_a_process_that_will_not_save(ranks: Any) -> None:
+    """It was swallowed for ever: by forked children, after the engine was gone, and the second time."""
     ends = {"fork": 0, "gone": -signal.SIGTERM, "twice": -signal.SIGTERM}
-    runs = {case: subprocess.Popen([sys.executable, "-c", program, case]) for case in ends}
-    assert {case: run.wait(timeout=60) for case, run in runs.items()} == ends
+    assert {case: ranks(1, ends_by, case)[0] for case in ends} == ends

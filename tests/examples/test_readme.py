@@ -10,13 +10,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import itertools
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -28,6 +25,7 @@ from typing import Any
 import pytest
 
 from paths import ROOT
+from processes import program
 from readme_blocks import broken_links, commands, programs
 
 README = ROOT / "README.md"
@@ -181,23 +179,14 @@ def test_program_runs(name: str, tmp_path: Path) -> None:
     run([sys.executable, name], tmp_path)
 
 
-def run_on_rank(arguments: list[str], folder: str) -> str:
-    """Run one of the README's programs in a rank of the pool; returns what it prints."""
-    os.chdir(folder)
-    sys.argv = arguments
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(arguments[0], run_name="__main__")
-    return printed.getvalue()
-
-
 def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: Path) -> None:
     """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
     write_programs(README.read_text(), tmp_path)
     words = [shlex.split(command) for command in TYPED if command.startswith("torchrun ")]
     assert words and all(typed[1] == "--nproc-per-node" for typed in words)
     for _, _, size, *arguments in words:
-        (alone,) = ranks(1, run_on_rank, arguments[:1], str(tmp_path))
-        first, *others = ranks(int(size), run_on_rank, arguments, str(tmp_path))
+        (alone,) = ranks(1, program, arguments[:1], str(tmp_path))
+        first, *others = ranks(int(size), program, arguments, str(tmp_path))
         assert first == alone and not any(others)
 
 
@@ -280,7 +269,7 @@ def test_sample_is_read_as_written(tmp_path: Path) -> None:
         "pip install triax[nonsense]",
         "pip install -c nonsense.txt triax",
         "pytest tests/test_nonsense.py",
-        "pytest tests/support_tests/test_pool.py -k nonsense_that_no_test_is_called",
+        "pytest tests/grid/test_topology.py -k nonsense_that_no_test_is_called",
         "nonsense",
     ],
 )
@@ -296,7 +285,7 @@ def test_what_does_not_work_is_found(command: str, tmp_path: Path) -> None:
         "python -m triax.pipe.schedules.registry",
         "python3 -c 'import triax'",
         "pip install -c constraints.txt -e .[plot]",
-        "pytest tests/examples/test_readme.py -k sample",
+        "pytest tests/grid/test_topology.py -k torchrun",
         "git clone https://example.org/triax",
         "PIP_EXTRA_INDEX_URL=https://example.org make install",
     ],

@@ -18,6 +18,7 @@ from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 
 from paths import EXAMPLES
+from processes import program
 
 sys.path.insert(0, str(EXAMPLES))
 
@@ -36,10 +37,14 @@ def text(folder: Path) -> None:
             (folder / "text" / f"{index}.txt").write_text(f"def number{index}(x):\n    return x + {index}\n" * 30)
 
 
+def words(options: str) -> list[str]:
+    return [str(EXAMPLES / "train_gpt.py"), *options.split()]
+
+
 def start(folder: Path, options: str, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the example on a small text in `folder`."""
     text(folder)
-    command = [*(launcher or [sys.executable]), str(EXAMPLES / "train_gpt.py"), *options.split()]
+    command = [*(launcher or [sys.executable]), *words(options)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -49,7 +54,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [row[LOSS] for row in rows if LOSS in row]
 
 
-def test_a_run_from_one_command(tmp_path: Path) -> None:
+def test_a_run_from_one_command(ranks: Any, tmp_path: Path) -> None:
     """Four processes and one process: the same losses; and everything that a run leaves."""
     wide = start(
         tmp_path,
@@ -57,8 +62,7 @@ def test_a_run_from_one_command(tmp_path: Path) -> None:
         "--print-losses",
     )
     assert wide.returncode == 0, wide.stderr
-    one = start(tmp_path, f"--text text {SMALL} --dtype float64 --name one --sample 0")
-    assert one.returncode == 0, one.stderr
+    ranks(1, program, words(f"--text text {SMALL} --dtype float64 --name one --sample 0"), str(tmp_path))
     assert losses(tmp_path, "wide") == pytest.approx(losses(tmp_path, "one"), abs=1e-9, rel=0)
     assert len(losses(tmp_path, "one")) == 6
 
@@ -84,17 +88,18 @@ def test_a_run_from_one_command(tmp_path: Path) -> None:
     assert all(path.read_text() == "" for path in folder.glob("*.log"))
 
 
-def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
-    run = start(tmp_path, f"--text text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
-    assert run.returncode == 0, run.stderr
+def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
+    text(tmp_path)
+    options = words(f"--text text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
+    (said,) = ranks(1, program, options, str(tmp_path))
     assert 1 < len(losses(tmp_path, "gpt")) < 2000
-    assert "of 100000: --time-limit 0.005 ended it\n" in run.stdout
-    assert "nats per byte on held-out files" in run.stdout
+    assert "of 100000: --time-limit 0.005 ended it\n" in said
+    assert "nats per byte on held-out files" in said
     assert (tmp_path / "runs" / "gpt" / "schedule.png").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "said"),
     [
         ("--pipe 3 --processes 8", "3 pipe x 1 tensor take 3 processes a replica, and there are 8"),
         ("--pipe 2 --data 3 --processes 8", "2 pipe x 3 data x 1 tensor is a grid of 6 processes"),
@@ -111,27 +116,28 @@ def test_time_limit_ends_in_good_order(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(
-    tmp_path: Path, options: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, options: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Wrong options end with one line, and are checked in this process before any other process starts."""
     text(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "train_gpt.py"), *options.split()])
+    monkeypatch.setattr(sys, "argv", words(options))
     with pytest.raises(SystemExit) as left:
         train_gpt.main()
-    said = capfd.readouterr()
+    printed = capfd.readouterr()
     assert left.value.code == 2
-    assert_one_line(said.err, said.out, words)
+    assert_one_line(printed.err, printed.out, said)
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_is_the_programs_one_line(tmp_path: Path) -> None:
     run = start(tmp_path, "--pipe 3 --processes 8")
     assert run.returncode == 2
     assert_one_line(run.stderr, run.stdout, "3 pipe x 1 tensor take 3 processes a replica, and there are 8")
 
 
-def assert_one_line(err: str, out: str, words: str) -> None:
-    assert err.startswith("train_gpt.py: error: ") and words in err
+def assert_one_line(err: str, out: str, said: str) -> None:
+    assert err.startswith("train_gpt.py: error: ") and said in err
     assert err.count("\n") == 1
     assert out == ""
 

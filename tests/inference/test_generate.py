@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -14,6 +16,7 @@ import torch
 
 import triax
 from triax.cli.generate import family, find_model, generate, open_text
+from triax.cli.main import main
 from triax.grid import Grid
 from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
@@ -21,6 +24,7 @@ from triax.models.huggingface.load import load_hf
 from triax.models.huggingface.save import save_hf
 
 from paths import ROOT
+from processes import program
 
 BIN = Path(sys.executable).parent
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,36 +115,57 @@ def command(*words: object, launcher: list[str] | None = None) -> subprocess.Com
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_same_text_from_every_start(folder: Path) -> None:
-    options = [folder, "--prompt", "dé", "--max-new-tokens", 20, "--temperature", 0.8, "--seed", 3, "--top-k", 30]
-    alone = command(*options)
-    assert alone.returncode == 0, alone.stderr
+def inside(*words: object) -> tuple[Any, str, str]:
+    """Exit code, output and error output of the command in this process, which has torch already."""
+    before, sys.argv = sys.argv, ["triax", "generate", *map(str, words)]
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        sys.argv = before
+    return left.value.code, out.getvalue(), err.getvalue()
+
+
+def options_of(folder: Path) -> list[object]:
+    return [folder, "--prompt", "dé", "--max-new-tokens", 20, "--temperature", 0.8, "--seed", 3, "--top-k", 30]
+
+
+def the_text(folder: Path) -> str:
     module = triax.PipelineModule(load_hf(folder / "model"))
     prompt = list("dé".encode())
     (wanted,) = triax.init_inference(module).generate([prompt], 20, temperature=0.8, top_k=30, seed=3)
-    assert alone.stdout == bytes(wanted).decode(errors="replace") + "\n"
-    assert alone.stderr.startswith("20 tokens in ")
+    return bytes(wanted).decode(errors="replace") + "\n"
+
+
+def test_the_same_text_from_every_start(ranks: Any, folder: Path) -> None:
+    """Alone, as the command that starts two stages, and under torchrun's environment on two tensor ranks."""
+    options, wanted = options_of(folder), the_text(folder)
+    code, out, err = inside(*options)
+    assert (code, out) == (0, wanted) and err.startswith("20 tokens in ")
     started = command(*options, "--pipe", 2)
-    assert (started.returncode, started.stdout) == (0, alone.stdout), started.stderr
+    assert (started.returncode, started.stdout) == (0, wanted), started.stderr
+    for rank, (code, out, _) in enumerate(ranks(2, inside, *options, init_group=False)):
+        assert (code, out) == (0, "" if rank else wanted)
+
+
+@pytest.mark.exhaustive
+def test_the_same_text_under_torchrun(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    under = command(*options, launcher=torchrun)  # two tensor ranks
-    assert (under.returncode, under.stdout) == (0, alone.stdout), under.stderr
+    for launcher in (None, torchrun):
+        under = command(*options_of(folder), launcher=launcher)
+        assert (under.returncode, under.stdout) == (0, the_text(folder)), under.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["nowhere", "--prompt", "x"],
-            "nowhere does not exist. Give a folder as transformers saves it, or a run of",
-        ),
-        (["{run}", "--prompt", "x", "--tensor", "3"], "num_attention_heads is 2, but tensor=3 needs at least 3"),
-    ],
-)
-def test_what_cannot_be_is_one_line(folder: Path, words: list[str], message: str) -> None:
-    done = command(*(word.replace("{run}", str(folder)) for word in words))
+def test_what_cannot_be_is_one_line(folder: Path) -> None:
+    """Found by this process, and by the ranks that it starts."""
+    code, out, err = inside("nowhere", "--prompt", "x")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "nowhere does not exist. Give a folder as transformers saves it, or a run of" in err
+    done = command(folder, "--prompt", "x", "--tensor", 3)
     assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "num_attention_heads is 2, but tensor=3 needs at least 3" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -206,17 +231,14 @@ def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ docs/generation.md, benchmark
 
 
-def test_the_documented_programs(tmp_path: Path) -> None:
+def test_the_documented_programs(ranks: Any, tmp_path: Path) -> None:
     """Every ```python block of docs/generation.md, one behind the other, as a user would go on."""
     text = (ROOT / "docs" / "generation.md").read_text()
     source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     (tmp_path / "program.py").write_text(source)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    ranks(1, program, ["program.py"], str(tmp_path))
+    _, known, _ = inside("--help")
     for command_line in re.findall(r"^triax generate (.*)$", text, re.MULTILINE):
-        known = command("--help").stdout
         assert all(word in known for word in command_line.split() if word.startswith("--")), command_line
 
 

@@ -55,10 +55,12 @@ def model(config: Any, grid: Grid | None = None, **options: Any) -> PipelineModu
     return module
 
 
-def generated(config: Any, grid: Grid, max_batch: int = 3, **options: Any) -> dict[str, list[list[int]]]:
-    """Greedy, and drawn in each way; of a variant in one."""
+def generated(
+    config: Any, grid: Grid, max_batch: int = 3, first: int = 0, **options: Any
+) -> dict[str, list[list[int]]]:
+    """Greedy, and drawn in each way, or from the way `first` on; of a variant in one."""
     engine = init_inference(model(config, grid, **options), max_batch=max_batch)
-    draws = DRAWS[-1:] if options else [{"temperature": 0.0}, *DRAWS]
+    draws = DRAWS[-1:] if options else [{"temperature": 0.0}, *DRAWS[first:]]
     return {str(draw): engine.generate(PROMPTS, LIMITS, seed=5, **draw) for draw in draws}
 
 
@@ -82,9 +84,12 @@ def test_greedy_tokens_are_those_of_the_full_forward() -> None:
         assert sequence == ids
 
 
-def on_grid(sizes: tuple[int, int, int], variants: bool = True, context: int = 1) -> dict[str, Any]:
+def on_grid(sizes: tuple[int, int, int], variants: bool = True, context: int = 1, first: int = 0) -> dict[str, Any]:
     grid = Grid(*sizes, context=context)
-    results: dict[str, Any] = {"gpt": generated(GPT, grid), "llama": generated(LLAMA, grid, max_batch=2)}
+    results: dict[str, Any] = {
+        "gpt": generated(GPT, grid, first=first),
+        "llama": generated(LLAMA, grid, max_batch=2, first=first),
+    }
     if sizes[2] > 1 and variants:
         # One token cannot be shared out over the tensor axis: it is not, and the model is as it was afterwards.
         results["gpt, sequence parallel"] = generated(GPT, grid, sequence_parallel=True)
@@ -105,7 +110,8 @@ MORE = [pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in GRIDS[1:5
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), *MORE], ids=lambda s: "x".join(map(str, s)))  # pipe x data x tensor
 def test_every_grid_generates_the_same_tokens(ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int]) -> None:
-    check_grid(ranks, alone, sizes, variants=math.prod(sizes) == 2)
+    # 8 ranks draw in the way that has every option.
+    check_grid(ranks, alone, sizes, variants=math.prod(sizes) == 2, first=3 if math.prod(sizes) == 8 else 0)
 
 
 @pytest.mark.exhaustive
@@ -121,13 +127,13 @@ def test_every_other_grid_does_too(ranks: Any, alone: dict[str, Any], sizes: tup
 def test_prompts_in_parts_over_the_context_axis(
     ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], context: int
 ) -> None:
-    check_grid(ranks, alone, sizes, variants=False, context=context)
+    check_grid(ranks, alone, sizes, variants=False, context=context, first=3)
 
 
 def check_grid(
-    ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], variants: bool, context: int = 1
+    ranks: Any, alone: dict[str, Any], sizes: tuple[int, int, int], variants: bool, context: int = 1, first: int = 0
 ) -> None:
-    for result in ranks(math.prod(sizes) * context, on_grid, sizes, variants, context, timeout=120):
+    for result in ranks(math.prod(sizes) * context, on_grid, sizes, variants, context, first, timeout=120):
         for name, drawn in result.items():
             for draw, sequences in drawn.items():
                 assert sequences == alone[name.partition(",")[0]][draw], (name, draw)

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import triax
+from triax.cli.main import app
 from triax.grid.comm.axis import Axis
 from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
@@ -35,6 +37,7 @@ from triax.monitor.writers import json_writer
 from triax.pipe.program.ops import SENDS, Op
 
 from paths import DOCS
+from processes import program
 from readme_blocks import commands, programs
 
 MODEL = GPTConfig(vocab_size=32, max_position_embeddings=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -520,7 +523,28 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
 # ---------------------------------------------------------------------------------------------------- docs
 
 
-def test_the_docs_program_and_commands_work(tmp_path: Path) -> None:
+def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As typed, but in processes that have torch already; the next test starts them."""
+    text = (DOCS / "monitoring.md").read_text()
+    for name, source in programs(text).items():
+        (tmp_path / name).write_text(source)
+    monkeypatch.chdir(tmp_path)
+    said = ""
+    for _, command in commands(text):
+        launcher, *words = command.split()
+        if launcher == "torchrun":
+            assert words[0] == "--nproc-per-node"
+            said += "".join(ranks(int(words[1]), program, words[2:], str(tmp_path), init_group=False))
+        else:
+            assert launcher == "triax"
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, done.output
+            said += done.stdout
+    check_docs(said, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_the_docs_commands_work_as_typed(tmp_path: Path) -> None:
     text = (DOCS / "monitoring.md").read_text()
     for name, source in programs(text).items():
         (tmp_path / name).write_text(source)
@@ -531,6 +555,10 @@ def test_the_docs_program_and_commands_work(tmp_path: Path) -> None:
         done = subprocess.run(command.split(), cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         said += done.stdout
+    check_docs(said, tmp_path)
+
+
+def check_docs(said: str, tmp_path: Path) -> None:
     assert "step 20: wall clock of 10 steps" in said and "runs/seen/report.html\npage.html\n" in said
     assert {path.name for path in (tmp_path / "runs" / "seen").iterdir()} == {
         *("metrics.jsonl", "run.json", "timeline.json", "report.html")

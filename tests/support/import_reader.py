@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,12 +129,16 @@ def library(root: Path) -> list[str]:
 
 def imports(root: Path, file: str) -> list[Import]:
     """Every import of a file, wherever it stands. A package's lazy names, which its stub lists, are imports too."""
-    reader = _Reader(root, file)
-    reader.visit(ast.parse((root / file).read_bytes(), filename=file))
     stub = (root / file).with_suffix(".pyi")
-    if stub.is_file():
-        reader.lazy = reader.typing = True
-        reader.visit(ast.parse(stub.read_bytes(), filename=file))
+    return _imports(root, file, (root / file).read_bytes(), stub.read_bytes() if stub.is_file() else b"")
+
+
+@functools.cache
+def _imports(root: Path, file: str, source: bytes, stub: bytes) -> list[Import]:
+    reader = _Reader(root, file)
+    reader.visit(ast.parse(source, filename=file))
+    reader.lazy = reader.typing = True
+    reader.visit(ast.parse(stub, filename=file))
     return reader.imports
 
 

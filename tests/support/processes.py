@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -19,6 +21,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def program(arguments: list[str], folder: str) -> str:
+    """Run a Python program in this process, a rank of the pool, which has torch already; return what it prints."""
+    os.chdir(folder)
+    sys.argv = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(arguments[0], run_name="__main__")
+    return printed.getvalue()
 
 
 def last_line(text: str) -> str:

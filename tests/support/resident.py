@@ -28,6 +28,34 @@ def rest() -> int:
     return status("VmRSS")
 
 
+def held() -> int:
+    """Bytes resident now, without the pages of programs and libraries.
+
+    Those the kernel drops where memory is short, and reads again, as it sees fit: megabytes more one time than another.
+    """
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *more = line.split(None, 5)
+        if not first.endswith(":"):  # a mapping: its address, rights, offset, device, inode and path
+            counted = more[3] == "0" or more[-1].endswith("(deleted)")
+        elif counted and first == "Rss:":
+            total += int(more[0]) * 1024
+    return total
+
+
+class Growth:
+    """Bytes that the process takes from now on, for what it holds: its peak, and now."""
+
+    def __init__(self) -> None:
+        resident, self._held = rest(), held()
+        self._others = resident - self._held
+
+    def measure(self) -> tuple[int, int]:
+        """Return the growth at the peak and now."""
+        now, peak = held(), status("VmHWM")
+        return peak - max(self._others, status("VmRSS") - now) - self._held, now - self._held
+
+
 @contextmanager
 def own_pages() -> Iterator[None]:
     """Within it each tensor of 64 KiB or more has pages of its own, returned at once when it is freed.

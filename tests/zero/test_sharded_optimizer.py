@@ -24,6 +24,7 @@ from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
 from paths import DOCS
+from processes import program
 
 WIDTH, SAMPLES, STEPS = 6, 4, 4  # samples of a backward pass of one replica
 
@@ -126,7 +127,7 @@ def sharded(kind: str, stage: int, passes: int, keep: bool = False) -> Trace:
         module=model,
         backward_passes_per_step=passes,
         keep_gathered=keep,
-        bucket_size=100,
+        bucket_size=300,
         **options,
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
@@ -240,7 +241,7 @@ def odd_passes(stage: int) -> list[dict[str, Tensor]]:
         module=model,
         lr=0.1,
         backward_passes_per_step=3,
-        bucket_size=100,
+        bucket_size=300,
     )
     names = {p: n for n, p in model.named_parameters()}
     found = []
@@ -628,8 +629,16 @@ def documented(start: str) -> str:
     return next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith(start))
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_the_documented_loop(processes: int, tmp_path: Path) -> None:
+def test_the_documented_loop(ranks: Any, tmp_path: Path) -> None:
+    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
+    (tmp_path / "plain.py").write_text(documented("# plain.py"))
+    said = ranks(2, program, ["plain.py"], str(tmp_path), init_group=False)
+    check_documented("".join(said), 2, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_documented_loop_as_launched(processes: int, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(documented("# plain.py"))
     python = [sys.executable] if processes == 1 else [str(Path(sys.executable).parent / "torchrun")]
     options = [] if processes == 1 else ["--standalone", "--nproc-per-node", str(processes)]
@@ -637,7 +646,11 @@ def test_the_documented_loop(processes: int, tmp_path: Path) -> None:
         [*python, *options, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    check_documented(done.stdout, processes, tmp_path)
+
+
+def check_documented(said: str, processes: int, tmp_path: Path) -> None:
+    losses = [float(line.split()[2]) for line in said.splitlines() if line.startswith("step ")]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.5
     saved = load_file(tmp_path / "model.safetensors")
     assert not any(tensor.isnan().any() for tensor in saved.values())
