@@ -110,6 +110,9 @@ def test_others_need_not_wait_for_a_rank_that_left_at_its_end(run: Any) -> None:
     assert run("grid.world.all_reduce(x)\nif grid.rank == 1: os._exit(0)")[0] == 0
 
 
+# A failing rank waits for 1.5 s, so that a rank that was killed is noticed first: here none is.
+HASTY = "import triax.launcher.worker as worker; worker.LINGER = 0.2\n"
+
 WAITS = "grid = Grid(pipe=2, timeout=2)\nif grid.rank == 0: grid.pipe.all_reduce(x)\n"
 
 
@@ -136,7 +139,7 @@ def test_time_limit_that_ended_a_slow_rank_is_named(run: Any) -> None:
 
 def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
     code, _, err = run(
-        "def inner(): raise ValueError('the second\\nhas two lines')\nif grid.rank == 1: inner()\nforever()"
+        f"{HASTY}def inner(): raise ValueError('the second\\nhas two lines')\nif grid.rank == 1: inner()\nforever()"
     )
     assert code == 1
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: ValueError: the second"
@@ -146,7 +149,7 @@ def test_exception_comes_last_with_its_own_traceback(run: Any) -> None:
 
 def test_error_that_names_its_rank_is_left_alone(run: Any) -> None:
     message = "rank 1 (pipe 1, data 0, tensor 0), 1B0: shapes differ"
-    code, _, err = run(f"if grid.rank == 1: raise RuntimeError({message!r})\nforever()")
+    code, _, err = run(f"{HASTY}if grid.rank == 1: raise RuntimeError({message!r})\nforever()")
     assert code == 1
     assert last_line(err) == f"{message} (RuntimeError)"
 
@@ -168,7 +171,7 @@ def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
 
 def test_user_error_is_one_line_and_code_2(run: Any, tmp_path: Path) -> None:
     code, _, err = run(
-        "from triax.launcher.launch import user_error\n"
+        f"{HASTY}from triax.launcher.launch import user_error\n"
         "if grid.rank == 0: sys.stderr = open(sys.argv[1], 'w')\n"
         "user_error('3 is not 4; give 4')",
         tmp_path / "said.txt",
@@ -179,7 +182,7 @@ def test_user_error_is_one_line_and_code_2(run: Any, tmp_path: Path) -> None:
 
 
 def test_other_exit_codes(run: Any) -> None:
-    code, _, err = run("if grid.rank == 1: sys.exit('no more paper')\nforever()")
+    code, _, err = run(f"{HASTY}if grid.rank == 1: sys.exit('no more paper')\nforever()")
     assert code == 1
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: no more paper"
 

@@ -140,8 +140,10 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
     ("shape", "cells"),
     [
         ((1, 1, 1), [("odd", s, "1f1b", 1, {}) for s in range(4)] + [("gpt", 3, "1f1b", 1, BF16)]),
-        ((2, 2, 1), [("odd", s, "gpipe", 1, {}) for s in (0, 2, 3)] + [("odd", 3, "interleaved", 2, {})]),
-        ((2, 2, 2), [("gpt", 1, "1f1b", 1, BF16), ("gpt", 3, "zb-v", 2, BF16), ("gpt", 3, "1f1b", 1, {})]),
+        ((2, 2, 1), [("odd", 2, "gpipe", 1, {}), ("odd", 3, "interleaved", 2, {})]),
+        ((2, 2, 2), [("gpt", 3, "zb-v", 2, BF16)]),
+        pytest.param((2, 2, 1), [("odd", s, "gpipe", 1, {}) for s in (0, 3)], marks=pytest.mark.exhaustive),
+        pytest.param((2, 2, 2), [("gpt", 1, "1f1b", 1, BF16), ("gpt", 3, "1f1b", 1, {})], marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -235,7 +237,7 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:
         assert found > LAYERS
 
 
-ALLOWANCE, THIN = 48 * 2**20, 512  # bytes that a rank may take beyond what it takes to train next to nothing
+ALLOWANCE, THIN = 24 * 2**20, 512  # bytes that a rank may take beyond what it takes to train next to nothing
 
 
 class Residual(nn.Module):

@@ -72,7 +72,9 @@ def test_bubble_and_peak_are_the_published_ones(name: str, pipe: int) -> None:
                 assert peak(schedule) == most(pipe, m), (name, pipe, m)
 
 
-@pytest.mark.parametrize("pipe", range(2, 10))
+@pytest.mark.parametrize(
+    "pipe", [pytest.param(p, marks=pytest.mark.exhaustive if p in (6, 8, 9) else ()) for p in range(2, 10)]
+)
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaved_loses_no_time_where_p_does_not_divide_m(pipe: int, chunks: int) -> None:
     for m in range(pipe, 3 * pipe + 2):
@@ -81,7 +83,7 @@ def test_interleaved_loses_no_time_where_p_does_not_divide_m(pipe: int, chunks: 
         assert peak(schedule) <= pipe + (pipe - 1) / chunks + 1e-9, m
 
 
-@pytest.mark.parametrize("pipe", [4, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 3, 5, 6, 7, 8))])
+@pytest.mark.parametrize("pipe", [3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4, 5, 6, 7, 8))])
 def test_interleaved_takes_any_number_of_microbatches(pipe: int) -> None:
     for chunks, m in itertools.product(range(2, 9), range(1, 34)):
         schedule = make_schedule("interleaved", pipe, m, chunks)

@@ -117,7 +117,7 @@ def on_rank(size: int, family: str, train: bool = True, changes: dict[str, Any] 
     return compare(Grid(tensor=size), family, train, dict(changes or {}))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("family", SMALL)
 def test_a_hugging_face_model_is_what_it_was(ranks: Any, family: str, size: int) -> None:
     """Logits and every gradient, to 1e-9 in float64."""

@@ -130,8 +130,16 @@ def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
     return engine.gather("gradients"), engine.get_global_grad_norm(), state == moments
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("grid", [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [
+        *(((1, 1, 1), 0), ((1, 4, 1), 1), ((1, 1, 4), 0), ((2, 2, 1), 1), ((1, 2, 2), 0), ((1, 2, 2), 1)),
+        *(
+            pytest.param(grid, stage, marks=pytest.mark.exhaustive)
+            for grid, stage in (((1, 1, 1), 1), ((1, 4, 1), 0), ((1, 1, 4), 1), ((2, 2, 1), 0))
+        ),
+    ],
+)
 def test_gradients_and_norm(ranks: Any, grid: tuple[int, int, int], stage: int) -> None:
     """Partial, unused and empty parameters; the norm counts each element once; the state is 1/N of the whole."""
     model = PipelineModule(layers(), dtype=torch.float64, partition="uniform")

@@ -308,10 +308,20 @@ def module_reference(replicas: int, local: dict[str, Any], clip: float) -> list[
     return trace
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+WAITS: list[dict[str, Any]] = [
+    {"type": "diloco"},
+    {"type": "async_diloco", "max_staleness": 0},
+    {"type": "diloco", "start_step": 3},
+]
+
+
 @pytest.mark.parametrize(
-    "waits",
-    [{"type": "diloco"}, {"type": "async_diloco", "max_staleness": 0}, {"type": "diloco", "start_step": 3}],
+    ("replicas", "waits"),
+    [
+        *((2, waits) for waits in WAITS),
+        (4, WAITS[1]),  # a message to each other replica
+        *(pytest.param(4, WAITS[number], marks=pytest.mark.exhaustive) for number in (0, 2)),
+    ],
 )
 def test_a_plain_module(ranks: Any, replicas: int, waits: dict[str, Any]) -> None:
     """DiLoCo around any module in DeepSpeed's loop; the outer step of the reference is torch's."""
@@ -411,11 +421,13 @@ RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
     (((2, 2, 1), {"type": "diloco", "every": 3, **OUTER}, ADAMW), 4, {}),
     (((1, 2, 2), {"type": "local_sgd", "every": 3, "average_optimizer": True}, SGD), 2, {}),
     (((1, 4, 1), {"type": "diloco", "every": 2}, {"type": "Adafactor", "params": {"lr": 1e-2}}), 4, {}),
-    (((1, 2, 2), {"type": "diloco", "every": 3}, ADAMW), 4, {"fp16": {"enabled": True}, "dtype": torch.float32}),
     (((2, 2, 1), {"type": "diloco", "every": 3}, ADAMW), 4, HALF),
+    (((1, 4, 1), {"type": "async_diloco", "every": 2, "start_step": 3, "max_staleness": 0, **OUTER}, SGD), 1, {}),
+]
+MORE_RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
+    (((1, 2, 2), {"type": "diloco", "every": 3}, ADAMW), 4, {"fp16": {"enabled": True}, "dtype": torch.float32}),
     (((2, 2, 1), {"type": "async_diloco", "every": 3, "max_staleness": 0, **OUTER}, ADAMW), 3, {}),
     (((2, 2, 1), {"type": "diloco", "every": 2, "start_step": 3, **OUTER}, ADAMW), 2, {}),
-    (((1, 4, 1), {"type": "async_diloco", "every": 2, "start_step": 3, "max_staleness": 0, **OUTER}, SGD), 1, {}),
 ]
 
 
@@ -427,12 +439,22 @@ def elsewhere(folder: str, number: int, shape: tuple[int, int, int], local: dict
     return weights, engine.traffic_report().get("local", {}).get("meetings")
 
 
+def resumed_bitwise(ranks: Any, folder: Path, cases: list[tuple[Case, int, dict[str, Any]]]) -> list[Any]:
+    everyone: list[Any] = ranks(4, resumed, cases, str(folder), timeout=120)
+    for number, case in enumerate(cases):
+        for _, bitwise, (meetings, again), _ in (each[number] for each in everyone):
+            assert bitwise and meetings == again, case
+    return everyone
+
+
+@pytest.mark.exhaustive
+def test_saved_and_resumed_in_other_ways(ranks: Any, tmp_path: Path) -> None:
+    resumed_bitwise(ranks, tmp_path, MORE_RESUMED)
+
+
 def test_saved_anywhere_and_resumed(ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bitwise on the same number of replicas, at any step of a round; on another number from the replicas' mean."""
-    everyone = ranks(4, resumed, RESUMED, str(tmp_path), timeout=120)
-    for number in range(len(RESUMED)):
-        for _, bitwise, (meetings, again), _ in (each[number] for each in everyone):
-            assert bitwise and meetings == again, RESUMED[number]
+    everyone = resumed_bitwise(ranks, tmp_path, RESUMED)
     for number, local in ((0, {"type": "diloco", "every": 3, **OUTER}), (2, {"type": "diloco", "every": 2}), (0, None)):
         saved = {replica: weights for replica, _, _, weights in (each[number] for each in everyone)}
         mean = {name: sum(each[name] for each in saved.values()) / len(saved) for name in saved[0]}
