@@ -1,10 +1,12 @@
 from .attention import SelfAttention as SelfAttention
 from .config import GPTConfig as GPTConfig
 from .config import LlamaConfig as LlamaConfig
+from .config import MixtralConfig as MixtralConfig
 from .config import RopeScaling as RopeScaling
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .huggingface.pipeline_layers import hf_layers as hf_layers
 from .layers import NextTokenLoss as NextTokenLoss
 from .llama import LlamaLoss as LlamaLoss
+from .mixtral import mixtral_layers as mixtral_layers
 from .packed import pack as pack

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from ..context.context_attention import attention
 from ..context.sparsity import Sparsity
 from ..grid import Grid
-from ..grid.layout import Layout
+from ..grid.layout import Layout, set_layout
 from ..grid.random import Normal, sharded_parameter
 from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
+from ..tensor_parallel.regions import all_reduce_copy, copy_all_reduce
 from .packed import packing, token_positions
 from .rope import Rope
 
@@ -48,6 +49,8 @@ class SelfAttention(nn.Module):
         bias: add biases to q, k and v, with initial value 0.
         out_bias: add a bias to the output projection.
         qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
+        norm_all_heads: the norm is over all heads of q together, and over all heads of k.
+        clip: largest absolute value of q, k and v, to which they are clipped before ``rope``; None: no limit.
         init: distribution of the initial weights of q, k and v.
         out_init: distribution of the initial weights of the output projection.
         sequence_parallel: input and output are this rank's shards of the sequence.
@@ -60,7 +63,8 @@ class SelfAttention(nn.Module):
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
         q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
         out: output projection, (D, H dim), sharded by heads.
-        q_norm, k_norm: norms of queries and keys, with weight (dim,); present only with ``qk_norm``.
+        q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
+            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads.
         cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
             None.
         heads, kv_heads: number of query heads and of key/value heads that this rank computes.
@@ -89,6 +93,8 @@ class SelfAttention(nn.Module):
         bias: bool = False,
         out_bias: bool = False,
         qk_norm: float | None = None,
+        norm_all_heads: bool = False,
+        clip: float | None = None,
         init: Normal,
         out_init: Normal,
         sequence_parallel: bool = False,
@@ -98,7 +104,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
-        self.kind, self.window, self.sparsity = kind, window, sparsity
+        self.kind, self.window, self.sparsity, self.clip = kind, window, sparsity, clip
         dim = self.head_dim = head_dim or width // heads
         self.rope = rope
         start, stop = split(heads, self.axis.size, self.axis.rank)
@@ -127,7 +133,16 @@ class SelfAttention(nn.Module):
                 share, rest = divmod(self.heads, self.kv_heads)
                 if rest or looks_at != [head // share for head in range(self.heads)]:
                     self._looks_at = looks_at
-        if qk_norm is not None:
+        if qk_norm is not None and norm_all_heads:
+            keys = kv_heads or heads
+            if keys % self.axis.size:
+                raise ValueError(
+                    f"kv_heads={keys} is not a multiple of tensor={self.axis.size}, but a norm of all heads of the "
+                    "keys needs each head on one rank. Give a tensor axis whose size divides it."
+                )
+            self.q_norm: nn.Module = AllHeadsRMSNorm(heads, dim, qk_norm, grid=grid)
+            self.k_norm: nn.Module = AllHeadsRMSNorm(keys, dim, qk_norm, grid=grid)
+        elif qk_norm is not None:
             # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
             self.q_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
             self.k_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
@@ -225,6 +240,8 @@ class SelfAttention(nn.Module):
         q, k, v = self._split(x)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         return q, k, v
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,6 +255,36 @@ class SelfAttention(nn.Module):
         q = rearrange(queries, "b t (heads dim) -> b heads t dim", dim=self.head_dim)
         k, v = rearrange(pair, "b t (two heads dim) -> two b heads t dim", two=2, dim=self.head_dim)
         return q, k, v
+
+
+class AllHeadsRMSNorm(nn.Module):
+    """RMSNorm over all heads together, which are sharded over the tensor axis: (B, heads, T, dim), unchanged in shape.
+
+    Args:
+        heads: H, the number of heads of the whole layer.
+        head_dim: dim, the width of each head.
+        eps: constant that is added to the mean of the squares.
+        grid: grid whose tensor axis shards the heads.
+
+    Attributes:
+        weight: (H dim,), sharded by heads, with initial values 1.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float, *, grid: Grid) -> None:
+        super().__init__()
+        self.axis, self.width, self.eps = grid.tensor, heads * head_dim, eps
+        layout = Layout((self.width,), shard_dim=0, unit=head_dim)
+        self.weight = nn.Parameter(torch.ones(layout.local_shape(self.axis.rank, self.axis.size)))
+        set_layout(self.weight, layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum((1, 3), keepdim=True)  # (B, 1, T, 1)
+        if self.axis.size > 1:  # each rank's gradient of the sum is partial: reduced in both directions
+            squares = copy_all_reduce(all_reduce_copy(squares, self.axis), self.axis)
+        normal = (wide * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
+        return normal * self.weight.view(-1, 1, x.shape[3])
 
 
 class WholeKV(nn.Module):

@@ -335,6 +335,128 @@ class LlamaConfig(TransformerConfig):
         return embeddings + self.num_hidden_layers * (attention + mlp + 2 * d) + d
 
 
+# ------------------------------------------------------------------------------------------ mixtures of experts
+
+_QWEN3_MOE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "qk_norm": True,
+}
+
+# Jiang et al. 2024, arXiv:2401.04088, table 1; Qwen3: arXiv:2505.09388, table 2; OLMoE: arXiv:2409.02060, table 10; and
+# the configurations released with the weights.
+_MIXTRAL_PRESETS: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": _shape(4096, 32, 32, intermediate_size=14336, num_key_value_heads=8, router_aux_loss_coef=0.02)
+    | {"max_position_embeddings": 32768, "rope_theta": 1e6},
+    "qwen3-30b-a3b": _shape(2048, 48, 32, intermediate_size=6144, num_key_value_heads=4, head_dim=128, **_QWEN3_MOE)
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "olmoe-1b-7b": _shape(2048, 16, 16, intermediate_size=1024, vocab_size=50304, qk_norm_all_heads=True)
+    | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+    "mixtral-tiny": _shape(32, 2, 4, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=64, **_BYTES)
+    | {"num_experts": 4},
+}
+
+
+@dataclass(frozen=True)
+class MixtralConfig(LlamaConfig):
+    """Configuration of a Llama with mixtures of experts in place of its MLPs: Mixtral, Qwen3-MoE or OLMoE.
+
+    Attributes, beside those of ``LlamaConfig``:
+        intermediate_size: width of the MLPs of the blocks that have no experts.
+        num_experts: number of experts of a block. The expert axis must divide it.
+        num_experts_per_tok: number of experts that each token goes to.
+        moe_intermediate_size: width of an expert; 0 means ``intermediate_size``.
+        norm_topk_prob: divide the weights of a token's experts by their sum.
+        decoder_sparse_step: every block of this distance has experts: blocks ``decoder_sparse_step`` - 1, twice this
+            number - 1, and so on, counted from 0. 1: every block.
+        mlp_only_layers: further blocks without experts, counted from 0.
+        router_aux_loss_coef: factor of the load-balancing loss, as ``transformers`` defines it: a loss of all blocks
+            together, in which an expert's fractions of the tokens add up to ``num_experts_per_tok``.
+        qk_norm_all_heads: apply an RMSNorm to all heads of the queries together, and to those of the keys, before the
+            rotation (OLMoE). ``qk_norm`` is a norm of each head (Qwen3).
+        clip_qkv: largest absolute value of queries, keys and values, to which they are clipped before the rotation
+            (OLMoE); None: they are not clipped.
+
+    Raises:
+        ValueError: the numbers of experts do not fit each other, no block has experts, or a check of ``LlamaConfig``
+            fails.
+    """
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = _MIXTRAL_PRESETS
+    SIZES: ClassVar[tuple[str, ...]] = (*LlamaConfig.SIZES, "num_experts", "num_experts_per_tok", "decoder_sparse_step")
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.001
+    qk_norm_all_heads: bool = False
+    clip_qkv: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "moe_intermediate_size", self.moe_intermediate_size or self.intermediate_size)
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        _check_experts(self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef, "router_aux_loss_coef")
+        if self.qk_norm and self.qk_norm_all_heads:
+            raise ValueError("qk_norm and qk_norm_all_heads are both True. Give one of them.")
+        if self.clip_qkv is not None and self.clip_qkv <= 0:
+            raise ValueError(f"clip_qkv is {self.clip_qkv}. Give a positive number, or None.")
+        if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]:
+            raise ValueError(
+                f"mlp_only_layers has {wrong[0]}, but the blocks are 0 to {self.num_hidden_layers - 1}. Leave it out."
+            )
+        if not self.moe_layers:
+            raise ValueError(
+                f"no block of {self.num_hidden_layers} has experts, because decoder_sparse_step is "
+                f"{self.decoder_sparse_step} and mlp_only_layers is {self.mlp_only_layers}. Change one of them, or "
+                "give a LlamaConfig."
+            )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the blocks that have experts, counted from 0."""
+        step, dense = self.decoder_sparse_step, self.mlp_only_layers
+        return tuple(layer for layer in range(step - 1, self.num_hidden_layers, step) if layer not in dense)
+
+    def moe_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``triax.moe.MoE`` that follow from the configuration.
+
+        ``MoE`` has a loss for each block, in which the fractions of the tokens add up to 1.
+        """
+        k = self.num_experts_per_tok
+        return {
+            "experts": self.num_experts,
+            "top_k": k,
+            "width": self.moe_intermediate_size,
+            "normalize": self.norm_topk_prob,
+            "balance_coefficient": self.router_aux_loss_coef * k / len(self.moe_layers),
+        }
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, of all experts, a tied one counted once."""
+        d, sparse = self.hidden_size, len(self.moe_layers)
+        dense = super().parameter_count - sparse * 3 * d * self.intermediate_size
+        norms = (self.num_attention_heads + self.num_key_value_heads) * self.head_dim if self.qk_norm_all_heads else 0
+        experts = self.num_experts * (3 * d * self.moe_intermediate_size + d)  # and their rows of the router
+        return dense + sparse * experts + self.num_hidden_layers * norms
+
+
+def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> None:
+    if chosen > experts:
+        raise ValueError(
+            f"num_experts_per_tok is {chosen}, but there are {experts} experts. Give at most {experts} experts per "
+            "token."
+        )
+    if coefficient < 0:
+        raise ValueError(f"{name} is {coefficient}. Give 0 or more.")
+
+
 # ------------------------------------------------------------------------------------------- fields of checkpoints
 
 # The names that fields had in checkpoints written before the fields took Hugging Face's names.
@@ -351,20 +473,22 @@ _FORMER = {
 }
 
 
-def config_from_fields(kind: str, saved: Mapping[str, Any]) -> GPTConfig | LlamaConfig:
+CONFIGS: dict[str, type[TransformerConfig]] = {cls.__name__: cls for cls in (GPTConfig, LlamaConfig, MixtralConfig)}
+
+
+def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig:
     """Rebuild a configuration from the fields that a checkpoint's index stores as JSON.
 
     Args:
-        kind: ``"GPTConfig"`` or ``"LlamaConfig"``.
+        kind: name of a class of ``CONFIGS``, such as ``"GPTConfig"``.
         saved: field name -> value, under the current names or the names in checkpoints of earlier versions.
 
     Raises:
         ValueError: ``kind`` is another name.
     """
-    classes: dict[str, type[GPTConfig | LlamaConfig]] = {"GPTConfig": GPTConfig, "LlamaConfig": LlamaConfig}
-    if kind not in classes:
-        raise ValueError(f"the checkpoint stores a {kind}, but only GPTConfig and LlamaConfig can be rebuilt")
-    cls = classes[kind]
+    if kind not in CONFIGS:
+        raise ValueError(f"the checkpoint stores a {kind}, but only {', '.join(CONFIGS)} can be rebuilt")
+    cls = CONFIGS[kind]
     former = _FORMER | {"norm_eps": cls.EPSILON}
     renamed = {former.get(name, name): value for name, value in saved.items()}
     if (scaling := renamed.get("rope_scaling")) is not None:

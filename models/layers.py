@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from ..context.order import positions, shard
 from ..grid import Grid
 from ..grid.random import Dropout, Normal
+from ..moe.layer import MoE
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, RMSNorm
 from .attention import SelfAttention
 from .config import TransformerConfig
-from .packed import attach, check_documents, detach
+from .packed import attach, check_documents, detach, valid_and_positions
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -68,13 +69,14 @@ class ResidualBlock(nn.Module):
     """One transformer layer: x = x + attention(norm1(x)), then x = x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
 
     Dropout acts on the output of attention and of MLP. Each model subclasses this block and sets the classes of its
-    norm and its MLP.
+    norm and its MLP. The MLP may be a mixture of experts, ``MoE``.
 
     Args:
         config: the model's configuration.
         grid: grid whose tensor axis shards the heads and the MLP's width.
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
+        make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the class's.
         others: further arguments of ``SelfAttention``.
 
     Raises:
@@ -91,9 +93,11 @@ class ResidualBlock(nn.Module):
         grid: Grid,
         sequence_parallel: bool = False,
         attention: str = "ring",
+        make_mlp: Callable[..., nn.Module] | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
+        self.context = grid.context
         config.check_tensor(grid.tensor.size)
         width = config.hidden_size
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
@@ -110,15 +114,24 @@ class ResidualBlock(nn.Module):
         )
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
         self.norm2 = self.norm(width, config.norm_epsilon, **common)
-        self.mlp = self.make_mlp(config, **common)
+        self.mlp = (make_mlp or self.make_mlp)(config, **common)
         self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
 
     def forward(self, x: Any) -> Any:
         """Run the layer on x, or on ``(x, documents)`` for packed rows."""
         x, documents = detach(x)
         x = x + self.dropout1(self.attention(self.norm1(x), documents))
-        x = x + self.dropout2(self.mlp(self.norm2(x)))
+        x = x + self.dropout2(self._run_mlp(self.norm2(x), documents))
         return attach(x, documents)
+
+    def _run_mlp(self, x: Tensor, documents: Tensor | None) -> Tensor:
+        y: Tensor
+        if isinstance(self.mlp, MoE):
+            tensor = self.mlp.grid.tensor if self.mlp.sequence_parallel else None
+            y = self.mlp(x, *valid_and_positions(x, self.context, tensor, documents))
+        else:
+            y = self.mlp(x)
+        return y
 
 
 class FinalLayerNorm(LayerNorm):
@@ -184,10 +197,10 @@ class NextTokenLoss:
             The sum, () of the logits' dtype but at least float32, and the number, an integer (). Both are equal on
             every tensor-parallel rank. With a context axis they are those of this rank's tokens.
         """
-        labels = shard(labels, self.grid.context, fill=self.ignore_index, multiple=logits.shape[1])
+        mine = shard(labels, self.grid.context, fill=self.ignore_index, multiple=logits.shape[1])
         total = vocab_parallel_cross_entropy(
             logits,
-            labels,
+            mine,
             grid=self.grid,
             vocab_size=self.vocab_size,
             ignore_index=self.ignore_index,
@@ -197,5 +210,9 @@ class NextTokenLoss:
         return total, self.weight(labels)
 
     def weight(self, labels: Tensor) -> Tensor:
-        """Return the number of labels that count, (): the engine asks for it before the forward pass of a step."""
-        return torch.count_nonzero(labels != self.ignore_index)
+        """Return the number of labels that count, (): the engine asks for it before the forward pass of a step.
+
+        Args:
+            labels: integers (B, T), of the whole sequence. With a context axis only this rank's part counts.
+        """
+        return torch.count_nonzero(shard(labels, self.grid.context, fill=self.ignore_index) != self.ignore_index)

@@ -93,7 +93,6 @@ class LlamaBlock(ResidualBlock):
             kv_heads=config.num_key_value_heads,
             rope=Rope(config.head_dim, config.rope_theta, config.rope_scaling),
             bias=config.qkv_bias,
-            qk_norm=config.rms_norm_eps if config.qk_norm else None,
-            **others,
+            **{"qk_norm": config.rms_norm_eps if config.qk_norm else None, **others},
         )
         self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for

@@ -139,6 +139,33 @@ def token_positions(
     return None if axis.size == 1 else positions(local * axis.size, axis.size, axis.rank, local).to(device)[None]
 
 
+def valid_and_positions(
+    x: Tensor, context: Axis, tensor: Axis | None, documents: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return which of this rank's tokens are no padding, and their positions in the whole row.
+
+    Args:
+        x: (B, T_local, ...), this rank's tokens.
+        context: the context axis.
+        tensor: the tensor axis, if it shards the tokens further (sequence parallelism), else None.
+        documents: document number of each token of the whole row, integers (B, T), or None.
+
+    Returns:
+        bool (B, T_local), or None if there is no padding; and int64 (T_local,), or None if the row is not sharded over
+        the context axis.
+    """
+    if context.size == 1:
+        return None, None
+    local = x.shape[1] * (1 if tensor is None else tensor.size)
+    places = positions(local * context.size, context.size, context.rank, local)
+    if tensor is not None:
+        places = places.chunk(tensor.size)[tensor.rank]
+    places = places.to(x.device)
+    length = local * context.size if documents is None else documents.shape[1]
+    valid = None if length == local * context.size else (places < length).expand(x.shape[:2])
+    return valid, places
+
+
 def positions_within(documents: Tensor) -> Tensor:
     """Return each token's position within its document, which starts at 0: int64 (B, T)."""
     places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)

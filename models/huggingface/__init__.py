@@ -1,6 +1,6 @@
 """Hugging Face: weights and configurations in and out, and transformers' own models as lists of layers.
 
-config.py: conversion of ``config.json`` to and from ``GPTConfig`` and ``LlamaConfig``.
+config.py: conversion of ``config.json`` to and from triax's configurations.
 names.py: tables that map triax's parameter names to Hugging Face's.
 load.py: ``load_hf`` and ``config_from_hf``.
 reader.py: reader of the weights in a folder or a live model; each rank reads only its slices.

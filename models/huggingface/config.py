@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face's ``config.json`` and triax's ``GPTConfig`` and ``LlamaConfig``, without torch."""
+"""Conversion between Hugging Face's ``config.json`` and triax's configurations, without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import GPTConfig, LlamaConfig, RopeScaling
-
-Config = GPTConfig | LlamaConfig
+from ..config import GPTConfig, LlamaConfig, MixtralConfig, RopeScaling, TransformerConfig
 
 # Sizes: our field -> GPT-2's key; and those of Llama's family, which have the same names there.
 _GPT2 = {
@@ -31,6 +29,14 @@ _GPT2_OPTIONS: dict[str, tuple[str, Any]] = {
 _LLAMA_OPTIONS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
 # Llama's families -> (qkv_bias, qk_norm).
 _LLAMA_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+# Families with experts -> the class's prefix, and the key of the number of experts.
+_MIXTRAL_FAMILIES = {
+    "mixtral": ("Mixtral", "num_local_experts"),
+    "qwen3_moe": ("Qwen3Moe", "num_experts"),
+    "olmoe": ("Olmoe", "num_experts"),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
+_SHARDED = ("gpt2", *_LLAMA_FAMILIES)  # families that triax.parallelize shards
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -55,11 +61,17 @@ def layer_count(config: Mapping[str, Any]) -> int:
     return int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
 
 
-def from_hf(config: Mapping[str, Any]) -> Config:
-    """Return the ``GPTConfig`` or ``LlamaConfig`` of the model that a ``config.json`` describes.
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Return the number of experts that a ``config.json`` gives under any family's key, or 0 if it gives none."""
+    return int(next((config[key] for key in _EXPERTS if config.get(key)), 0))
+
+
+def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
+    """Return the configuration of the model that a ``config.json`` describes, for example a ``LlamaConfig``.
 
     Args:
-        config: the content of ``config.json`` of a model of the family gpt2, llama, qwen2 or qwen3.
+        config: the content of ``config.json`` of a model of the family gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe or
+            olmoe.
 
     Raises:
         ValueError: the model is of another family or has a setting that triax's layers do not support. The message
@@ -70,18 +82,31 @@ def from_hf(config: Mapping[str, Any]) -> Config:
         return _gpt(config)
     if family in _LLAMA_FAMILIES:
         return _llama(config, str(family))
+    if family in _MIXTRAL_FAMILIES:
+        return _mixtral(config, str(family))
+    known = ", ".join((*_SHARDED, *_MIXTRAL_FAMILIES))
     raise ValueError(
-        f"model_type is {family!r}, but the known ones are gpt2, {', '.join(_LLAMA_FAMILIES)}. Pass your own layers "
-        "and names, load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})."
+        f"model_type is {family!r}, but the known ones are {known}. Pass your own layers and names, "
+        " load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})."
     )
 
 
-def to_hf(config: Config) -> dict[str, Any]:
-    """Return the content of ``config.json`` for a ``GPTConfig`` or ``LlamaConfig``, without the dtype."""
-    return _to_gpt2(config) if isinstance(config, GPTConfig) else _to_llama(config)
+def to_hf(config: TransformerConfig) -> dict[str, Any]:
+    """Return the content of ``config.json`` for a configuration, without the dtype."""
+    if isinstance(config, MixtralConfig):
+        return _to_mixtral(config)
+    if config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window={config.sliding_window} has no counterpart in Hugging Face's model. Leave it out, or pass "
+            "the content of config.json as a dict."
+        )
+    if isinstance(config, LlamaConfig):
+        return _to_llama(config)
+    assert isinstance(config, GPTConfig)
+    return _to_gpt2(config)
 
 
-def same_model(ours: Config, theirs: Config) -> str | None:
+def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None:
     """Describe the settings with which two configurations compute different functions, or return None.
 
     Example: ``"rms_norm_eps is 1e-05 here, 1e-06 there"``.
@@ -89,8 +114,8 @@ def same_model(ours: Config, theirs: Config) -> str | None:
     if type(ours) is not type(theirs):
         return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
     # Fields that do not change the function that a model computes from its weights.
-    free = {"dropout", "initializer_range"}
-    if isinstance(ours, LlamaConfig):
+    free = {"dropout", "initializer_range", "router_aux_loss_coef"}
+    if not isinstance(ours, GPTConfig):
         free.add("max_position_embeddings")  # GPT-2 has a weight for each position
     differing = [
         f"{field.name} is {getattr(ours, field.name)} here, {getattr(theirs, field.name)} there"
@@ -123,24 +148,56 @@ def _gpt(config: Mapping[str, Any]) -> GPTConfig:
 
 
 def _llama(config: Mapping[str, Any], family: str) -> LlamaConfig:
-    _require(config, hidden_act=("silu",), mlp_bias=(False,), attention_bias=(False,), use_sliding_window=(False,))
-    # Transformers 5 keeps both in rope_parameters, 4 beside each other.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    _require(config, use_sliding_window=(False,))
+    qkv_bias, qk_norm = _LLAMA_FAMILIES[family]
+    return LlamaConfig(**_llama_fields(config), qkv_bias=qkv_bias, qk_norm=qk_norm)
+
+
+def _llama_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that Llama and its relatives with experts have."""
+    _require(config, hidden_act=("silu",), mlp_bias=(False,), attention_bias=(False,))
+    rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"rope_type={kind!r} is not implemented, only 'default' and 'llama3' are")
-    scaling, (qkv_bias, qk_norm) = None, _LLAMA_FAMILIES[family]
+    scaling = None
     if kind == "llama3":
         scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
-    return LlamaConfig(
+    return {
         **{name: config[name] for name in _LLAMA},
         **{name: config.get(name, default) for name, default in _LLAMA_OPTIONS.items()},
-        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or 0,
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
-        rope_scaling=scaling,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_dim": config.get("head_dim") or 0,
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
+        "rope_scaling": scaling,
+    }
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the rotary positions: Transformers 5 has all in rope_parameters, 4 beside each other."""
+    return dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+
+
+def _mixtral(config: Mapping[str, Any], family: str) -> MixtralConfig:
+    _require(config, attention_dropout=(0.0,), router_jitter_noise=(0.0,))
+    window = config.get("sliding_window")
+    if family == "qwen3_moe" and not config.get("use_sliding_window", False):
+        window = None
+    if family == "olmoe":
+        _require(config, sliding_window=(None,))
+    return MixtralConfig(
+        **_llama_fields(config),
+        sliding_window=window,
+        num_experts=expert_count(config),
+        num_experts_per_tok=config["num_experts_per_tok"],
+        moe_intermediate_size=config["moe_intermediate_size"] if family == "qwen3_moe" else 0,
+        norm_topk_prob=family == "mixtral" or bool(config.get("norm_topk_prob", False)),
+        decoder_sparse_step=int(config.get("decoder_sparse_step", 1)),
+        mlp_only_layers=tuple(config.get("mlp_only_layers") or ()),
+        router_aux_loss_coef=config.get("router_aux_loss_coef", 0.01 if family == "olmoe" else 0.001),
+        qk_norm=family == "qwen3_moe",
+        qk_norm_all_heads=family == "olmoe",
+        clip_qkv=config.get("clip_qkv"),
     )
 
 
@@ -148,9 +205,12 @@ def _require(config: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
     for key, values in allowed.items():
         value = config.get(key, values[0])
         if value not in values:
+            family = config["model_type"]
             raise ValueError(
-                f"{config['model_type']} with {key}={value!r} is not implemented, only with "
-                f"{key}={' or '.join(map(repr, values))}. triax.parallelize shards the Hugging Face model itself."
+                f"{family} with {key}={value!r} is not implemented, only with "
+                f"{key}={' or '.join(map(repr, values))}."
+                + " triax.parallelize shards the Hugging Face model itself."
+                * (family in _SHARDED)
             )
 
 
@@ -180,11 +240,15 @@ def _to_llama(config: LlamaConfig) -> dict[str, Any]:
             f"num_attention_heads={config.num_attention_heads} does not divide hidden_size={config.hidden_size}, as "
             "Hugging Face's Llama needs. Change one of them."
         )
+    return _to_llama_fields(config, family, family.capitalize())
+
+
+def _to_llama_fields(config: LlamaConfig, family: str, prefix: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **asdict(config.rope_scaling)}
     return {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [f"{prefix}ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
         **{name: getattr(config, name) for name in (*_LLAMA, *_LLAMA_OPTIONS, "num_key_value_heads", "head_dim")},
@@ -195,3 +259,47 @@ def _to_llama(config: LlamaConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def _to_mixtral(config: MixtralConfig) -> dict[str, Any]:
+    family = "olmoe" if config.qk_norm_all_heads else "qwen3_moe" if config.qk_norm else "mixtral"
+    prefix, experts = _MIXTRAL_FAMILIES[family]
+    dense = len(config.moe_layers) < config.num_hidden_layers
+    has = {
+        "qkv_bias": config.qkv_bias,
+        "mlp_only_layers and decoder_sparse_step": dense and family != "qwen3_moe",
+        "moe_intermediate_size unlike intermediate_size": config.moe_intermediate_size != config.intermediate_size
+        and family != "qwen3_moe",
+        "norm_topk_prob=False": not config.norm_topk_prob and family == "mixtral",
+        "clip_qkv": config.clip_qkv is not None and family != "olmoe",
+        "sliding_window": config.sliding_window is not None and family == "olmoe",
+        "head_dim unlike hidden_size / num_attention_heads": family == "olmoe"
+        and config.head_dim * config.num_attention_heads != config.hidden_size,
+    }
+    if refused := [name for name, present in has.items() if present]:
+        raise ValueError(
+            f"Hugging Face's {prefix} has no {', '.join(refused)}. Of Mixtral, Qwen3-MoE (qk_norm=True) and OLMoE "
+            "(qk_norm_all_heads=True), give the settings of one."
+        )
+    found = _to_llama_fields(config, family, prefix)
+    found |= {
+        experts: config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+    if family != "mixtral":
+        found["norm_topk_prob"] = config.norm_topk_prob
+    if family == "mixtral":
+        found["sliding_window"] = config.sliding_window
+    elif family == "qwen3_moe":
+        found |= {
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "decoder_sparse_step": config.decoder_sparse_step,
+            "mlp_only_layers": list(config.mlp_only_layers),
+            "use_sliding_window": config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
+        }
+    else:
+        del found["head_dim"]
+        found |= {"clip_qkv": config.clip_qkv, "pad_token_id": None}
+    return found

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...grid import Layout
-from ..config import config_from_fields
-from .config import layer_count, to_hf
+from ..config import CONFIGS, config_from_fields
+from .config import expert_count, layer_count, to_hf
 from .folder_writer import FolderWriter
 from .names import Entry, expand, names_of
 from .save import Held, parts_of, write_parts
@@ -32,7 +32,7 @@ def export(
 
     Args:
         model: the model's description in the checkpoint, which is the content of ``config.json`` or the fields of a
-            ``GPTConfig`` or ``LlamaConfig``.
+            configuration such as ``LlamaConfig``.
         tensors: names -> shapes and dtypes of the checkpoint's weights and buffers.
         read: function that returns the whole tensor of a name. It is called for one tensor after the other.
         folder: the folder to write to. Weights of an earlier model in this folder are removed.
@@ -48,7 +48,7 @@ def export(
     """
     written, prefix = _config(model, config)
     if prefix is None:
-        entries = expand(names_of(written.get("model_type")), layer_count(written))
+        entries = expand(names_of(written.get("model_type")), layer_count(written), expert_count(written))
     else:
         entries = {name: Entry((name.removeprefix(prefix),)) for name in tensors}
     plan = {
@@ -58,7 +58,8 @@ def export(
     announced = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
     writer = FolderWriter(folder, written, announced)
     for name, parts in plan.items():
-        write_parts(writer, read(name), parts, entries[name])
+        if parts:
+            write_parts(writer, read(name), parts, entries[name])
     writer.close()
     return [*announced]
 
@@ -74,8 +75,8 @@ def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[st
         return given, prefix
     if model is not None and "hf" in model:
         return dict(model["hf"]), prefix
-    kind, fields = (model or {}).get("class"), dict((model or {}).get("fields", {}))
-    if kind in ("GPTConfig", "LlamaConfig"):
+    kind, fields = str((model or {}).get("class")), dict((model or {}).get("fields", {}))
+    if kind in CONFIGS:
         return to_hf(config_from_fields(kind, fields)), None
     of = "does not tell the model's configuration" if model is None else f"has a model made from a {kind}"
     raise ValueError(

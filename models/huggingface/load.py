@@ -9,28 +9,36 @@ save_hf(engine, "path/to/mine")                         # transformers' from_pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..config import GPTConfig, LlamaConfig
+from ..config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from ..gpt import gpt_layers
 from ..llama import llama_layers
-from .config import from_hf, layer_count, same_model
+from ..mixtral import mixtral_layers
+from .config import expert_count, from_hf, layer_count, same_model
 from .names import FAMILIES, Entry, Names, expand, names_of
-from .reader import Source, check, check_all_used, fetch, find, open_source
-from .save import config_of, entries_of, hugging_face, module_and_grid, named
+from .reader import Source, check, check_all_used, fetch, find, open_source, stored
+from .save import config_of, entries_of, hugging_face, module_and_grid, named, named_buffers
 
 M = TypeVar("M")
 
+# The function that makes the layers of a configuration, by its class.
+LAYERS: dict[type[TransformerConfig], Callable[..., list[LayerSpec]]] = {
+    GPTConfig: gpt_layers,
+    LlamaConfig: llama_layers,
+    MixtralConfig: mixtral_layers,
+}
 
-def config_from_hf(path_or_model: Any) -> GPTConfig | LlamaConfig:
-    """Return the ``GPTConfig`` or ``LlamaConfig`` of a Hugging Face model (gpt2, llama, qwen2 or qwen3).
+
+def config_from_hf(path_or_model: Any) -> TransformerConfig:
+    """Return the configuration of a Hugging Face model: a ``GPTConfig``, ``LlamaConfig`` or ``MixtralConfig``.
 
     Args:
         path_or_model: a folder as ``save_pretrained`` writes it, or a live model.
@@ -63,7 +71,7 @@ def load_hf(
     Args:
         path_or_model: a folder with ``config.json`` and ``*.safetensors``, or a live ``transformers`` model.
         into: the model that receives the weights. It is one of:
-            None, which makes the layers of the model that ``config.json`` describes (``gpt`` or ``llama``);
+            None, which makes the layers of the model that ``config.json`` describes, with ``gpt_layers`` for example;
             a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
             a module whose parameters have layouts (a ``PipelineModule`` before ``triax.initialize``, or a module
             that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a
@@ -88,10 +96,7 @@ def load_hf(
     source = open_source(path_or_model)
     if into is None:
         config = from_hf(source.config)
-        if isinstance(config, GPTConfig):
-            specs = gpt_layers(config, sequence_parallel)
-        else:
-            specs = llama_layers(config, sequence_parallel)
+        specs = LAYERS[type(config)](config, sequence_parallel)
         return _self_loading(specs, source, names or names_of(source.config["model_type"]))
     if isinstance(into, Sequence):
         return _self_loading(into, source, names or names_of(source.config.get("model_type")))
@@ -101,8 +106,8 @@ def load_hf(
         made_of = _checked(module, source, names, held=assign is not None)
     with agreed(grid, None), torch.no_grad():
         for parameter, (ours, entry) in made_of.items():
-            value = fetch(source, ours, entry, layout_of(parameter), grid.tensor.rank, grid.tensor.size)
-            if assign is not None:  # an engine holds the values
+            value = fetch(source, ours, entry, layout_of(parameter), grid)
+            if assign is not None and isinstance(parameter, nn.Parameter):  # an engine holds the values
                 assign(parameter, value)
             else:
                 parameter.copy_(value)
@@ -119,7 +124,7 @@ class _Loaded:
     @torch.no_grad()
     def __call__(self, *args: Any, grid: Grid, **kwargs: Any) -> nn.Module:
         spec = LayerSpec(self.cls, *args, **kwargs)
-        wanted = torch.empty(0).device
+        wanted: torch.device = torch.empty(0).device
         # triax's layers hold only parameters. Built on the meta device, they draw no initial values, which the loaded
         # weights would replace.
         here = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
@@ -128,15 +133,20 @@ class _Loaded:
             layer = spec.build(grid)
         prefix = f"layers.{self.index}."
         own = {prefix + name: parameter for name, parameter in layer.named_parameters()}
-        _no_more(self.source, self.entries, own, prefix)
-        for ours, parameter in own.items():  # on the meta device every rank checks every layer and sees the errors
+        buffers = dict(layer.named_buffers(prefix.removesuffix(".")))
+        held = _buffers_of(self.source, self.entries, buffers)
+        _no_more(self.source, self.entries, {**own, **buffers}, prefix)
+        for ours, parameter in {
+            **own,
+            **held,
+        }.items():  # on the meta device every rank checks every layer and sees the errors
             check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
         if wanted.type == "meta":
             return layer
         filled: dict[nn.Parameter, nn.Parameter] = {}
         for ours, parameter in own.items():
             entry, layout = self.entries[ours], layout_of(parameter)
-            value = fetch(self.source, ours, entry, layout, grid.tensor.rank, grid.tensor.size)
+            value = fetch(self.source, ours, entry, layout, grid)
             value = value.to(wanted, torch.promote_types(parameter.dtype, value.dtype)).contiguous()
             filled[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             filled[parameter].__dict__.update(parameter.__dict__)
@@ -144,12 +154,18 @@ class _Loaded:
             for name, old in module._parameters.items():
                 if old is not None:
                     module._parameters[name] = filled[old]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.zeros_like(buffer, device=wanted)
+        for ours, kept in layer.named_buffers(prefix.removesuffix(".")):
+            if ours in held:
+                kept.copy_(fetch(self.source, ours, self.entries[ours], layout_of(kept), grid))
         return layer
 
 
 def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[LayerSpec]:
     """Return copies of layers' specs whose layers read their own weights from ``source`` when they are built."""
-    entries = expand(names, layer_count(source.config))
+    entries = expand(names, layer_count(source.config), expert_count(source.config))
     check_all_used(source, entries.values())
     _same(source, specs)
     first: dict[Any, _Loaded] = {}
@@ -165,10 +181,8 @@ def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[La
     return loading
 
 
-def _checked(
-    module: nn.Module, source: Source, names: Names | None, held: bool
-) -> dict[nn.Parameter, tuple[str, Entry]]:
-    """Find the source tensors of each parameter of a module, and check them before any tensor is read or written.
+def _checked(module: nn.Module, source: Source, names: Names | None, held: bool) -> dict[Tensor, tuple[str, Entry]]:
+    """Find the source tensors of a module's parameters and buffers, and check them before any is read or written.
 
     Args:
         module: the module.
@@ -177,7 +191,7 @@ def _checked(
         held: True if an engine holds the parameters' values, so that the parameters' own tensors may be empty.
 
     Returns:
-        parameter -> (triax's name, its source tensors).
+        parameter or buffer -> (triax's name, its source tensors).
     """
     own = named(module)
     entries = entries_of(module, names, source.config)
@@ -185,9 +199,9 @@ def _checked(
     _same(source, getattr(module, "specs", ()))
     layers = {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}
     for prefix in layers if hugging_face(module)[0] is None else ():
-        _no_more(source, entries, own, prefix)
-    made_of = {}
-    for ours, parameter in own.items():
+        _no_more(source, entries, {**own, **named_buffers(module)}, prefix)
+    made_of: dict[Tensor, tuple[str, Entry]] = {}
+    for ours, parameter in {**own, **_buffers_of(source, entries, named_buffers(module))}.items():
         empty = parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
         if empty and not held:
             raise RuntimeError(
@@ -197,6 +211,15 @@ def _checked(
         made_of[parameter] = ours, _entry(entries, ours, module)
         check(source, *made_of[parameter], layout_of(parameter))
     return made_of
+
+
+def _buffers_of(source: Source, entries: Mapping[str, Entry], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of a module's buffers that the source has, by name."""
+    return {
+        name: buffer
+        for name, buffer in buffers.items()
+        if name in entries and any(find(source, theirs) for theirs in stored(source, entries[name]).theirs)
+    }
 
 
 def _entry(entries: Mapping[str, Entry], ours: str, layer: nn.Module) -> Entry:
@@ -212,9 +235,10 @@ def _entry(entries: Mapping[str, Entry], ours: str, layer: nn.Module) -> Entry:
 def _no_more(source: Source, entries: Mapping[str, Entry], own: Mapping[str, Any], prefix: str) -> None:
     """Raise ValueError if the source has a weight of a layer, such as a bias, without a parameter to load it into."""
     for ours, entry in entries.items():
-        if ours.startswith(prefix) and ours not in own and find(source, entry.theirs[0]) is not None:
+        theirs = stored(source, entry).theirs[:1]
+        if ours.startswith(prefix) and ours not in own and theirs and find(source, theirs[0]) is not None:
             raise ValueError(
-                f"{source.where} has {entry.theirs[0]}, but the model has no {ours} to take it. Build the model that "
+                f"{source.where} has {theirs[0]}, but the model has no {ours} to take it. Build the model that "
                 "its config.json describes, config_from_hf(path)."
             )
 

@@ -16,20 +16,38 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class PerExpert:
+    """Names of the tensors of one expert, with ``{e}`` for its number, of a parameter (experts, ...).
+
+    The tensors of an expert are concatenated along their dim 0, and the experts are stacked.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Entry:
     """Source tensors of one parameter of triax.
 
     Attributes:
-        theirs: Hugging Face's names of these tensors, in the order in which they are concatenated along dim 0.
+        theirs: Hugging Face's names of these tensors, in the order in which they are concatenated along dim 0. Of a
+            parameter that triax alone has, such as a count, there are none.
         transposed: True if Hugging Face stores these matrices transposed.
+        per_expert: number of tensors of each expert, for a parameter (experts, ...) whose experts are stored one by
+            one; ``theirs`` lists those of expert 0 first. 0: the parameter is stored as a whole.
+        other: another form in which a source may store the parameter, or None. Only the first form is written.
     """
 
     theirs: tuple[str, ...]
     transposed: bool = False
+    per_expert: int = 0
+    other: Entry | None = None
 
 
+Pattern = str | tuple[str, ...] | Transposed | PerExpert
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
-Names = Mapping[str, "str | tuple[str, ...] | Transposed"]
+# A list has the form that is written, then another form that is read too.
+Names = Mapping[str, "Pattern | list[Pattern]"]
 
 GPT2: Names = {
     "layers.0.weight": "transformer.wte.weight",
@@ -59,7 +77,40 @@ LLAMA: Names = {
     "layers.{n+2}.weight": "lm_head.weight",
 }
 
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+
+def _with_experts(mlp: str, first: tuple[str, ...], last: str) -> Names:
+    """Return Llama's table with the names of a mixture of experts.
+
+    Files have a tensor for each expert. The models of Transformers 5 have one tensor for all experts.
+    """
+    block, fused = f"model.layers.{{i}}.{mlp}", "model.layers.{i}.mlp.experts"
+    return {
+        **LLAMA,
+        "layers.{i+1}.mlp.router.weight": [f"{block}.gate.weight", "model.layers.{i}.mlp.gate.weight"],
+        "layers.{i+1}.mlp.routed.gate_up": [
+            PerExpert(tuple(f"{block}.experts.{{e}}.{name}.weight" for name in first)),
+            f"{fused}.gate_up_proj",
+        ],
+        "layers.{i+1}.mlp.routed.down": [
+            PerExpert((f"{block}.experts.{{e}}.{last}.weight",)),
+            f"{fused}.down_proj",
+        ],
+        "layers.{i+1}.mlp.past_loads": (),  # the loads of the step before, which only training needs
+    }
+
+
+MIXTRAL = _with_experts("block_sparse_moe", ("w1", "w3"), "w2")
+QWEN3_MOE = _with_experts("mlp", ("gate_proj", "up_proj"), "down_proj")
+
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": QWEN3_MOE,
+}
 
 
 def names_of(family: Any) -> Names:
@@ -76,31 +127,46 @@ def names_of(family: Any) -> Names:
     return FAMILIES[family]
 
 
-def expand(names: Names, blocks: int) -> dict[str, Entry]:
-    """Expand a table of name patterns to the full names of a model with the given number of blocks.
+def expand(names: Names, blocks: int, experts: int = 0) -> dict[str, Entry]:
+    """Expand a table of name patterns to the full names of a model.
+
+    Args:
+        names: the table.
+        blocks: number of blocks of the model.
+        experts: number of experts of a block.
 
     Raises:
-        ValueError: a pattern has in braces something other than i or n, with or without a number added or subtracted.
+        ValueError: a pattern has in braces something other than i, n or e, with or without a number added or
+            subtracted.
     """
     expanded: dict[str, Entry] = {}
     for ours, theirs in names.items():
-        transposed = isinstance(theirs, Transposed)
-        several = (theirs.name,) if isinstance(theirs, Transposed) else (theirs,) if isinstance(theirs, str) else theirs
-        counts = range(blocks) if "{i" in ours else (0,)
-        for i in counts:
+        forms = theirs if isinstance(theirs, list) else [theirs]
+        for i in range(blocks) if "{i" in ours else (0,):
             for ending in ("weight", "bias") if ours.endswith("*") else ("",):
-                name, *parts = (
-                    _written(p.removesuffix("*") + ending * p.endswith("*"), i, blocks) for p in (ours, *several)
-                )
-                expanded[name] = Entry(tuple(parts), transposed)
+                entry = None
+                for form in reversed(forms):
+                    entry = _entry(form, ending, {"i": i, "n": blocks}, experts, entry)
+                assert entry is not None
+                expanded[_written(ours, ending, {"i": i, "n": blocks})] = entry
     return expanded
 
 
-def _written(pattern: str, i: int, n: int) -> str:
-    def value(match: re.Match[str]) -> str:
-        number = re.fullmatch(r"([in])([+-]\d+)?", match[1])
-        if number is None:
-            raise ValueError(f"{pattern!r} has {match[0]}. Write {{i}} for a block's index, {{i+2}}, {{n}} or {{n+1}}.")
-        return str({"i": i, "n": n}[number[1]] + int(number[2] or 0))
+def _entry(form: Pattern, ending: str, numbers: Mapping[str, int], experts: int, other: Entry | None) -> Entry:
+    if isinstance(form, PerExpert):
+        parts = [_written(name, ending, {**numbers, "e": e}) for e in range(experts) for name in form.names]
+        return Entry(tuple(parts), per_expert=len(form.names), other=other)
+    transposed = isinstance(form, Transposed)
+    several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
+    return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)
 
-    return re.sub(r"\{([^}]*)\}", value, pattern)
+
+def _written(pattern: str, ending: str, numbers: Mapping[str, int]) -> str:
+    def value(match: re.Match[str]) -> str:
+        number = re.fullmatch(r"([a-z])([+-]\d+)?", match[1])
+        if number is None or number[1] not in numbers:
+            raise ValueError(f"{pattern!r} has {match[0]}. Write {{i}} for a block's index, {{i+2}}, {{n}} or {{n+1}}.")
+        return str(numbers[number[1]] + int(number[2] or 0))
+
+    named = pattern.removesuffix("*") + ending * pattern.endswith("*")
+    return re.sub(r"\{([^}]*)\}", value, named)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...grid import Grid
 from ...grid.layout import Layout
 from .config import read_config
 from .names import Entry
@@ -108,16 +109,42 @@ def find(source: Source, name: str) -> str | None:
     return next((each for each in (name, name.partition(".")[2]) if each in source.shapes), None)
 
 
+def stored(source: Source, entry: Entry) -> Entry:
+    """Return the form of an entry that the source has; the first form if it has none."""
+    form: Entry | None = entry
+    while form is not None:
+        if any(find(source, name) is not None for name in form.theirs[:1]):
+            return form
+        form = form.other
+    return entry
+
+
 def check_all_used(source: Source, entries: Iterable[Entry]) -> None:
     """Raise ValueError if a weight of a source belongs to no parameter's entry."""
-    taken = {find(source, name) for entry in entries for name in entry.theirs}
+    taken = {find(source, name) for entry in entries for name in stored(source, entry).theirs}
     unused = [name for name in source.shapes if name not in taken and not name.endswith(_NO_WEIGHTS)]
     if unused:
         more = f" and {len(unused) - 6} more weights" if len(unused) > 6 else ""
         raise ValueError(f"no parameter takes {', '.join(unused[:6])}{more} of {source.where}. Add them to names.")
 
 
-def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list[str], list[tuple[int, ...]]]:
+class Piece(NamedTuple):
+    """Tensor of a source that is a part of a parameter.
+
+    Attributes:
+        name: its name in the source.
+        shape: its shape, transposed if the entry says so.
+        expert: number of the expert that it belongs to; None: the parameter is stored as a whole.
+        start: first row that it has, of the parameter or of the expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None
+    start: int
+
+
+def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece]:
     """Check that a source has the tensors of a parameter, in the right shapes. Nothing is read.
 
     Args:
@@ -127,64 +154,86 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> tuple[list
         layout: the parameter's layout over the grid.
 
     Returns:
-        The tensors' names in the source and, transposed if the entry says so, the tensors' shapes.
+        The source's tensors.
 
     Raises:
         ValueError: the source lacks a tensor, or the shapes do not add up to the parameter's shape.
     """
-    names = []
-    for theirs in entry.theirs:
+    entry = stored(source, entry)
+    pieces: list[Piece] = []
+    start = 0
+    for index, theirs in enumerate(entry.theirs):
         name = find(source, theirs)
         if name is None:
             raise ValueError(
                 f"{ours} is loaded from {theirs}, but {source.where} has only {_near(theirs, source.shapes)}. Change "
                 "names, or the model."
             )
-        names.append(name)
-    shapes = [source.shapes[name] for name in names]
-    if entry.transposed:
-        shapes = [shape[::-1] for shape in shapes]
-    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    if whole != layout.shape or any(shape[1:] != whole[1:] for shape in shapes):
-        kept = ", ".join(f"{name} {tuple(source.shapes[name])}" for name in names)
+        shape = source.shapes[name]
+        expert = None
+        if entry.per_expert:
+            expert, nth = divmod(index, entry.per_expert)
+            start = start if nth else 0
+        pieces.append(Piece(name, shape[::-1] if entry.transposed else shape, expert, start))
+        start += pieces[-1].shape[0]
+    count = len(pieces) // entry.per_expert if entry.per_expert else 1
+    each = pieces[: entry.per_expert or None]
+    whole = (sum(piece.shape[0] for piece in each), *each[0].shape[1:]) if each else ()
+    alike = all(
+        piece.shape[1:] == whole[1:] and piece.shape[0] == each[index % len(each)].shape[0]
+        for index, piece in enumerate(pieces)
+    )
+    if not alike or layout.shape != ((count, *whole) if entry.per_expert else whole):
+        kept = ", ".join(f"{piece.name} {tuple(source.shapes[piece.name])}" for piece in each)
+        experts = f" for each of {count} experts" if entry.per_expert else ""
         raise ValueError(
-            f"{ours} is {layout.shape} here, but {kept} in {source.where}{', transposed' * entry.transposed}. Build "
-            "the model with the sizes of its config.json, config_from_hf(path)."
+            f"{ours} is {layout.shape} here, but {kept}{experts} in {source.where}"
+            f"{', transposed' * entry.transposed}. Build the model with the sizes of its config.json, "
+            "config_from_hf(path)."
         )
-    return names, shapes
+    return pieces
 
 
-def fetch(source: Source, ours: str, entry: Entry, layout: Layout, rank: int, size: int) -> Tensor:
+def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -> Tensor:
     """Read this rank's shard of one parameter, in the dtype of the source, and nothing beyond this shard.
 
     Args:
         source, ours, entry, layout: as in ``check``.
-        rank, size: this process's rank on the tensor axis, and the size of the tensor axis.
+        grid: the grid.
 
     Returns:
-        The shard, of shape ``layout.local_shape(rank, size)``.
+        The shard, of the shape that ``layout.local_shape`` gives.
 
     Raises:
         ValueError: for the same reasons as in ``check``.
     """
-    names, shapes = check(source, ours, entry, layout)
-    pieces: list[tuple[tuple[slice, ...], Tensor]] = []
-    for box in layout.boxes(rank, size):
-        rows, *rest = box.whole
-        start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            low, high = max(rows.start, start), min(rows.stop, start + shape[0])
+    pieces = check(source, ours, entry, layout)
+    transposed = stored(source, entry).transposed
+    place = (grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size))
+    found: list[tuple[tuple[int | slice, ...], Tensor]] = []
+    for box in layout.boxes(*place):
+        for piece in pieces:
+            whole, local = box.whole, box.local
+            outer: tuple[int, ...] = ()
+            if piece.expert is not None:
+                experts, *_ = whole
+                if not experts.start <= piece.expert < experts.stop:
+                    continue
+                outer = (local[0].start + piece.expert - experts.start,)
+                whole, local = whole[1:], local[1:]
+            rows, *rest = whole
+            low, high = max(rows.start, piece.start), min(rows.stop, piece.start + piece.shape[0])
             if low < high:
-                part = (slice(low - start, high - start), *rest)
-                read = source.read(name, part[::-1]).t() if entry.transposed else source.read(name, part)
-                shift = box.local[0].start - rows.start
-                pieces.append(((slice(low + shift, high + shift), *box.local[1:]), read))
-            start += shape[0]
-    if len(pieces) == 1:
-        return pieces[0][1]
-    value = torch.empty(layout.local_shape(rank, size), dtype=pieces[0][1].dtype if pieces else torch.float32)
-    for place, read in pieces:
-        value[place] = read
+                part = (slice(low - piece.start, high - piece.start), *rest)
+                read = source.read(piece.name, part[::-1]).t() if transposed else source.read(piece.name, part)
+                shift = local[0].start - rows.start
+                found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))
+    shape = layout.local_shape(*place)
+    if len(found) == 1 and found[0][1].shape == shape:
+        return found[0][1]
+    value = torch.empty(shape, dtype=found[0][1].dtype if found else torch.float32)
+    for at, read in found:
+        value[at] = read
     return value
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...grid import Grid, Layout, layout_of
 from ...grid.agreement import agreed
-from ..config import GPTConfig, LlamaConfig
-from .config import layer_count, to_hf
+from ..config import TransformerConfig
+from .config import expert_count, layer_count, to_hf
 from .folder_writer import FolderWriter
 from .names import Entry, Names, expand, names_of
 
@@ -36,7 +36,7 @@ def save_hf(
     model: Any,
     path: str | Path,
     *,
-    config: GPTConfig | LlamaConfig | Mapping[str, Any] | None = None,
+    config: TransformerConfig | Mapping[str, Any] | None = None,
     names: Names | None = None,
     grid: Grid | None = None,
     dtype: torch.dtype | None = None,
@@ -47,10 +47,10 @@ def save_hf(
     Rank 0 writes the files, and holds one whole tensor at a time. Under ZeRO stage 3 a layer is gathered in addition.
 
     Args:
-        model: an ``Engine``, a ``PipelineModule`` of ``gpt`` or ``llama``, or a Hugging Face model that ``parallelize``
+        model: an ``Engine``, a ``PipelineModule`` of triax's layers, or a Hugging Face model that ``parallelize``
             sharded. This model may be the only layer of an engine's ``PipelineModule``.
         path: path of the folder, which is created. Weights of an earlier model in this folder are removed.
-        config: the ``GPTConfig`` or ``LlamaConfig``, or the whole content of ``config.json``. If None, the
+        config: the configuration, for example a ``LlamaConfig``, or the whole content of ``config.json``. If None, the
             configuration is taken from the model.
         names: table of parameter names as in ``load_hf``, for models of other families.
         grid: the grid of a module that has no attribute with its grid.
@@ -75,20 +75,27 @@ def save_hf(
                     f"{name} has no values, because ZeRO stage 3 or an engine holds them. Pass the engine, "
                     "save_hf(engine, path), or call save_hf within zero.gathered(module)."
                 )
-        held = _everything(own, grid)
         written = _config(module, config)
         entries = entries_of(module, names, written)
+        buffers = named_buffers(module)
+        values: dict[str, Tensor] = {**own, **{name: b for name, b in buffers.items() if name in entries}}
+        held = _everything(values, grid)
+        if stray := [n for n, b in buffers.items() if n.endswith("correction_bias") and n not in entries and b.any()]:
+            raise ValueError(
+                f"{stray[0]} is not 0, but Hugging Face's {written.get('model_type')} has no bias for the selection of "
+                "experts. Train without balance='bias', or write a family that has it, deepseek_v3."
+            )
         plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items()}
         if grid.rank == 0:
             tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
             writer = FolderWriter(Path(path), written, tensors, max_file_bytes)
     for _, layer in groupby(held, key=lambda name: name.split(".")[:2]):
         group = list(layer)
-        mine = [own[name] for name in group if held[name].owner == grid.pipe.rank]
+        mine = [own[name] for name in group if held[name].owner == grid.pipe.rank and name in own]
         with lend(mine) if mine else nullcontext():
             for name in group:
-                whole = _whole(own.get(name), held[name], grid)
-                if writer is not None and whole is not None and failure is None:
+                whole = _whole(values.get(name), held[name], grid)
+                if writer is not None and whole is not None and failure is None and plan[name]:
                     try:
                         write_parts(writer, whole, plan[name], entries[name])
                     except Exception as error:  # the others wait in the next collective: they hear of it at the end
@@ -136,7 +143,7 @@ def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]
     if names is None:
         wrapped = wrapping(module)
         names = names_of(config.get("model_type")) if wrapped is None else wrapped.names()
-    return expand(names, layer_count(config))
+    return expand(names, layer_count(config), expert_count(config))
 
 
 def hugging_face(module: Any) -> tuple[Any, str]:
@@ -149,10 +156,10 @@ def hugging_face(module: Any) -> tuple[Any, str]:
     return (inner, prefix) if hasattr(getattr(inner, "config", None), "to_dict") else (None, "")
 
 
-def config_of(specs: Sequence[Any]) -> GPTConfig | LlamaConfig | None:
-    """Return the first ``GPTConfig`` or ``LlamaConfig`` among the arguments of layers' specs; None if there is none."""
+def config_of(specs: Sequence[Any]) -> TransformerConfig | None:
+    """Return the first ``TransformerConfig`` among the arguments of layers' specs; None if there is none."""
     arguments = (value for spec in specs for value in getattr(spec, "args", ()))
-    return next((value for value in arguments if isinstance(value, (GPTConfig, LlamaConfig))), None)
+    return next((value for value in arguments if isinstance(value, TransformerConfig)), None)
 
 
 def wrapping(module: Any) -> Any:
@@ -166,7 +173,12 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
     return {layout_of(p).name or name: p for name, p in module.named_parameters()}
 
 
-def _everything(own: Mapping[str, nn.Parameter], grid: Grid) -> dict[str, Held]:
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return whole-model name -> buffer of the layers of ``triax.models`` in a module: biases of routers, loads."""
+    return {} if hugging_face(module)[0] is not None or wrapping(module) is not None else dict(module.named_buffers())
+
+
+def _everything(own: Mapping[str, Tensor], grid: Grid) -> dict[str, Held]:
     """Return name -> description of the parameters of all pipe ranks, in order. Collective over the pipe axis."""
     mine = [(name, astuple(layout_of(p)), p.dtype) for name, p in own.items()]
     held: dict[str, Held] = {}
@@ -195,7 +207,7 @@ def _config(module: nn.Module, config: Any) -> dict[str, Any]:
             "the model has no configuration that can be written. Pass save_hf(model, path, config=GPTConfig(...)), or "
             "the content of config.json as a dict."
         )
-    return to_hf(config) if isinstance(config, (GPTConfig, LlamaConfig)) else dict(config)
+    return to_hf(config) if isinstance(config, TransformerConfig) else dict(config)
 
 
 def parts_of(
@@ -219,20 +231,23 @@ def parts_of(
             f"names have no entry for {name}. Add Hugging Face's name of it, names={{{name!r}: '...', ...}}."
         )
     entry, layout = entries[name], held.layout
-    lengths = list(layout.parts or ())
-    if len(lengths) != len(entry.theirs):  # not fused for the tensor axis, or all of it one tensor of theirs
-        length, rest = divmod(layout.shape[0], len(entry.theirs))
-        if rest:
+    if not entry.theirs:
+        return []
+    experts, *one = layout.shape if entry.per_expert else (1, *layout.shape)
+    lengths, count = list(layout.parts or ()), len(entry.theirs) // experts
+    if len(lengths) != count:  # not fused for the tensor axis, or all of it one tensor of theirs
+        length, rest = divmod(one[0], count)
+        if rest or count * experts != len(entry.theirs):
             parts = ", ".join(entry.theirs)
             raise ValueError(f"{name} {layout.shape} cannot be divided into {len(entry.theirs)} equal parts: {parts}")
-        lengths = [length] * len(entry.theirs)
-    shapes = [(length, *layout.shape[1:]) for length in lengths]
+        lengths = [length] * count
+    shapes: list[tuple[int, ...]] = [(length, *one[1:]) for length in lengths] * experts
     if entry.transposed:
         shapes = [shape[::-1] for shape in shapes]
     return [(theirs, shape, dtype or held.dtype) for theirs, shape in zip(entry.theirs, shapes, strict=True)]
 
 
-def _whole(parameter: nn.Parameter | None, held: Held, grid: Grid) -> Tensor | None:
+def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
     """Gather the shards of a parameter and send it to pipe rank 0. Collective over the ranks of the first replica.
 
     Args:
@@ -265,6 +280,9 @@ def write_parts(
 ) -> None:
     """Cut an unsharded parameter into the tensors that ``parts_of`` lists, and write them in order."""
     lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
-    pieces = whole.split(lengths) if whole.dim() else (whole,)
+    if entry.per_expert:
+        pieces = [piece for expert in whole for piece in expert.split(lengths[: entry.per_expert])]
+    else:
+        pieces = list(whole.split(lengths)) if whole.dim() else [whole]
     for (theirs, _, dtype), piece in zip(parts, pieces, strict=True):
         writer.write(theirs, (piece.t() if entry.transposed else piece).to(dtype))
