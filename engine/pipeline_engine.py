@@ -6,7 +6,7 @@ eval_batch     fetch microbatches -> run a forward-only program
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -167,8 +167,10 @@ class PipelineEngine(Engine):
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
-        mine = [*_own_sums(grid, result), self.data_axis.unused()]
+        mine = [*_own_sums(grid, result), self.data_axis.unused() + sum(not each for each in result.reached.values())]
         loss, weight, unused = self.optimizer_step.totals(grid, mine)
+        if unused and not self.auxiliary:
+            self._leave_out_unreached(grid, result.reached)
         if not weight > 0:
             raise AgreedError(
                 f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
@@ -191,6 +193,20 @@ class PipelineEngine(Engine):
         self._sent = self.grid.traffic.report()
         self.observer.end_step(grid, value)
         return value
+
+    def _leave_out_unreached(self, grid: Grid, reached: Mapping[int, bool]) -> None:
+        """Leave out of the step the stages before one whose inputs got no gradient (it has a ``detach``). Collective.
+
+        Their backward passes ran with gradients of zero. A single process would give them none, and optimizers treat
+        the two differently: with a gradient of zero weights decay and momenta move.
+        """
+        flags = torch.zeros(len(self.module.placement), device=grid.device)
+        for stage, flag in reached.items():
+            flags[stage] = float(flag)
+        grid.world.all_reduce(flags, op="max")
+        missing = [stage for stage, flag in enumerate(flags.tolist()) if stage and not flag]
+        if missing:
+            self.data_axis.reducer.leave_out(missing[-1])
 
     def eval_batch(
         self,

@@ -74,11 +74,18 @@ class Microbatch:
 
 
 class Result:
-    """Losses and outputs of a run, on the ranks that hold the last stage; empty on the others."""
+    """Result of a run. Losses and outputs are those of the ranks that hold the last stage; empty on the others.
+
+    Attributes:
+        losses: microbatch -> (loss, weight).
+        outputs: microbatch -> the last layer's output, if asked for.
+        reached: stage of this rank -> True if a backward pass gave its inputs a gradient, in any microbatch.
+    """
 
     def __init__(self) -> None:
-        self.losses: dict[int, tuple[Tensor, Tensor | float]] = {}  # microbatch -> (loss, weight)
-        self.outputs: dict[int, Any] = {}  # microbatch -> the last layer's output, if asked for
+        self.losses: dict[int, tuple[Tensor, Tensor | float]] = {}
+        self.outputs: dict[int, Any] = {}
+        self.reached: dict[int, bool] = {}
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Return (sum of losses, sum of weights) of all microbatches, in float64; tensors if they are on a GPU."""
@@ -288,6 +295,7 @@ class Executor:
                 torch.autograd.backward(edges, gradients)
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
+            self._result.reached[stage] = boundary.reached or self._result.reached.get(stage, False)
 
     def _reducing(self, op: Op) -> AbstractContextManager[None]:
         """Return the data axis's context for an op that computes weight gradients."""

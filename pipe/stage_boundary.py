@@ -41,9 +41,14 @@ class Boundary:
 
         Zeros for all, if the outputs depend on none of them: every stage runs its backward pass.
         """
-        if any(gradient is not None for gradient in self._gradients):
+        if self.reached:
             return list(self._gradients)
         return [torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in self._specs]
+
+    @property
+    def reached(self) -> bool:
+        """True if the backward pass gave a gradient to a tensor that requires one, or if none requires one."""
+        return not self._specs or any(gradient is not None for gradient in self._gradients)
 
     def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Store the gradients that the graph's first node received."""

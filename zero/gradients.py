@@ -204,6 +204,12 @@ class GradientReducer:
         """
         return {parameter for parameter in self._unused if self._bucket_of[parameter].tie is None}
 
+    def leave_out(self, stage: int) -> None:
+        """Count as unused, in this step, the parameters of the stages before ``stage``, except tied ones."""
+        for bucket in self._buckets:
+            if bucket.tie is None and all(each < stage for each in bucket.stages):
+                self._unused |= {m.parameter: m.layout.name for m in bucket.members if m.parameter.requires_grad}
+
     def abandon(self) -> None:
         """Discard all pending reductions after a failure."""
         self._pending.clear()

@@ -399,3 +399,43 @@ def test_schedules_refused(pipeline: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine(Grid(), pipeline=pipeline)
     assert words in str(error.value)
+
+
+class Detached(nn.Module):
+    """Layer through which no gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x.detach())
+        return y
+
+
+def behind_a_detach(pipe: int, schedule: str, chunks: int) -> dict[str, Tensor]:
+    grid = Grid(pipe=pipe)
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4), LayerSpec(Detached), LayerSpec(nn.Linear, 4, 4)]
+    module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss(), seed=3, chunks=chunks, dtype=torch.float64)
+    engine, *_ = triax.initialize(
+        model=module,
+        config={
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
+            "pipeline": {"schedule": schedule},
+        },
+    )
+    x = torch.arange(16, dtype=torch.float64).view(4, 1, 4)
+    for _ in range(2):
+        engine.train_batch(iter([(each, each) for each in x]))
+    return engine.gather()
+
+
+@pytest.mark.parametrize(("pipe", "schedule", "chunks"), [(1, "wave", 4), (2, "1f1b", 1), (2, "zb-v", 2)])
+def test_what_no_gradient_reaches_stands_still(ranks: Any, pipe: int, schedule: str, chunks: int) -> None:
+    """Stages before a ``detach`` got gradients of zero, and AdamW decayed their weights. On one process it does not."""
+    alone = behind_a_detach(1, "1f1b", 1)
+    found = ranks(pipe, behind_a_detach, pipe, schedule, chunks)[0]
+    for name, weight in alone.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=0, msg=name)
