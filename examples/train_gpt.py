@@ -1,5 +1,8 @@
 """Train a byte-level GPT in three dimensions: pipe (stages) x data (ZeRO replicas) x tensor (shards).
 
+Two more axes are there: ``--context 2`` spreads each sequence over two ranks, and ``--experts 8 --expert-parallel 2``
+trains a mixture of experts, which are spread over two ranks.
+
     python examples/train_gpt.py --pipe 2 --data 2 --tensor 2                                      # starts its own 8
     torchrun --nproc-per-node 8 examples/train_gpt.py --pipe 2 --data 2 --tensor 2                 # the same
     python examples/train_gpt.py --text ~/texts poem.txt                                           # your own text
@@ -30,7 +33,7 @@ from triax.engine import read_config
 from triax.grid.environment import read_environment
 from triax.grid.topology import Topology
 from triax.launcher.launch import launch, user_error
-from triax.models.config import GPTConfig
+from triax.models.config import GPTConfig, MixtralConfig
 from triax.pipe.partition import uniform
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
@@ -47,7 +50,9 @@ class Options(argparse.Namespace):
 
     pipe: int
     data: int  # filled in by ``check`` where it is not given
+    context: int
     tensor: int
+    expert_parallel: int
     processes: int | None
     schedule: str
     zero: int
@@ -56,7 +61,9 @@ class Options(argparse.Namespace):
     heads: int
     sequence: int
     dropout: float
+    experts: int
     sequence_parallel: bool
+    attention: str
     dtype: str
     steps: int
     batch: int
@@ -107,9 +114,15 @@ def train(options: Options) -> None:
     from triax.models.huggingface.save import save_hf
 
     corpus = load(find(options.text), options.runs / "corpus")
-    config = gpt_config(options)
+    config = model_config(options)
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
-    grid = triax.Grid(pipe=options.pipe, data=options.data, tensor=options.tensor)
+    grid = triax.Grid(
+        pipe=options.pipe,
+        data=options.data,
+        tensor=options.tensor,
+        context=options.context,
+        expert=options.expert_parallel,
+    )
     engine = build(options, grid, engine_config(options))
 
     if options.resume and options.save is not None:
@@ -129,8 +142,8 @@ def train(options: Options) -> None:
         f"model   {config.parameter_count / 1e6:.2f} M parameters: {options.layers} blocks, width {options.width}"
     )
     report.say(
-        f"grid    {options.pipe} pipe x {grid.data.size} data x {options.tensor} tensor; ZeRO {options.zero}; "
-        f"{options.schedule} with {schedule.microbatches} microbatches of {options.microbatch}"
+        f"grid    {sizes(options)}; ZeRO {options.zero}; {options.schedule} with {schedule.microbatches} microbatches "
+        f"of {options.microbatch}"
     )
     report.start()
     if engine.global_steps >= options.steps:
@@ -163,7 +176,8 @@ def train(options: Options) -> None:
     report.stop()
 
     bigram = Bigram(corpus.training).loss(unseen) if grid.rank == 0 else 0.0
-    text = continue_text(engine, options) if options.sample else b""
+    # Generation needs the experts of a layer on one rank. ``triax generate`` has them.
+    text = continue_text(engine, options) if options.sample and options.expert_parallel == 1 else b""
     save_hf(engine, report.folder / "model")
     engine.monitor.write_events([("Validation/bigram_loss", bigram, engine.global_samples)])
     ended = "" if step == options.steps else f" of {options.steps}: --time-limit {options.time_limit:g} ended it"
@@ -185,11 +199,13 @@ def build(options: Options, grid: Grid, config: dict[str, Any]) -> PipelineEngin
 
     import triax
     from triax.models.gpt import GPTLoss, gpt_layers
+    from triax.models.mixtral import mixtral_layers
 
-    shape = gpt_config(options)
+    shape = model_config(options)
+    list_layers: Any = mixtral_layers if options.experts else gpt_layers
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     module = triax.PipelineModule(
-        gpt_layers(shape, sequence_parallel=options.sequence_parallel),
+        list_layers(shape, sequence_parallel=options.sequence_parallel, attention=options.attention),
         grid=grid,
         loss_fn=GPTLoss(grid, vocab_size=shape.vocab_size),
         chunks=schedule.chunks,
@@ -284,9 +300,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     add = parser.add_argument_group("the grid").add_argument
     add("--pipe", type=int, default=1, metavar="P", help="stages of layers (1)")
-    add("--data", type=int, metavar="D", help="replicas (what the other two leave of the processes)")
+    add("--data", type=int, metavar="D", help="replicas (what the other axes leave of the processes)")
+    add("--context", type=int, default=1, metavar="C", help="parts of each sequence (1)")
     add("--tensor", type=int, default=1, metavar="T", help="shards of each layer (1)")
-    add("--processes", type=int, metavar="N", help="how many to start (P x D x T)")
+    add("--expert-parallel", type=int, default=1, metavar="E", help="shards of each layer's experts (1)")
+    add("--processes", type=int, metavar="N", help="how many to start (P x D x C x T)")
     add("--schedule", default="1f1b", choices=list(RECIPES), help="how the stages take turns (1f1b)")
     add(
         "--zero",
@@ -301,6 +319,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--heads", type=int, default=4, help="of attention (4)")
     add("--sequence", type=int, default=128, metavar="BYTES", help="the longest context (128)")
     add("--dropout", type=float, default=0.0, help="probability (0)")
+    add("--experts", type=int, default=0, metavar="N", help="a mixture of so many in each block; 0: a plain GPT (0)")
+    add("--attention", default="ring", choices=["ring", "ulysses", "gather"], help="over --context (ring)")
     add("--sequence-parallel", action="store_true", help="norms and dropout on the tensor ranks' shares of a sequence")
     add("--dtype", default="float32", choices=["float32", "float64"], help="of weights and arithmetic (float32)")
     add = parser.add_argument_group("the training").add_argument
@@ -339,22 +359,28 @@ def check(options: Options) -> Topology:
     """
     environment = read_environment()
     processes = environment.world_size if environment else options.processes
-    replica = Topology(pipe=options.pipe, tensor=options.tensor).world_size
+    replica = Topology(pipe=options.pipe, context=options.context, tensor=options.tensor).world_size
     if options.data is None:
         if processes is not None and processes % replica:
             raise ValueError(
-                f"{options.pipe} pipe x {options.tensor} tensor take {replica} processes a replica, and there are "
-                f"{processes}, no multiple of that: give --pipe and --tensor whose product divides {processes}"
+                f"{sizes(options)} take {replica} processes a replica, and there are "
+                f"{processes}, no multiple of that: give axes whose product divides {processes}"
             )
         options.data = processes // replica if processes is not None else 1
-    topology = Topology(pipe=options.pipe, data=options.data, tensor=options.tensor)
+    context = {} if options.context == 1 else {"context": options.context}
+    topology = Topology(
+        pipe=options.pipe, data=options.data, **context, tensor=options.tensor, expert=options.expert_parallel
+    )
     if processes is not None and processes != topology.world_size:
         raise ValueError(
-            f"{options.pipe} pipe x {options.data} data x {options.tensor} tensor is a grid of "
-            f"{topology.world_size} processes, and there are {processes}: change one of --pipe, --data and "
-            "--tensor, or the number of processes"
+            f"{sizes(options)} is a grid of {topology.world_size} processes, and there are {processes}: change one of "
+            "--pipe, --data, --context and --tensor, or the number of processes"
         )
-    config = gpt_config(options)
+    if options.expert_parallel > 1 and not options.experts:
+        raise ValueError(f"--expert-parallel {options.expert_parallel} spreads experts: give --experts too")
+    if options.experts % options.expert_parallel:
+        raise ValueError(f"--expert-parallel {options.expert_parallel} does not divide --experts {options.experts}")
+    config = model_config(options)
     config.check_tensor(options.tensor)
     if options.sequence_parallel and options.sequence % options.tensor:
         near = options.sequence // options.tensor * options.tensor or options.tensor
@@ -363,8 +389,8 @@ def check(options: Options) -> Topology:
         )
     schedule = make_schedule(options.schedule, options.pipe, accumulation(options))
     uniform(
-        config.num_hidden_layers + 4, len(schedule.placement)
-    )  # embedding, positions, blocks, norm, head: one a stage or more
+        config.num_hidden_layers + (3 if options.experts else 4), len(schedule.placement)
+    )  # embedding, positions (without experts), blocks, norm, head: one a stage or more
     if options.sample and not 0 < len(options.prompt.encode()) < options.sequence:
         raise ValueError(
             f"--prompt has {len(options.prompt.encode())} bytes: the sample needs one to follow, and the --sequence of "
@@ -383,16 +409,32 @@ def accumulation(options: Options) -> int:
     return batch_sizes(read_config(engine_config(options)), options.data).accumulation
 
 
-def gpt_config(options: Options) -> GPTConfig:
-    """The model."""
-    return GPTConfig(
-        vocab_size=256,
-        max_position_embeddings=options.sequence,
-        hidden_size=options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        dropout=options.dropout,
+def model_config(options: Options) -> GPTConfig | MixtralConfig:
+    """The model: a GPT, or with experts a Mixtral."""
+    shape: dict[str, Any] = {
+        "vocab_size": 256,
+        "max_position_embeddings": options.sequence,
+        "hidden_size": options.width,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "dropout": options.dropout,
+    }
+    if not options.experts:
+        return GPTConfig(**shape)
+    return MixtralConfig(
+        **shape,
+        intermediate_size=2 * options.width,
+        num_key_value_heads=options.heads,
+        num_experts=options.experts,
     )
+
+
+def sizes(options: Options) -> str:
+    """The grid in words."""
+    data = "" if options.data is None else f" x {options.data} data"
+    context = "" if options.context == 1 else f" x {options.context} context"
+    expert = "" if options.expert_parallel == 1 else f", experts over {options.expert_parallel}"
+    return f"{options.pipe} pipe{data}{context} x {options.tensor} tensor{expert}"
 
 
 def engine_config(options: Options) -> dict[str, Any]:

@@ -88,6 +88,16 @@ def test_a_run_from_one_command(ranks: Any, tmp_path: Path) -> None:
     assert all(path.read_text() == "" for path in folder.glob("*.log"))
 
 
+@pytest.mark.parametrize("axes", ["--context 2", "--experts 4 --data 2 --expert-parallel 2"])
+def test_the_context_and_the_expert_axis_learn_the_same(ranks: Any, tmp_path: Path, axes: str) -> None:
+    text(tmp_path)
+    experts = "--experts 4" if "--experts" in axes else ""
+    common = f"--text text {SMALL} --steps 3 --dtype float64 --sample 0"
+    ranks(2, program, words(f"{common} {axes} --name two"), str(tmp_path))
+    ranks(1, program, words(f"{common} {experts} --name one"), str(tmp_path))
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-9, rel=0)
+
+
 def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
     text(tmp_path)
     options = words(f"--text text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
@@ -104,6 +114,9 @@ def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
         ("--pipe 3 --processes 8", "3 pipe x 1 tensor take 3 processes a replica, and there are 8"),
         ("--pipe 2 --data 3 --processes 8", "2 pipe x 3 data x 1 tensor is a grid of 6 processes"),
         ("--pipe 20", "8 layers cannot fill 20 stages"),
+        ("--expert-parallel 2 --data 2", "--expert-parallel 2 spreads experts: give --experts too"),
+        ("--experts 3 --expert-parallel 2 --data 2", "--expert-parallel 2 does not divide --experts 3"),
+        ("--experts 4 --expert-parallel 2", "expert=2 does not divide data x context = 1 x 1"),
         ("--tensor 5", "num_attention_heads is 4, but tensor=5 needs at least 5. Give tensor=4 at most"),
         ("--tensor 3 --sequence-parallel", "--sequence 128 is not shared evenly by --tensor 3: give 126"),
         ("--pipe 0", "the pipe axis has the size 0"),
