@@ -19,13 +19,13 @@ from ..grid import Grid
 from ..grid.assemble import Shard, assemble
 from ..grid.errors import ConfigError
 from ..grid.replica_grid import ReplicaGrid
+from ..moe.auxiliary_steps import AuxiliarySteps
 from ..monitor.method_hooks import hook_method
 from ..monitor.monitor import Monitor
 from ..monitor.trace import comms_logger as comms
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.protocols import MakeOptimizer
-from .auxiliary import AuxiliarySteps
 from .local_updates import LocalReplicas
 from .named_parameters import named_parameters
 from .observer import StepObserver

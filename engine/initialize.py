@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..config.config import batch_sizes
 from ..config.schema import Config
+from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader
 from ..grid import Grid
 from ..grid.errors import ConfigError
@@ -25,7 +26,6 @@ from .instrument import instrument
 from .module_engine import ModuleEngine
 from .pipeline_engine import PipelineEngine, training_schedule
 from .setup.arguments import check_grid, choose_grid, config_source, parameter_groups
-from .setup.attention import set_sparse_attention
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
 from .setup.optimizer import choose_optimizer, choose_scheduler
@@ -129,7 +129,8 @@ def initialize(
     make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
     require_same(grid, checked, model, groups, optimizer)
-    set_sparse_attention(model, grid, checked)
+    if checked.sparse_attention.mode is not None:
+        set_sparse_attention(model, grid, checked.sparse_attention.given)
     parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn)
     engine: PipelineEngine | ModuleEngine
     if isinstance(model, PipelineModule):

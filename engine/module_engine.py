@@ -26,10 +26,10 @@ from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
 from ..grid.random import DropoutState
+from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
-from .auxiliary import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver

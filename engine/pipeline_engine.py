@@ -21,6 +21,7 @@ from ..grid.agreement import mean, totals
 from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
+from ..moe.auxiliary_steps import AuxiliarySteps
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.module import PipelineModule
@@ -39,7 +40,6 @@ from ..zero.gathered_parameters import guard_state_dict
 from ..zero.managed import ManagedParameter
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
-from .auxiliary import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
 from .optimizer_step import advance_schedule

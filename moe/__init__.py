@@ -7,6 +7,7 @@ dispatch.py: tokens to the ranks of their experts and back, by all-to-all.
 grouped.py: grouped product, the rows of each expert times its matrix.
 experts.py: the experts' weights and MLPs, and the shared experts.
 balance.py: auxiliary losses and the bias that balance the experts' loads.
+auxiliary_steps.py: sums of auxiliary losses and loads over an engine's steps.
 """
 
 from ..grid.lazy import attach

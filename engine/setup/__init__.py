@@ -7,7 +7,6 @@ precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
-attention.py: sparse attention, from the configuration to the layers.
 recomputation.py: activation checkpointing of a ``PipelineModule``.
 module.py: a plain module's optimizer, equal start weights, dropout.
 """

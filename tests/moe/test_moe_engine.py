@@ -13,13 +13,13 @@ from moe_reference import reference
 from torch import Tensor, nn
 
 import triax
-from triax.engine.auxiliary import AuxiliarySteps
 from triax.grid import Grid
 from triax.grid.auxiliary import AuxiliaryLosses
 from triax.grid.layout import Layout
 from triax.grid.random import Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.moe import MoE
+from triax.moe.auxiliary_steps import AuxiliarySteps
 from triax.moe.grouped import Groups, grouped_linear
 from triax.monitor.report.write import write_report
 from triax.pipe.backward import Deferred, SplitBackward

@@ -1,29 +1,33 @@
-"""Sparse attention, from the configuration to the model's layers."""
+"""Sparse attention for the layers of a model, from a configuration file's section."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...config.config import Config
-from ...context.sparsity import make_sparsity
-from ...grid import Grid
-from ...grid.errors import ConfigError
+from ..grid import Grid
+from ..grid.errors import ConfigError
+from .sparsity import make_sparsity
 
 
-def set_sparse_attention(model: nn.Module, grid: Grid, config: Config) -> None:
-    """Give each attention layer the block mask of section ``sparse_attention``. Collective if the section has a mode.
+def set_sparse_attention(model: nn.Module, grid: Grid, section: Mapping[str, Any]) -> None:
+    """Give each attention layer of a model the block mask of a section ``sparse_attention``. Collective.
 
     An attention layer is a module with an attribute ``sparsity``, as the layers of ``triax.models`` have.
+
+    Args:
+        model: this rank's part of the model.
+        grid: the grid.
+        section: ``mode``, and the parameters of the mode.
 
     Raises:
         ConfigError: on every rank: a key does not fit the mode, or no layer of the model has such an attribute.
     """
-    section = config.sparse_attention
-    if section.mode is None:
-        return
     try:
-        pattern = make_sparsity(section.given)
+        pattern = make_sparsity(section)
     except ValueError as error:
         raise ConfigError(f"sparse_attention: {error}") from error
     layers = [module for module in model.modules() if hasattr(module, "sparsity")]
@@ -31,7 +35,7 @@ def set_sparse_attention(model: nn.Module, grid: Grid, config: Config) -> None:
     grid.world.all_reduce(found, op="max")
     if not int(found):
         raise ConfigError(
-            f"sparse_attention.mode is {section.mode}, but no layer of the model has an attribute sparsity: call "
+            f"sparse_attention.mode is {section['mode']}, but no layer of the model has an attribute sparsity: call "
             "triax.context.attention(..., sparsity=self.sparsity) in the model's attention and set self.sparsity to "
             "None in its constructor, or leave the section out"
         )
