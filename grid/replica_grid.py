@@ -20,10 +20,10 @@ class ReplicaGrid(Grid):
         full_grid: the grid of all replicas; failures, observers and ``close`` are passed on to it.
         world: the axis of the replica's ranks, in the order of ``topology``.
         data: an axis that contains this rank only.
+        rank: this process's rank on the full grid.
 
     Raises:
         ValueError: the full grid has an expert axis: its shards would be on several replicas.
-        rank: this process's rank on the full grid.
     """
 
     def __init__(self, full_grid: Grid) -> None:

@@ -302,11 +302,14 @@ class CausalLMLoss:
         total = F.cross_entropy(
             logits[:, :-1].flatten(0, 1), followed.flatten(), ignore_index=self.ignore_index, reduction="sum"
         )
-        return total, self.weight(labels)
+        return total, torch.count_nonzero(followed != self.ignore_index)
 
     def weight(self, labels: Tensor) -> Tensor:
-        """Return the number of labels that count, ()."""
-        return torch.count_nonzero(labels[:, 1:] != self.ignore_index)
+        """Return the number of labels that count, (): with a context axis, of those of this rank's tokens."""
+        followed = labels[:, 1:]
+        if self.grid is not None:
+            followed = shard(followed, self.grid.context, fill=self.ignore_index)
+        return torch.count_nonzero(followed != self.ignore_index)
 
 
 def _positions(x: Tensor, context: Axis) -> Tensor:

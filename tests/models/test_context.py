@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import triax
+from triax.grid.comm.axis import Axis
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.huggingface.pipeline_layers import CausalLMLoss
 from triax.models.llama import LlamaConfig, llama_layers
 
 VOCABULARY, ROWS = 37, 4
@@ -127,6 +130,17 @@ def test_models_on_the_context_axis(ranks: Any) -> None:
             (Job("llama", length=15), Place((2, 1, 2, 1), recompute="selective")),
         ],
     )
+
+
+def test_the_ranks_parts_of_the_weight_add_up_to_the_labels_that_count() -> None:
+    labels = batch(Job(length=13), 0)[1]
+    for count, of in ((GPTLoss, labels), (CausalLMLoss, labels[:, 1:])):
+        parts = []
+        for rank in range(3):
+            grid: Any = SimpleNamespace(context=Axis("context", range(3), rank, None))
+            loss = GPTLoss(grid, VOCABULARY) if count is GPTLoss else CausalLMLoss(grid=grid)
+            parts.append(int(loss.weight(labels)))
+        assert sum(parts) == int((of != -100).sum()) and all(parts)
 
 
 GRIDS = [(1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 1), (2, 1, 2, 2)]
