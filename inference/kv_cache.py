@@ -115,8 +115,8 @@ class KVCache:
         key, places = (self._stage, self._next), self.positions
         self._next += 1
         if key not in self._layers or self._layers[key][0].dtype != k.dtype:
-            shape = self.slots, k.shape[1], self.length, k.shape[3]
-            self._layers[key] = k.new_zeros(shape), v.new_zeros(shape)
+            keys, values = (x.new_zeros(self.slots, x.shape[1], self.length, x.shape[3]) for x in (k, v))
+            self._layers[key] = keys, values
         keys, values = self._layers[key]
         y: Tensor
         if self._axis is not None:
@@ -142,5 +142,5 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Memory in bytes: 2 x layers x slots x kv heads x length x d elements, of this rank's layers and heads."""
+        """Memory in bytes: layers x slots x kv heads x length x (d of k + d of v) elements, of this rank's part."""
         return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)

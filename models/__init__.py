@@ -4,6 +4,7 @@ config.py: configurations: sizes, presets, number of parameters; without torch.
 gpt.py: ``gpt_layers``, the architecture of GPT-2 and GPT-3.
 llama.py: ``llama_layers``, the architecture of Llama, Qwen 2.5 and Qwen 3.
 mixtral.py: ``mixtral_layers``, the architecture of Mixtral, Qwen3-MoE and OLMoE.
+deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
 rope.py: rotary positions.

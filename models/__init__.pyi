@@ -1,8 +1,11 @@
 from .attention import SelfAttention as SelfAttention
+from .config import DeepseekConfig as DeepseekConfig
 from .config import GPTConfig as GPTConfig
 from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
 from .config import RopeScaling as RopeScaling
+from .config import YarnScaling as YarnScaling
+from .deepseek import deepseek_layers as deepseek_layers
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .huggingface.pipeline_layers import hf_layers as hf_layers

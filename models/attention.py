@@ -35,118 +35,46 @@ from .rope import Rope
 _ZERO = Normal(0.0)
 
 
-class SelfAttention(nn.Module):
-    """Causal self-attention with the heads sharded over the tensor axis.
+class CausalAttention(nn.Module):
+    """Causal attention over this rank's heads: what follows the projections to queries, keys and values.
+
+    A subclass makes the projections: ``_project``, and the module ``out``.
 
     Args:
-        width: D, the width of the residual stream.
         heads: H, the number of query heads, at least the number of tensor-parallel ranks.
         grid: grid whose tensor axis shards the heads.
-        head_dim: width of each head; 0 means ``width / heads``.
-        kv_heads: number of key/value heads, which must divide ``heads``. If None, it equals ``heads``, and q, k and v
-            are one fused weight.
-        rope: rotary embedding of queries and keys. If None, the positions must already be added to x.
-        bias: add biases to q, k and v, with initial value 0.
-        out_bias: add a bias to the output projection.
-        qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
-        norm_all_heads: the norm is over all heads of q together, and over all heads of k.
-        clip: largest absolute value of q, k and v, to which they are clipped before ``rope``; None: no limit.
-        init: distribution of the initial weights of q, k and v.
-        out_init: distribution of the initial weights of the output projection.
+        rope: rotary embedding of queries and keys, or None.
         sequence_parallel: input and output are this rank's shards of the sequence.
-        kind: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
-        window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
-            tokens before it.
-        sparsity: block mask of sparse attention, or None.
+        kind, window, sparsity: as for ``SelfAttention``.
+        scale: factor of the scores; None: dim ** -0.5, of the width of a query.
 
     Attributes:
-        qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
-        q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
-        out: output projection, (D, H dim), sharded by heads.
-        q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
-            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads.
-        cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
-            None.
-        heads, kv_heads: number of query heads and of key/value heads that this rank computes.
-        recompute: if set, it is called as ``recompute(attend, q, k, v, mask)`` in place of ``attend``.
-
-    Shape:
-        (B, T, D) -> (B, T, D), equal on every tensor-parallel rank. With a context axis T counts this rank's tokens.
-        With ``sequence_parallel``: (B, T / t, D) -> (B, T / t, D).
-
-    Raises:
-        ValueError: there are fewer heads than tensor-parallel ranks, or ``kv_heads`` does not divide ``heads``.
+        cache, heads, kv_heads, recompute: as for ``SelfAttention``.
     """
 
     cache: Any = None
     recompute: Any = None
+    out: nn.Module
 
     def __init__(
         self,
-        width: int,
         heads: int,
         *,
         grid: Grid,
-        head_dim: int = 0,
-        kv_heads: int | None = None,
-        rope: Rope | None = None,
-        bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: float | None = None,
-        norm_all_heads: bool = False,
-        clip: float | None = None,
-        init: Normal,
-        out_init: Normal,
-        sequence_parallel: bool = False,
-        kind: str = "ring",
-        window: int | None = None,
+        rope: Rope | None,
+        sequence_parallel: bool,
+        kind: str,
+        window: int | None,
         sparsity: Sparsity | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
-        self.kind, self.window, self.sparsity, self.clip = kind, window, sparsity, clip
-        dim = self.head_dim = head_dim or width // heads
+        self.kind, self.window, self.sparsity, self.scale = kind, window, sparsity, scale
         self.rope = rope
         start, stop = split(heads, self.axis.size, self.axis.rank)
         self.heads = self.kv_heads = stop - start  # this rank's
         self._looks_at: list[int] | None = None  # for each query head the head of k and v, where that is irregular
-        common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
-        inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
-        if kv_heads is None:
-            self.qkv = ColumnParallelLinear(width, 3 * heads * dim, parts=(heads * dim,) * 3, **common, **inward)
-        else:
-            if kv_heads < 1 or heads % kv_heads:
-                raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}. Give a divisor of {heads}.")
-            self.q = ColumnParallelLinear(width, heads * dim, **common, **inward)
-            self.kv: ColumnParallelLinear | WholeKV
-            if kv_heads % self.axis.size == 0:
-                self.kv_heads = kv_heads // self.axis.size
-                self.kv = ColumnParallelLinear(
-                    width, 2 * kv_heads * dim, parts=(kv_heads * dim,) * 2, **common, **inward
-                )
-            else:
-                group = heads // kv_heads
-                first, last = start // group, (stop - 1) // group + 1
-                self.kv_heads = last - first
-                self.kv = WholeKV(width, kv_heads, dim, slice(first, last), grid=grid, **inward)
-                looks_at = [head // group - first for head in range(start, stop)]
-                share, rest = divmod(self.heads, self.kv_heads)
-                if rest or looks_at != [head // share for head in range(self.heads)]:
-                    self._looks_at = looks_at
-        if qk_norm is not None and norm_all_heads:
-            keys = kv_heads or heads
-            if keys % self.axis.size:
-                raise ValueError(
-                    f"kv_heads={keys} is not a multiple of tensor={self.axis.size}, but a norm of all heads of the "
-                    "keys needs each head on one rank. Give a tensor axis whose size divides it."
-                )
-            self.q_norm: nn.Module = AllHeadsRMSNorm(heads, dim, qk_norm, grid=grid)
-            self.k_norm: nn.Module = AllHeadsRMSNorm(keys, dim, qk_norm, grid=grid)
-        elif qk_norm is not None:
-            # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
-            self.q_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
-            self.k_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
-        self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Project x to q, k and v, attend causally and project the result back to width D.
@@ -200,6 +128,7 @@ class SelfAttention(nn.Module):
             documents=documents,
             window=self.window,
             sparsity=self.sparsity,
+            scale=self.scale,
         )
 
     def _project_out(self, y: Tensor) -> Tensor:
@@ -232,8 +161,127 @@ class SelfAttention(nn.Module):
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), not rotated."""
+        raise NotImplementedError
+
+
+class SelfAttention(CausalAttention):
+    """Causal self-attention with the heads sharded over the tensor axis.
+
+    Args:
+        width: D, the width of the residual stream.
+        heads: H, the number of query heads, at least the number of tensor-parallel ranks.
+        grid: grid whose tensor axis shards the heads.
+        head_dim: width of each head; 0 means ``width / heads``.
+        kv_heads: number of key/value heads, which must divide ``heads``. If None, it equals ``heads``, and q, k and v
+            are one fused weight.
+        rope: rotary embedding of queries and keys. If None, the positions must already be added to x.
+        bias: add biases to q, k and v, with initial value 0.
+        out_bias: add a bias to the output projection.
+        qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
+        norm_all_heads: the norm is over all heads of q together, and over all heads of k.
+        clip: largest absolute value of q, k and v, to which they are clipped before ``rope``; None: no limit.
+        init: distribution of the initial weights of q, k and v.
+        out_init: distribution of the initial weights of the output projection.
+        sequence_parallel: input and output are this rank's shards of the sequence.
+        kind: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
+        window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
+            tokens before it.
+        sparsity: block mask of sparse attention, or None.
+
+    Attributes:
+        qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
+        q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
+        out: output projection, (D, H dim), sharded by heads.
+        q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
+            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads.
+        cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
+            None.
+        heads, kv_heads: number of query heads and of key/value heads that this rank computes.
+        recompute: if set, it is called as ``recompute(attend, q, k, v, mask)`` in place of ``attend``.
+
+    Shape:
+        (B, T, D) -> (B, T, D), equal on every tensor-parallel rank. With a context axis T counts this rank's tokens.
+        With ``sequence_parallel``: (B, T / t, D) -> (B, T / t, D).
+
+    Raises:
+        ValueError: there are fewer heads than tensor-parallel ranks, or ``kv_heads`` does not divide ``heads``.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        grid: Grid,
+        head_dim: int = 0,
+        kv_heads: int | None = None,
+        rope: Rope | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: float | None = None,
+        norm_all_heads: bool = False,
+        clip: float | None = None,
+        init: Normal,
+        out_init: Normal,
+        sequence_parallel: bool = False,
+        kind: str = "ring",
+        window: int | None = None,
+        sparsity: Sparsity | None = None,
+    ) -> None:
+        super().__init__(
+            heads,
+            grid=grid,
+            rope=rope,
+            sequence_parallel=sequence_parallel,
+            kind=kind,
+            window=window,
+            sparsity=sparsity,
+        )
+        dim, self.clip = head_dim or width // heads, clip
+        self.head_dim = dim
+        start, stop = split(heads, self.axis.size, self.axis.rank)
+        common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
+        inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
+        if kv_heads is None:
+            self.qkv = ColumnParallelLinear(width, 3 * heads * dim, parts=(heads * dim,) * 3, **common, **inward)
+        else:
+            if kv_heads < 1 or heads % kv_heads:
+                raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}. Give a divisor of {heads}.")
+            self.q = ColumnParallelLinear(width, heads * dim, **common, **inward)
+            self.kv: ColumnParallelLinear | WholeKV
+            if kv_heads % self.axis.size == 0:
+                self.kv_heads = kv_heads // self.axis.size
+                self.kv = ColumnParallelLinear(
+                    width, 2 * kv_heads * dim, parts=(kv_heads * dim,) * 2, **common, **inward
+                )
+            else:
+                group = heads // kv_heads
+                first, last = start // group, (stop - 1) // group + 1
+                self.kv_heads = last - first
+                self.kv = WholeKV(width, kv_heads, dim, slice(first, last), grid=grid, **inward)
+                looks_at = [head // group - first for head in range(start, stop)]
+                share, rest = divmod(self.heads, self.kv_heads)
+                if rest or looks_at != [head // share for head in range(self.heads)]:
+                    self._looks_at = looks_at
+        if qk_norm is not None and norm_all_heads:
+            keys = kv_heads or heads
+            if keys % self.axis.size:
+                raise ValueError(
+                    f"kv_heads={keys} is not a multiple of tensor={self.axis.size}, but a norm of all heads of the "
+                    "keys needs each head on one rank. Give a tensor axis whose size divides it."
+                )
+            self.q_norm: nn.Module = AllHeadsRMSNorm(heads, dim, qk_norm, grid=grid)
+            self.k_norm: nn.Module = AllHeadsRMSNorm(keys, dim, qk_norm, grid=grid)
+        elif qk_norm is not None:
+            # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
+            self.q_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
+            self.k_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
+        self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""

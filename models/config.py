@@ -5,6 +5,7 @@ Fields that Hugging Face's configurations also have are named as there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
@@ -122,6 +123,11 @@ class TransformerConfig:
     def residual_std(self) -> float:
         """Initial standard deviation of the last weight of each residual branch; a block has two such branches."""
         return float(self.initializer_range / (2 * self.num_hidden_layers) ** 0.5)
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, a tied one counted once."""
+        raise NotImplementedError(f"{type(self).__name__} does not count its parameters")
 
     def check_tensor(self, tensor: int) -> None:
         """Check that a tensor axis of size ``tensor`` can shard this model, before any process starts.
@@ -447,6 +453,218 @@ class MixtralConfig(LlamaConfig):
         return dense + sparse * experts + self.num_hidden_layers * norms
 
 
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling of the rotary frequencies, and of the attention, to contexts longer than those of pretraining.
+
+    Peng et al. 2023, arXiv:2309.00071; with DeepSeek's factors of the attention (arXiv:2405.04434, section 3.1.4).
+
+    Attributes:
+        factor: ratio of the longest context to that of pretraining.
+        original_max_position_embeddings: context length of pretraining, in tokens.
+        beta_fast, beta_slow: pairs with at least ``beta_fast`` rotations over that length keep their frequency, those
+            with at most ``beta_slow`` get 1 / ``factor`` of it, and those between are interpolated.
+        mscale, mscale_all_dim: coefficients of ln ``factor`` in the factors of the rotated channels, and of the scores;
+            0: not given.
+        attention_factor: factor of the rotated channels; None: computed from the other fields.
+        truncate: round the bounds of the interpolation to whole pairs.
+
+    Raises:
+        ValueError: ``factor`` is below 1, or the interval of the interpolation is empty.
+    """
+
+    factor: float = 40.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0 or self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"rope_scaling: factor is {self.factor} and original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}. Give at least 1 for each."
+            )
+        if not 0.0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"beta_slow is {self.beta_slow} and beta_fast is {self.beta_fast}. Give 0 < beta_slow <= beta_fast, "
+                "such as 1 and 32."
+            )
+
+    def magnitude(self) -> float:
+        """Return the factor of the rotated channels of queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    def score_factor(self) -> float:
+        """Return the factor of the attention's scores."""
+        return self._grown(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _grown(self, coefficient: float) -> float:
+        return 0.1 * coefficient * math.log(self.factor) + 1.0
+
+
+_YARN: dict[str, Any] = {"max_position_embeddings": 163840}
+_V2: dict[str, Any] = _YARN | {"rope_scaling": YarnScaling(mscale=0.707, mscale_all_dim=0.707)}
+
+# DeepSeek-V2: arXiv:2405.04434, section 3.1.2 and appendix B; DeepSeek-V3: arXiv:2412.19437, section 4.2; and the
+# configurations released with the weights.
+_DEEPSEEK_PRESETS: dict[str, dict[str, Any]] = {
+    "deepseek-v2-lite": _V2,
+    "deepseek-v2": _shape(5120, 60, 128, intermediate_size=12288, moe_intermediate_size=1536, **_V2)
+    | {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0, "q_lora_rank": 1536},
+    "deepseek-v3": _shape(
+        7168, 61, 128, intermediate_size=18432, moe_intermediate_size=2048, vocab_size=129280, **_YARN
+    )
+    | {"rope_scaling": YarnScaling(mscale=1.0, mscale_all_dim=1.0), "scoring_func": "sigmoid", "norm_topk_prob": True}
+    | {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536}
+    | {"num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "aux_loss_alpha": 0.0001},
+    "deepseek-tiny": _shape(32, 2, 4, intermediate_size=88, moe_intermediate_size=24, max_position_embeddings=64)
+    | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    | {"scoring_func": "sigmoid", "norm_topk_prob": True}
+    | _BYTES,
+}
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(TransformerConfig):
+    """Configuration of a DeepSeek-V2 or DeepSeek-V3: multi-head latent attention, and mixtures of experts.
+
+    Attributes, beside those of ``TransformerConfig``:
+        max_position_embeddings: length of the longest sequence. No tensor of the model depends on it.
+        intermediate_size: width of the MLPs of the first blocks, which have no experts.
+        moe_intermediate_size: width of an expert.
+        n_routed_experts: number of experts of a block. The expert axis must divide it.
+        n_shared_experts: number of experts that every token goes to, beside those chosen for it.
+        num_experts_per_tok: number of experts that are chosen for each token.
+        first_k_dense_replace: number of the first blocks, without experts.
+        q_lora_rank: width of the latent vector of the queries; None: queries are projected from the residual stream.
+        kv_lora_rank: width of the latent vector of keys and values.
+        qk_nope_head_dim, qk_rope_head_dim: channels of a head of queries and keys without and with rotary positions.
+            The rotated channels of the keys are the same for all heads.
+        v_head_dim: width of a head of the values.
+        scoring_func: ``softmax`` (V2), or ``sigmoid`` with a bias for the selection (V3).
+        norm_topk_prob: divide the weights of a token's experts by their sum.
+        routed_scaling_factor: factor of these weights.
+        n_group, topk_group: a token's experts are chosen from ``topk_group`` of ``n_group`` groups.
+        aux_loss_alpha: factor of the load-balancing loss of each block.
+        rope_theta: base of the rotary wavelengths.
+        rope_scaling: YaRN's scaling of the rotary frequencies, or None.
+        rope_interleave: neighbouring channels are rotated as a pair; False: channels of the two halves.
+        rms_norm_eps: epsilon of each RMSNorm but those of the latent vectors, where it is 1e-6.
+
+    Raises:
+        ValueError: the numbers of experts or groups do not fit each other, ``qk_rope_head_dim`` is odd, or a check of
+            ``TransformerConfig`` fails.
+    """
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = _DEEPSEEK_PRESETS
+    SIZES: ClassVar[tuple[str, ...]] = (
+        *(*TransformerConfig.SIZES, "intermediate_size", "moe_intermediate_size", "n_routed_experts"),
+        *("n_shared_experts", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        *("v_head_dim", "n_group", "topk_group"),
+    )
+    SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
+    EPSILON: ClassVar[str] = "rms_norm_eps"
+
+    vocab_size: int = 102400
+    max_position_embeddings: int = 4096
+    hidden_size: int = 2048
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 16
+    intermediate_size: int = 10944
+    moe_intermediate_size: int = 1408
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    num_experts_per_tok: int = 6
+    first_k_dense_replace: int = 1
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    aux_loss_alpha: float = 0.001
+    rope_theta: float = 1e4
+    rope_scaling: YarnScaling | None = None
+    rope_interleave: bool = True
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_experts(self.n_routed_experts, self.num_experts_per_tok, self.aux_loss_alpha, "aux_loss_alpha")
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring_func is {self.scoring_func!r}. Give 'softmax' or 'sigmoid'.")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim is {self.qk_rope_head_dim}, but rotary positions need pairs. Give an even number."
+            )
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            raise ValueError(f"q_lora_rank is {self.q_lora_rank}. Give at least 1, or None.")
+        if self.sliding_window is not None:
+            raise ValueError(f"sliding_window is {self.sliding_window}, which DeepSeek's models lack. Leave it out.")
+        each, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or self.topk_group > self.n_group or self.topk_group * each < self.num_experts_per_tok:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} of n_routed_experts={self.n_routed_experts} cannot be "
+                f"chosen from topk_group={self.topk_group} of n_group={self.n_group} equal groups. Give a divisor of "
+                f"{self.n_routed_experts} as n_group, and a larger topk_group, at most n_group."
+            )
+        if not 0 <= self.first_k_dense_replace < self.num_hidden_layers:
+            raise ValueError(
+                f"first_k_dense_replace is {self.first_k_dense_replace}, but there are {self.num_hidden_layers} "
+                f"blocks. Give 0 to {self.num_hidden_layers - 1}, so that some have experts."
+            )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the blocks that have experts, counted from 0."""
+        return tuple(range(self.first_k_dense_replace, self.num_hidden_layers))
+
+    def moe_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``triax.moe.MoE`` that follow from the configuration."""
+        bias, loss = self.scoring_func == "sigmoid", self.aux_loss_alpha > 0
+        return {
+            "experts": self.n_routed_experts,
+            "top_k": self.num_experts_per_tok,
+            "width": self.moe_intermediate_size,
+            "router": self.scoring_func,
+            "normalize": self.norm_topk_prob,
+            "scale": self.routed_scaling_factor,
+            "groups": self.n_group,
+            "groups_limit": self.topk_group,
+            "shared_experts": self.n_shared_experts,
+            "balance": ("bias",) * bias + ("sequence",) * loss,
+            "balance_coefficient": self.aux_loss_alpha,
+        }
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, of all experts, a tied one counted once."""
+        d, heads, sparse = self.hidden_size, self.num_attention_heads, len(self.moe_layers)
+        queries, inputs = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim), self.q_lora_rank or d
+        attention = queries * inputs + (0 if self.q_lora_rank is None else inputs * (d + 1))
+        attention += d * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        attention += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim) + heads * self.v_head_dim * d
+        dense = 3 * d * self.intermediate_size
+        experts = 3 * d * self.moe_intermediate_size * (self.n_routed_experts + self.n_shared_experts)
+        experts += d * self.n_routed_experts  # the router
+        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        blocks = self.num_hidden_layers * (attention + 2 * d) + self.first_k_dense_replace * dense + sparse * experts
+        return embeddings + blocks + d
+
+
 def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> None:
     if chosen > experts:
         raise ValueError(
@@ -473,7 +691,9 @@ _FORMER = {
 }
 
 
-CONFIGS: dict[str, type[TransformerConfig]] = {cls.__name__: cls for cls in (GPTConfig, LlamaConfig, MixtralConfig)}
+CONFIGS: dict[str, type[TransformerConfig]] = {
+    cls.__name__: cls for cls in (GPTConfig, LlamaConfig, MixtralConfig, DeepseekConfig)
+}
 
 
 def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig:
@@ -492,5 +712,6 @@ def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig
     former = _FORMER | {"norm_eps": cls.EPSILON}
     renamed = {former.get(name, name): value for name, value in saved.items()}
     if (scaling := renamed.get("rope_scaling")) is not None:
-        renamed["rope_scaling"] = RopeScaling(**{former.get(name, name): value for name, value in scaling.items()})
+        scaled: type[RopeScaling | YarnScaling] = YarnScaling if "beta_fast" in scaling else RopeScaling
+        renamed["rope_scaling"] = scaled(**{former.get(name, name): value for name, value in scaling.items()})
     return cls(**renamed)

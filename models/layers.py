@@ -20,7 +20,7 @@ from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, RMSNorm
-from .attention import SelfAttention
+from .attention import CausalAttention, SelfAttention
 from .config import TransformerConfig
 from .packed import attach, check_documents, detach, valid_and_positions
 
@@ -77,13 +77,14 @@ class ResidualBlock(nn.Module):
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
         make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the class's.
-        others: further arguments of ``SelfAttention``.
+        others: further arguments of the attention, by default ``SelfAttention``.
 
     Raises:
         ValueError: the tensor axis is larger than the number of heads.
     """
 
     norm: type[LayerNorm] | type[RMSNorm]
+    make_attention: Callable[..., CausalAttention] = SelfAttention
     make_mlp: Callable[..., nn.Module]
 
     def __init__(
@@ -103,7 +104,7 @@ class ResidualBlock(nn.Module):
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
         self.norm1 = self.norm(width, config.norm_epsilon, **common)
-        self.attention = SelfAttention(
+        self.attention = self.make_attention(
             width,
             config.num_attention_heads,
             kind=attention,

@@ -19,7 +19,7 @@ from ..grid.random import Normal
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
-from .config import LlamaConfig
+from .config import DeepseekConfig, LlamaConfig
 from .layers import FinalRMSNorm, NextTokenLoss, ResidualBlock, first_and_last
 from .rope import Rope
 
@@ -62,7 +62,7 @@ class GatedMLP(nn.Module):
     up are sharded by the same channels, so that a rank multiplies only channels that it holds.
     """
 
-    def __init__(self, config: LlamaConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    def __init__(self, config: LlamaConfig | DeepseekConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         width, hidden = config.hidden_size, config.intermediate_size
         common: dict[str, Any] = {"grid": grid, "bias": False, "unit": 1, "sequence_parallel": sequence_parallel}

@@ -2,7 +2,8 @@
 
 Su et al. 2021, arXiv:2104.09864. Channel i of the first half is paired with channel i of the second, as in the
 weights that Hugging Face publishes (the paper, and Meta's own files, pair neighbours: the same model with its rows
-permuted). Angles are computed in float32 for every dtype of the model, as in the training of the published weights.
+permuted). In DeepSeek's, neighbours are paired. Angles are computed in float32 for every dtype of the model, as in the
+training of the published weights.
 """
 
 from __future__ import annotations
@@ -12,20 +13,29 @@ import math
 import torch
 from torch import Tensor
 
-from .config import RopeScaling
+from .config import RopeScaling, YarnScaling
 
 
 class Rope:
     """Rotary position embedding of queries and keys.
 
     Args:
-        head_dim: width of one head, an even number.
+        head_dim: number of channels of a head that are rotated, an even number. A wider head has others before them.
         theta: base of the wavelengths. Pair i of n is rotated by ``theta ** (-i / n)`` radians per token.
-        scaling: Llama 3.1's scaling of the long wavelengths, or None.
+        scaling: Llama 3.1's or YaRN's scaling of the long wavelengths, or None.
+        interleaved: neighbouring channels are a pair. The result then has the first channels of all pairs before the
+            second ones, for queries and keys alike, which does not change their products.
     """
 
-    def __init__(self, head_dim: int, theta: float = 1e4, scaling: RopeScaling | None = None) -> None:
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float = 1e4,
+        scaling: RopeScaling | YarnScaling | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        self.head_dim, self.theta, self.scaling, self.interleaved = head_dim, theta, scaling, interleaved
+        self.magnitude = scaling.magnitude() if isinstance(scaling, YarnScaling) else 1.0
 
     def angles(self, positions: Tensor) -> Tensor:
         """Return the rotation angle of each channel pair at each position.
@@ -44,11 +54,28 @@ class Rope:
         plain = 1.0 / self.theta**exponents
         if self.scaling is None:
             return plain
+        if isinstance(self.scaling, YarnScaling):
+            return self._yarn(self.scaling, exponents)
         s = self.scaling
         # The number of full rotations of each pair over a sequence of pretraining.
         turns = s.original_max_position_embeddings / (2 * math.pi / plain)
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
         return (1.0 - keep) * plain / s.factor + keep * plain
+
+    def _yarn(self, s: YarnScaling, exponents: Tensor) -> Tensor:
+        def pair_of(turns: float) -> float:
+            """Return the number of the pair that makes so many rotations over a sequence of pretraining."""
+            length = s.original_max_position_embeddings / (turns * 2 * math.pi)
+            return self.head_dim * math.log(length) / (2 * math.log(self.theta))
+
+        low, high = pair_of(s.beta_fast), pair_of(s.beta_slow)
+        if s.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        pairs = torch.arange(self.head_dim // 2, device=exponents.device).float()
+        keep = 1.0 - ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
+        wavelengths = self.theta**exponents
+        return 1.0 / (s.factor * wavelengths) * (1.0 - keep) + 1.0 / wavelengths * keep
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys by the angles of their positions.
@@ -64,10 +91,14 @@ class Rope:
             angles = self.angles(torch.arange(q.shape[2], device=q.device))  # (T, dim / 2)
         else:
             angles = self.angles(positions)[:, None]  # (B, 1, T, dim / 2)
-        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        cos, sin = angles.cos(), angles.sin()
+        if self.magnitude != 1.0:
+            cos, sin = cos * self.magnitude, sin * self.magnitude
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+        return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        kept, x = x[..., : -self.head_dim], x[..., -self.head_dim :]
+        a, b = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
+        turned = [a * cos - b * sin, b * cos + a * sin]
+        return torch.cat([kept, *turned] if kept.shape[-1] else turned, dim=-1)

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import GPTConfig, LlamaConfig, MixtralConfig, RopeScaling, TransformerConfig
+from ..config import DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, RopeScaling, TransformerConfig, YarnScaling
 
 # Sizes: our field -> GPT-2's key; and those of Llama's family, which have the same names there.
 _GPT2 = {
@@ -35,6 +35,13 @@ _MIXTRAL_FAMILIES = {
     "qwen3_moe": ("Qwen3Moe", "num_experts"),
     "olmoe": ("Olmoe", "num_experts"),
 }
+# DeepSeek's families -> the class's prefix, and the scores of the experts.
+_DEEPSEEK_FAMILIES = {"deepseek_v2": ("DeepseekV2", "softmax"), "deepseek_v3": ("DeepseekV3", "sigmoid")}
+_DEEPSEEK = (
+    *(*_LLAMA, "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "routed_scaling_factor",
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SHARDED = ("gpt2", *_LLAMA_FAMILIES)  # families that triax.parallelize shards
 
@@ -70,8 +77,8 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
     """Return the configuration of the model that a ``config.json`` describes, for example a ``LlamaConfig``.
 
     Args:
-        config: the content of ``config.json`` of a model of the family gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe or
-            olmoe.
+        config: the content of ``config.json`` of a model of the family gpt2, llama, qwen2, qwen3, mixtral,
+            qwen3_moe, olmoe, deepseek_v2 or deepseek_v3.
 
     Raises:
         ValueError: the model is of another family or has a setting that triax's layers do not support. The message
@@ -84,7 +91,9 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         return _llama(config, str(family))
     if family in _MIXTRAL_FAMILIES:
         return _mixtral(config, str(family))
-    known = ", ".join((*_SHARDED, *_MIXTRAL_FAMILIES))
+    if family in _DEEPSEEK_FAMILIES:
+        return _deepseek(config, str(family))
+    known = ", ".join((*_SHARDED, *_MIXTRAL_FAMILIES, *_DEEPSEEK_FAMILIES))
     raise ValueError(
         f"model_type is {family!r}, but the known ones are {known}. Pass your own layers and names, "
         " load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})."
@@ -95,6 +104,8 @@ def to_hf(config: TransformerConfig) -> dict[str, Any]:
     """Return the content of ``config.json`` for a configuration, without the dtype."""
     if isinstance(config, MixtralConfig):
         return _to_mixtral(config)
+    if isinstance(config, DeepseekConfig):
+        return _to_deepseek(config)
     if config.sliding_window is not None:
         raise ValueError(
             f"sliding_window={config.sliding_window} has no counterpart in Hugging Face's model. Leave it out, or pass "
@@ -114,7 +125,7 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
     if type(ours) is not type(theirs):
         return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
     # Fields that do not change the function that a model computes from its weights.
-    free = {"dropout", "initializer_range", "router_aux_loss_coef"}
+    free = {"dropout", "initializer_range", "router_aux_loss_coef", "aux_loss_alpha"}
     if not isinstance(ours, GPTConfig):
         free.add("max_position_embeddings")  # GPT-2 has a weight for each position
     differing = [
@@ -198,6 +209,46 @@ def _mixtral(config: Mapping[str, Any], family: str) -> MixtralConfig:
         qk_norm=family == "qwen3_moe",
         qk_norm_all_heads=family == "olmoe",
         clip_qkv=config.get("clip_qkv"),
+    )
+
+
+def _deepseek(config: Mapping[str, Any], family: str) -> DeepseekConfig:
+    scores = _DEEPSEEK_FAMILIES[family][1]
+    _require(
+        config,
+        hidden_act=("silu",),
+        mlp_bias=(False,),
+        attention_bias=(False,),
+        attention_dropout=(0.0,),
+        scoring_func=(scores,),
+        seq_aux=(True,),
+        moe_layer_freq=(1,),
+        quantization_config=(None,),
+        num_key_value_heads=(config["num_attention_heads"], None),
+        topk_method=("greedy", "group_limited_greedy") if family == "deepseek_v2" else ("noaux_tc",),
+    )
+    grouped = family == "deepseek_v3" or config.get("topk_method") == "group_limited_greedy"
+    if family == "deepseek_v2":
+        _require(config, norm_topk_prob=(False, None))  # transformers takes no notice of it
+    rope = _rope(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"rope_type={kind!r} is not implemented for {family}, only 'default' and 'yarn' are")
+    scaling = None
+    if kind == "yarn":
+        known = {field.name for field in fields(YarnScaling)}
+        scaling = YarnScaling(**{name: value for name, value in rope.items() if name in known and value is not None})
+    return DeepseekConfig(
+        **{name: config[name] for name in _DEEPSEEK},
+        **{name: config.get(name, default) for name, default in _LLAMA_OPTIONS.items()},
+        scoring_func=scores,
+        norm_topk_prob=family == "deepseek_v3" and bool(config.get("norm_topk_prob", True)),
+        n_group=(config.get("n_group") or 1) if grouped else 1,
+        topk_group=(config.get("topk_group") or 1) if grouped else 1,
+        aux_loss_alpha=config.get("aux_loss_alpha", 0.0),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
+        rope_scaling=scaling,
+        rope_interleave=config.get("rope_interleave", True) is not False,
     )
 
 
@@ -303,3 +354,41 @@ def _to_mixtral(config: MixtralConfig) -> dict[str, Any]:
         del found["head_dim"]
         found |= {"clip_qkv": config.clip_qkv, "pad_token_id": None}
     return found
+
+
+def _to_deepseek(config: DeepseekConfig) -> dict[str, Any]:
+    family = "deepseek_v3" if config.scoring_func == "sigmoid" else "deepseek_v2"
+    if family == "deepseek_v2" and (config.norm_topk_prob or not config.rope_interleave):
+        raise ValueError(
+            "Hugging Face's DeepseekV2 has no norm_topk_prob=True and no rope_interleave=False. Leave them out, or "
+            "give scoring_func='sigmoid' (DeepseekV3)."
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope |= {"rope_type": "yarn", **asdict(config.rope_scaling)}
+    found = {
+        "architectures": [f"{_DEEPSEEK_FAMILIES[family][0]}ForCausalLM"],
+        "model_type": family,
+        "hidden_act": "silu",
+        **{name: getattr(config, name) for name in (*_DEEPSEEK, *_LLAMA_OPTIONS)},
+        "num_key_value_heads": config.num_attention_heads,
+        "scoring_func": config.scoring_func,
+        "norm_topk_prob": config.norm_topk_prob,
+        "n_group": config.n_group,
+        "topk_group": config.topk_group,
+        "aux_loss_alpha": config.aux_loss_alpha,
+        "rope_parameters": rope,
+        "rope_theta": config.rope_theta,  # with rope_scaling, where Transformers 4 looks
+        "rope_scaling": rope if config.rope_scaling is not None else None,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "deepseek_v2":
+        return {**found, "topk_method": "group_limited_greedy" if config.n_group > 1 else "greedy"}
+    return {
+        **found,
+        "topk_method": "noaux_tc",
+        "rope_interleave": config.rope_interleave,
+        "num_nextn_predict_layers": 0,
+    }

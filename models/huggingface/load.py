@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ..config import DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ..deepseek import deepseek_layers
 from ..gpt import gpt_layers
 from ..llama import llama_layers
 from ..mixtral import mixtral_layers
@@ -34,6 +35,7 @@ LAYERS: dict[type[TransformerConfig], Callable[..., list[LayerSpec]]] = {
     GPTConfig: gpt_layers,
     LlamaConfig: llama_layers,
     MixtralConfig: mixtral_layers,
+    DeepseekConfig: deepseek_layers,
 }
 
 

@@ -102,6 +102,25 @@ def _with_experts(mlp: str, first: tuple[str, ...], last: str) -> Names:
 MIXTRAL = _with_experts("block_sparse_moe", ("w1", "w3"), "w2")
 QWEN3_MOE = _with_experts("mlp", ("gate_proj", "up_proj"), "down_proj")
 
+_MLA, _OWN = "model.layers.{i}.self_attn", "layers.{i+1}.attention"
+_SHARED = "model.layers.{i}.mlp.shared_experts"
+DEEPSEEK: Names = {
+    **QWEN3_MOE,
+    f"{_OWN}.q.weight": f"{_MLA}.q_proj.weight",
+    f"{_OWN}.q_a.weight": f"{_MLA}.q_a_proj.weight",
+    f"{_OWN}.q_a_norm.weight": f"{_MLA}.q_a_layernorm.weight",
+    f"{_OWN}.q_b.weight": f"{_MLA}.q_b_proj.weight",
+    f"{_OWN}.kv_a.weight": f"{_MLA}.kv_a_proj_with_mqa.weight",
+    f"{_OWN}.kv_a_norm.weight": f"{_MLA}.kv_a_layernorm.weight",
+    f"{_OWN}.kv_b.weight": f"{_MLA}.kv_b_proj.weight",
+    "layers.{i+1}.mlp.shared.gate_up": (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+    "layers.{i+1}.mlp.shared.down": f"{_SHARED}.down_proj.weight",
+}
+DEEPSEEK_V3: Names = {
+    **DEEPSEEK,
+    "layers.{i+1}.mlp.router.correction_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
+}
+
 FAMILIES = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -110,6 +129,8 @@ FAMILIES = {
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
     "olmoe": QWEN3_MOE,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...grid import Grid
 from ...grid.layout import Layout
-from .config import read_config
+from .config import layer_count, read_config
 from .names import Entry
 
 # Tensors in such files that are no weights: masks and rotary tables.
@@ -121,8 +121,15 @@ def stored(source: Source, entry: Entry) -> Entry:
 
 def check_all_used(source: Source, entries: Iterable[Entry]) -> None:
     """Raise ValueError if a weight of a source belongs to no parameter's entry."""
+    depth = layer_count(source.config)
+    beyond = range(depth, depth + int(source.config.get("num_nextn_predict_layers") or 0))
+    skipped = (*(f"model.layers.{layer}." for layer in beyond),)  # modules that predict further tokens
     taken = {find(source, name) for entry in entries for name in stored(source, entry).theirs}
-    unused = [name for name in source.shapes if name not in taken and not name.endswith(_NO_WEIGHTS)]
+    unused = [
+        name
+        for name in source.shapes
+        if name not in taken and not name.endswith(_NO_WEIGHTS) and not name.startswith(skipped)
+    ]
     if unused:
         more = f" and {len(unused) - 6} more weights" if len(unused) > 6 else ""
         raise ValueError(f"no parameter takes {', '.join(unused[:6])}{more} of {source.where}. Add them to names.")

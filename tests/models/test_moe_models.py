@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from torch.overrides import TorchFunctionMode
 import triax
 from triax.context.order import gather
 from triax.grid import Grid
+from triax.models.config import DeepseekConfig, MixtralConfig, YarnScaling, config_from_fields
+from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
 from triax.models.huggingface.config import from_hf, to_hf
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
 from triax.models.huggingface.save import save_hf
 from triax.models.layers import NextTokenLoss
+from triax.models.mixtral import mixtral_layers
 from triax.tensor_parallel import gather_logits
 
 ROWS, LENGTH, VOCABULARY = 4, 14, 61
@@ -38,6 +43,20 @@ _COMMON: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 _QWEN = {"num_experts": 4, "moe_intermediate_size": 20, "head_dim": 6, "num_key_value_heads": 2}
+_DEEPSEEK = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.7,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}),
     "mixtral-window": (
@@ -49,6 +68,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {"num_experts": 4, "clip_qkv": 0.4}),
     "olmoe-grouped": ("Olmoe", {"num_experts": 8, "num_key_value_heads": 2, "norm_topk_prob": True}),
+    "deepseek_v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek_v2-yarn": (
+        "DeepseekV2",
+        _DEEPSEEK
+        | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK | {"q_lora_rank": 14, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3",
+        _DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 2, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False}
+        | {"rope_parameters": _YARN | {"beta_fast": 2.0, "beta_slow": 0.2}},
+    ),
 }
 
 
@@ -63,6 +96,9 @@ def make(case: str, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1).add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:  # numbers that fp32 has exactly
+                buffer.copy_(torch.randn_like(buffer).mul(32).round() / 64)
     return model
 
 
@@ -90,7 +126,11 @@ def exact(model: Any) -> Iterator[None]:
         mode.rounds += 1
 
     def end(module: Any, inputs: Any, output: Any) -> Any:
+        if torch.is_tensor(output):  # cos and sin as one complex number, which torch.polar rounds otherwise than cos
+            angles = inputs[1][..., None].float() * module.inv_freq.float()
+            output = torch.complex(angles.cos(), angles.sin()) * module.attention_scaling
         mode.rounds -= 1
+        return output
 
     rotary = model.model.rotary_emb
     hooks = [rotary.register_forward_pre_hook(begin), rotary.register_forward_hook(end)]
@@ -161,7 +201,7 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
             output_fn=logits_of,
             device="meta",
         )
-        share = sum(x.numel() * 8 for x in model.parameters())
+        share = sum(x.numel() * 8 for x in [*model.parameters(), *model.buffers()])  # biases of routers among them
         settings = {
             "train_batch_size": ROWS,
             "gradient_accumulation_steps": ROWS // cell.data,
@@ -243,9 +283,10 @@ def test_there_and_back(ranks: Any, tmp_path: Path) -> None:
         tmp_path,
         [
             Cell("mixtral", pipe=2, tensor=2),
-            Cell("mixtral-window", data=2, context=2, expert=2, stage=1),
             Cell("qwen3_moe", data=2, tensor=2, expert=2, sequence_parallel=True, stage=3),
             Cell("olmoe", tensor=2, context=2, expert=2, kind="gather"),
+            Cell("deepseek_v2-yarn", pipe=2, tensor=2),
+            Cell("deepseek_v3", tensor=2, context=2, expert=2, sequence_parallel=True),
         ],
     )
 
@@ -286,3 +327,98 @@ def test_configurations_there_and_back(case: str) -> None:
     with torch.device("meta"):
         model = triax.PipelineModule(LAYERS[type(config)](config), grid=Grid(), device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count
+
+
+def generated(sizes: tuple[int, int, int], folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    model = triax.PipelineModule(load_hf(folder), grid=Grid(*sizes), device="meta")
+    model.fill()
+    return triax.init_inference(model, max_length=20).generate(prompts, max_new_tokens=6, temperature=0)
+
+
+def check_generation(tmp_path: Path, case: str, run: Any, sizes: tuple[int, int, int]) -> None:
+    model = make(case).float().eval()
+    model.save_pretrained(tmp_path / case)
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
+    found = run(sizes, str(tmp_path / case), prompts)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert tokens == theirs[0].tolist()
+
+
+@pytest.mark.parametrize("case", ["mixtral-window", "olmoe-grouped", "deepseek_v2-yarn", "deepseek_v3"])
+def test_generation(tmp_path: Path, case: str) -> None:
+    check_generation(tmp_path, case, generated, (1, 1, 1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
+def test_generation_on_8_ranks(ranks: Any, tmp_path: Path, case: str) -> None:
+    def run(*args: Any) -> Any:
+        return ranks(8, generated, *args, timeout=120)[-1]
+
+    check_generation(tmp_path, case, run, (2, 2, 2))
+
+
+CONFIG = MixtralConfig.preset("mixtral-tiny")
+DEEPSEEK = DeepseekConfig.preset("deepseek-tiny")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: replace(CONFIG, num_experts_per_tok=5), "num_experts_per_tok is 5, but there are 4 experts"),
+        (lambda: replace(CONFIG, decoder_sparse_step=3), "no block of 2 has experts"),
+        (lambda: replace(CONFIG, mlp_only_layers=(2,)), "mlp_only_layers has 2, but the blocks are 0 to 1"),
+        (lambda: replace(CONFIG, qk_norm=True, qk_norm_all_heads=True), "qk_norm and qk_norm_all_heads"),
+        (lambda: replace(CONFIG, clip_qkv=0.0), "clip_qkv is 0.0"),
+        (lambda: replace(CONFIG, router_aux_loss_coef=-1.0), "router_aux_loss_coef is -1.0"),
+        (lambda: replace(DEEPSEEK, topk_group=5), "topk_group=5 of n_group=4"),
+        (lambda: replace(DEEPSEEK, first_k_dense_replace=2), "first_k_dense_replace is 2, but there are 2"),
+        (lambda: replace(DEEPSEEK, qk_rope_head_dim=3), "qk_rope_head_dim is 3"),
+        (lambda: replace(DEEPSEEK, scoring_func="max"), "scoring_func is 'max'"),
+        (lambda: replace(DEEPSEEK, q_lora_rank=0), "q_lora_rank is 0"),
+        (lambda: replace(DEEPSEEK, sliding_window=4), "sliding_window is 4"),
+        (lambda: YarnScaling(factor=0.5), "factor is 0.5"),
+        (lambda: YarnScaling(beta_slow=40.0), "beta_slow is 40.0"),
+        (lambda: mixtral_layers(CONFIG, ballance="bias"), "mixtral_layers has no option ballance"),
+        (lambda: deepseek_layers(DEEPSEEK, top_k=2), "deepseek_layers has no option top_k"),
+        (lambda: to_hf(replace(CONFIG, clip_qkv=1.0)), "Hugging Face's Mixtral has no clip_qkv"),
+        (lambda: to_hf(replace(CONFIG, mlp_only_layers=(0,))), "Mixtral has no mlp_only_layers"),
+        (lambda: to_hf(replace(CONFIG, qk_norm_all_heads=True, sliding_window=4)), "Olmoe has no sliding_window"),
+        (lambda: to_hf(replace(DEEPSEEK, scoring_func="softmax")), "DeepseekV2 has no norm_topk_prob=True"),
+        (lambda: from_hf(to_hf(CONFIG) | {"attention_bias": True}), "mixtral with attention_bias=True"),
+        (lambda: from_hf(to_hf(CONFIG) | {"router_jitter_noise": 0.1}), "router_jitter_noise=0.1"),
+        (lambda: from_hf(to_hf(DEEPSEEK) | {"seq_aux": False}), "deepseek_v3 with seq_aux=False"),
+        (lambda: from_hf(to_hf(DEEPSEEK) | {"quantization_config": {}}), "quantization_config={}"),
+    ],
+)
+def test_what_is_refused(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
+
+
+def test_a_bias_for_the_selection_that_a_family_lacks(tmp_path: Path) -> None:
+    model = triax.PipelineModule(mixtral_layers(CONFIG, balance="bias"), grid=Grid())
+    save_hf(model, tmp_path / "zero")  # as transformers' model, which has none
+    (name, bias), *_ = ((name, b) for name, b in model.named_buffers() if name.endswith("correction_bias"))
+    bias[0] = 0.5
+    with pytest.raises(ValueError, match=f"{name} is not 0, but Hugging Face's mixtral has no bias"):
+        save_hf(model, tmp_path / "bias")
+
+
+def test_published_numbers_of_parameters() -> None:
+    """Of the released weights, as the model cards say: 46.7, 30.5, 6.9, 15.7, 236 and 671 billion."""
+    counts = {name: MixtralConfig.preset(name).parameter_count for name in MixtralConfig.presets()}
+    counts |= {name: DeepseekConfig.preset(name).parameter_count for name in DeepseekConfig.presets()}
+    assert counts["mixtral-8x7b"] == 46_702_792_704
+    assert counts["qwen3-30b-a3b"] == 30_532_122_624
+    assert counts["olmoe-1b-7b"] == 6_919_161_856
+    assert counts["deepseek-v2-lite"] == 15_706_484_224
+    assert counts["deepseek-v2"] == 235_741_434_880
+    assert counts["deepseek-v3"] == 671_026_404_352
+
+
+@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, replace(DEEPSEEK, rope_scaling=YarnScaling())], ids=str)
+def test_fields_of_checkpoints(config: Any) -> None:
+    saved = json.loads(json.dumps(asdict(config)))
+    assert config_from_fields(type(config).__name__, saved) == config

@@ -1,0 +1,212 @@
+"""DeepSeek-V2 and DeepSeek-V3 as lists of layers: multi-head latent attention, and mixtures of experts.
+
+DeepSeek-V2: arXiv:2405.04434. DeepSeek-V3: arXiv:2412.19437. Heads are sharded over the tensor axis, experts over the
+expert axis (``moe/``).
+
+Shapes: B sequences of T tokens, D the width, H the number of heads, V the vocabulary, t the tensor axis's size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..grid import Grid
+from ..grid.layout import Layout
+from ..grid.random import Normal, sharded_parameter
+from ..pipe.spec import LayerSpec
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.norm import RMSNorm
+from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
+from .attention import CausalAttention
+from .config import DeepseekConfig, YarnScaling
+from .layers import FinalRMSNorm, ResidualBlock, first_and_last
+from .llama import GatedMLP
+from .mixtral import check_moe_options, make_moe
+from .rope import Rope
+
+_LATENT_EPSILON = 1e-6  # of the norms of latent vectors, whatever the configuration says of the others
+
+
+def deepseek_layers(
+    config: DeepseekConfig, sequence_parallel: bool = False, attention: str = "ring", **moe: Any
+) -> list[LayerSpec]:
+    """List the specs of a DeepSeek's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
+
+    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, as that of ``llama_layers``.
+
+    Args:
+        config: the model's configuration.
+        sequence_parallel, attention: as for ``llama_layers``.
+        moe: options of ``triax.moe.MoE`` for every block with experts, as for ``mixtral_layers``. By default
+            ``balance`` is ``"bias"`` with ``scoring_func="sigmoid"``, and ``"sequence"`` with a positive
+            ``aux_loss_alpha``.
+
+    Raises:
+        TypeError: an option has another name.
+    """
+    check_moe_options("deepseek_layers", moe)
+    first, head = first_and_last(config, sequence_parallel)
+    return [
+        first,
+        *(
+            LayerSpec(DeepseekBlock, config, i, sequence_parallel=sequence_parallel, attention=attention, **moe)
+            for i in range(config.num_hidden_layers)
+        ),
+        LayerSpec(FinalRMSNorm, config.hidden_size, config.rms_norm_eps, sequence_parallel=sequence_parallel),
+        head,
+    ]
+
+
+class LatentAttention(CausalAttention):
+    """Multi-head latent attention: keys and values are projected from a vector of low rank (arXiv:2405.04434).
+
+        latent (kv_rank), rotated (rope_dim) = W_a x        key head h    = [W_k,h norm(latent), rope(rotated)]
+                                                            value head h  = W_v,h norm(latent)
+
+    The rotated channels of a key are the same for all heads. The projections to the latent vectors are replicated over
+    the tensor axis; those from them to the heads are sharded by heads.
+
+    Args:
+        width: D, the width of the residual stream.
+        heads: H, at least the number of tensor-parallel ranks.
+        grid: grid whose tensor axis shards the heads.
+        q_rank: width of the latent vector of the queries; None: queries are projected from x.
+        kv_rank: width of the latent vector of keys and values.
+        nope_dim, value_dim: width of a head of keys without the rotated channels, and of values.
+        rope: rotary embedding, which gives the number of rotated channels.
+        scale: factor of the scores.
+        init, out_init: distributions of the initial weights, and of those of the output projection.
+        sequence_parallel, kind, window: as for ``SelfAttention``.
+
+    Attributes:
+        q: projection to queries, (H (nope_dim + rope_dim), D), sharded by heads; only without ``q_rank``.
+        q_a, q_a_norm, q_b: projection to the latent vector of the queries, its norm, and the projection from it.
+        kv_a, kv_a_norm, kv_b: these of keys and values. The rows of ``kv_b`` are, head by head, the keys' and the
+            values'.
+        out: output projection, (D, H value_dim), sharded by heads.
+
+    Shape:
+        (B, T, D) -> (B, T, D), as for ``SelfAttention``.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        grid: Grid,
+        q_rank: int | None,
+        kv_rank: int,
+        nope_dim: int,
+        value_dim: int,
+        rope: Rope,
+        scale: float,
+        init: Normal,
+        out_init: Normal,
+        sequence_parallel: bool = False,
+        kind: str = "ring",
+        window: int | None = None,
+    ) -> None:
+        place: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        super().__init__(heads, rope=rope, kind=kind, window=window, scale=scale, **place)
+        self.parts = (nope_dim, value_dim)
+        column: dict[str, Any] = {**place, "bias": False, "init": init}
+        query, pair = nope_dim + rope.head_dim, nope_dim + value_dim
+        self.q = ColumnParallelLinear(width, heads * query, unit=query, **column) if q_rank is None else None
+        if q_rank is not None:
+            self.q_a = ReplicatedLinear(width, q_rank, init=init, **place)
+            self.q_a_norm = RMSNorm(q_rank, _LATENT_EPSILON, **place)
+            self.q_b = ColumnParallelLinear(q_rank, heads * query, unit=query, **column)
+        self.kv_a = ReplicatedLinear(width, kv_rank + rope.head_dim, init=init, **place)
+        self.kv_a_norm = RMSNorm(kv_rank, _LATENT_EPSILON, **place)
+        self.kv_b = ColumnParallelLinear(kv_rank, heads * pair, unit=pair, **column)
+        self.out = RowParallelLinear(heads * value_dim, width, bias=False, unit=value_dim, init=out_init, **place)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        nope, value = self.parts
+        assert self.rope is not None
+        latent, rotated = self.kv_a(x).split([self.kv_a.weight.shape[0] - self.rope.head_dim, self.rope.head_dim], -1)
+        queries = self.q(x) if self.q is not None else self.q_b(self.q_a_norm(self.q_a(x)))
+        q = rearrange(queries, "b t (heads dim) -> b heads t dim", heads=self.heads)
+        pairs = rearrange(self.kv_b(self.kv_a_norm(latent)), "b t (heads dim) -> b heads t dim", heads=self.heads)
+        k, v = pairs.split([nope, value], dim=-1)
+        if self.axis.size > 1:  # each rank's heads give a part of the gradient
+            enter = partial(gather_reduce_scatter, dim=1) if self.sequence_parallel else copy_all_reduce
+            rotated = enter(rotated, self.axis)
+        shared = rotated[:, None].expand(-1, self.heads, -1, -1)  # (B, heads, T, rope_dim)
+        return q, torch.cat([k, shared], dim=-1), v
+
+
+class ReplicatedLinear(nn.Module):
+    """Linear layer without a bias, replicated over the tensor axis: (..., K) -> (..., N).
+
+    Args:
+        in_features, out_features: K and N.
+        grid: the grid.
+        init: distribution of the initial weight.
+        sequence_parallel: the input is this rank's shard of the sequence, so the gradient is partial.
+
+    Attributes:
+        weight: (N, K).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, grid: Grid, init: Normal, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        partial_gradient = sequence_parallel and grid.tensor.size > 1
+        layout = Layout((out_features, in_features), partial=partial_gradient)
+        self.weight = sharded_parameter(layout, init, rank=0, size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the product."""
+        return F.linear(x, self.weight)
+
+
+class DeepseekBlock(ResidualBlock):
+    """``ResidualBlock`` of DeepSeek, with RMSNorm, latent attention, and a gated MLP or a mixture of experts.
+
+    Args:
+        config: the model's configuration.
+        layer: number of the block, counted from 0.
+        grid, sequence_parallel, attention: as for ``ResidualBlock``.
+        moe: further arguments of ``MoE``.
+    """
+
+    norm = RMSNorm
+    make_mlp = GatedMLP
+    make_attention = LatentAttention
+
+    def __init__(
+        self,
+        config: DeepseekConfig,
+        layer: int,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        attention: str = "ring",
+        **moe: Any,
+    ) -> None:
+        scale = float(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+        if isinstance(config.rope_scaling, YarnScaling):
+            scale *= config.rope_scaling.score_factor()
+        super().__init__(
+            config,
+            grid=grid,
+            sequence_parallel=sequence_parallel,
+            attention=attention,
+            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else None,
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_head_dim,
+            value_dim=config.v_head_dim,
+            rope=Rope(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.rope_interleave),
+            scale=scale,
+        )
+        self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
