@@ -123,12 +123,12 @@ def _install(module: nn.Module, recompute: Recompute) -> str | None:
         able = {part for family in families if family.supports_gradient_checkpointing for part in family.modules()}
         for part in flags:
             if part in able and part not in others:
-                group = Group(0, 1, True, f"a {type(part).__name__}", (), tuple(part.buffers()))
+                group = Group(0, 1, True, f"a {type(part).__name__}", (), (part,))
                 part._gradient_checkpointing_func = functools.partial(recompute.run_block, group)  # type: ignore[assignment]
                 part.gradient_checkpointing = True  # type: ignore[assignment]
     for part, name in chosen.items():
         if part not in theirs:
-            group = Group(0, 1, True, f"block {name}", (), tuple(part.buffers()))
+            group = Group(0, 1, True, f"block {name}", (), (part,))
             forward = part.forward
             part.forward = functools.wraps(forward)(functools.partial(recompute.run_block, group, forward))
     if any(part not in theirs or getattr(part, "gradient_checkpointing", False) for part in chosen):

@@ -57,7 +57,8 @@ class Group(NamedTuple):
         recomputed: True if they are recomputed, all together.
         name: name of the group in error messages.
         layers: indices, in the model's list of layers, of those that are modules (not functions).
-        buffers: the modules' buffers.
+        buffered: those of the modules that have buffers. (Buffers themselves are replaced by ``module.to(dtype)``, and
+            by real ones where a module was built on the meta device.)
     """
 
     start: int
@@ -65,7 +66,11 @@ class Group(NamedTuple):
     recomputed: bool
     name: str
     layers: tuple[int, ...]
-    buffers: tuple[Tensor, ...]
+    buffered: tuple[nn.Module, ...]
+
+    def buffers(self) -> list[Tensor]:
+        """Return the modules' buffers, each once."""
+        return [*{id(b): b for module in self.buffered for b in module.buffers()}.values()]
 
 
 class Recompute:
@@ -199,7 +204,7 @@ class Recompute:
         if self._synchronize:
             self.grid.synchronize()
         inputs = KeptNest(self.inputs, group.name, (args, kwargs), self._changed.get(group.name))
-        state = State(self.grid, self._dropout, self._preserve_rng_state, group.buffers)
+        state = State(self.grid, self._dropout, self._preserve_rng_state, group.buffers())
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
         def run_again() -> None:
@@ -274,8 +279,8 @@ class Recompute:
         first = module.boundaries[stage] + start
         name = f"layer {first}" if stop - start == 1 else f"layers {first} to {first + stop - start - 1}"
         recomputed = wanted and any(next(layer.parameters(), None) is not None for _, layer in modules)
-        buffers = tuple({id(b): b for _, layer in modules for b in layer.buffers()}.values())
-        return Group(start, stop, recomputed, name, tuple(index for index, _ in modules), buffers)
+        buffered = tuple(layer for _, layer in modules if next(layer.buffers(), None) is not None)
+        return Group(start, stop, recomputed, name, tuple(index for index, _ in modules), buffered)
 
 
 def shares(lengths: Sequence[int], number: int) -> list[int]:

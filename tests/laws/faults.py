@@ -337,7 +337,8 @@ def _check_ends(life: Case, case: Case, failure: RankFailure, folder: str, secon
             raise Problem(f"rank {report.rank} still ran {seconds:.0f} s after the fault: {report.text[-400:]}")
         if report.kind == "returned" and life["kind"] not in ("leave",):
             continue  # the fault came after its last step
-        died = ok_kind(life) == "died" and _CLOSED.search(words)  # only a launcher sees which process is gone
+        # Of a process that ends between two calls, others see closed connections: only a launcher knows whose.
+        died = (ok_kind(life) == "died" or life["kind"] == "interrupt") and _CLOSED.search(words)
         if report.kind != "returned" and not died and not re.search(rf"rank {victim}\b", words):
             raise Problem(f"rank {report.rank} ended without naming rank {victim}: {report.summary[:500]}")
 
