@@ -307,8 +307,8 @@ def reference(case: Case, which: str, scratch: str) -> dict[str, Any]:
     return _run(simple, 0, case["steps"], scratch=scratch)[0]
 
 
-# Errors of torch's own under autocast on a CPU, in plain PyTorch too: oneDNN's LSTM needs a processor with half-precision
-# products, and F.bilinear casts nothing.
+# Errors of torch's own under autocast on a CPU, in plain PyTorch too: oneDNN's LSTM needs a processor that has products
+# in half precision, and F.bilinear casts nothing.
 _TORCHS_OWN = re.compile("could not create a primitive descriptor|must have the same dtype, got input1")
 
 
