@@ -7,6 +7,7 @@ that a slice of its rows is whole heads for everybody.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import triax
 from triax.grid.layout import layout_of
@@ -28,7 +30,7 @@ ALONE = "one process"
 class Shape:
     """Size of the work: ``sequences`` of ``length`` tokens through a GPT, or through one of its layers.
 
-    With a vocabulary of 0 it is one layer, from hidden states to a number that weighs each of its outputs.
+    With a vocabulary of 0 it is the layers only, from hidden states to a number that weighs each of their outputs.
     """
 
     layers: int
@@ -63,6 +65,11 @@ class Shape:
 # ------------------------------------------------------------------------------------------- one process
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention: (B, heads, T, dim) from three of these."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
     """(B, T, D) -> (B, T, D); qkv's rows are (heads three dim)."""
 
@@ -70,10 +77,11 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = width // heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b t (heads three dim) -> three b heads t dim", three=3, dim=self.head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attend(q, k, v)
         return self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
 
 
@@ -179,6 +187,28 @@ class Alone:
         return gradient
 
 
+def held(contender: Alone) -> int:
+    """Bytes of the storages that autograd holds between forward and backward, weights apart."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = _local(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with contender.surroundings(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = contender.forward()
+    for parameter in contender.model.parameters():
+        storages.pop(_local(parameter).untyped_storage().data_ptr(), None)
+    del out
+    return sum(storages.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 class Shared(Alone):
     """Contender that runs the work with a part of it on every rank."""
 
@@ -196,9 +226,12 @@ class Triax(Shared):
         self.grid, self.sequence_parallel = grid, sequence_parallel
         super().__init__(shape)
 
+    def specs(self) -> list[triax.LayerSpec]:
+        """The specs of the whole GPT."""
+        return gpt_layers(self.shape.config, sequence_parallel=self.sequence_parallel)
+
     def build(self) -> nn.Module:
-        config = self.shape.config
-        specs = gpt_layers(config, sequence_parallel=self.sequence_parallel)
+        specs = self.specs()
         if not self.shape.vocabulary:
             specs = specs[2:-2]
         model = nn.Sequential(*(spec.build(self.grid) for spec in specs))

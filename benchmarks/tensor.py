@@ -27,10 +27,8 @@ import torch.distributed as dist
 from measuring import compare, in_turn, timed_and_carried
 from rich.console import Console
 from rich.table import Table
-from sharers import ALONE, Alone, Shape, Triax
+from sharers import ALONE, Alone, Shape, Triax, held
 from sharing_peers import sharers
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 import triax
 from triax.launcher.launch import launch
@@ -118,28 +116,6 @@ def measure(name: str, options: argparse.Namespace, path: str) -> None:
             row.counted = sum(sent.bytes for sent in grid.traffic.report()["tensor"].values())
     if grid.rank == 0:
         Path(path).write_text(json.dumps([vars(row) for row, _ in running]))
-
-
-def held(contender: Alone) -> int:
-    """Bytes of the storages that autograd holds between forward and backward, weights apart."""
-    storages: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = _local(tensor).untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with contender.surroundings(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = contender.forward()
-    for parameter in contender.model.parameters():
-        storages.pop(_local(parameter).untyped_storage().data_ptr(), None)
-    del out
-    return sum(storages.values())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 # ------------------------------------------------------------------------------------- in this process

@@ -88,6 +88,42 @@ def test_tensor_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
+def test_context_compares_and_counts(capsys: Any, monkeypatch: Any) -> None:
+    args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
+    # Gradients were those of one process, or it would have failed.
+    (rows,) = json.loads(run("context.py", *args))["results"].values()
+    found = {row["name"]: row for row in rows}
+    assert all(bool(row["problem"]) != (len(row["times"]) == len(row["sent"]) == 2) for row in rows)
+    ran = {name for name, row in found.items() if row["times"]}
+    triax = {"triax, ring", "triax, ulysses", "triax, gather"}
+    assert ran >= triax | {"one process", "keys gathered, by hand", "Ulysses, by hand", "torch's ring, called directly"}
+    # 2 sequences, 4 heads, 32 tokens: each rank computes half of the scores under the diagonal.
+    assert all(found[name]["scores"] == [2 * 4 * 32 * 33 // 4] * 2 for name in triax)
+    alone = found["one process"]
+    assert alone["scores"] == [2 * 4 * 32 * 33 // 2, 0] and all(
+        found[name]["peak"][0] >= found[name]["held"][0] > 0 for name in ran
+    )
+    assert found["triax, ring"]["held"][0] < 0.6 * alone["held"][0]
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from rounds import Row, show
+
+    show([Row(**row) for row in rows], "smoke")
+    table = capsys.readouterr().out
+    assert all(name in table for name in found)
+
+
+@pytest.mark.exhaustive
+def test_moe_compares_and_counts() -> None:
+    args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
+    # Gradients were those of one process, or it would have failed.
+    (rows,) = json.loads(run("moe.py", *args))["results"].values()
+    assert [row["name"] for row in rows] == ["one process", "triax", "all-to-all by hand", "DeepSpeed"]
+    assert all(bool(row["problem"]) != (len(row["times"]) == len(row["sent"]) == 2) for row in rows)
+    assert all(min(row["held"]) > 0 for row in rows[:3])
+
+
+@pytest.mark.exhaustive
 def test_local_updates_counts_who_steps() -> None:
     args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
     alone, beside = json.loads(run("local_updates.py", *args))["rows"]
