@@ -586,6 +586,7 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         ("finetune.py", ["2", "2", "2"]),
         ("finetune.py", []),
         ("trainer.py", ["1", "2", "1"]),
+        ("experts.py", ["1", "1", "2", "2"]),
         ("stages.py", ["2", "2"]),
         ("mistral.py", []),
         ("shard.py", ["1", "2", "2"]),
@@ -599,4 +600,6 @@ def test_the_docs_programs_run(ranks: Any, tmp_path: Path, name: str, sizes: lis
 
 
 def test_the_docs_programs_are_all_run() -> None:
-    assert list(programs()) == ["trainer.py", "finetune.py", "stages.py", "mistral.py", "shard.py", "plan.py"]
+    assert list(programs()) == [
+        *("trainer.py", "finetune.py", "experts.py", "stages.py", "mistral.py", "shard.py", "plan.py"),
+    ]

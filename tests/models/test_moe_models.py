@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +25,13 @@ from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
 from triax.models.huggingface.config import from_hf, to_hf
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
+from triax.models.huggingface.names import FAMILIES
 from triax.models.huggingface.save import save_hf
 from triax.models.layers import NextTokenLoss
 from triax.models.mixtral import mixtral_layers
 from triax.tensor_parallel import gather_logits
+
+from paths import DOCS
 
 ROWS, LENGTH, VOCABULARY = 4, 14, 61
 _COMMON: dict[str, Any] = {
@@ -422,3 +426,9 @@ def test_published_numbers_of_parameters() -> None:
 def test_fields_of_checkpoints(config: Any) -> None:
     saved = json.loads(json.dumps(asdict(config)))
     assert config_from_fields(type(config).__name__, saved) == config
+
+
+def test_every_family_has_an_entry_point() -> None:
+    """`triax generate` finds a family by its name."""
+    declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["entry-points"]["triax.models"]
+    assert declared.keys() == FAMILIES.keys()
