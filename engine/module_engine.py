@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import Config
+from ..context.part_loss import share_of_mean
 from ..grid import Grid
 from ..grid.agreement import number
 from ..grid.errors import AgreedError, ConfigError
@@ -134,11 +135,17 @@ class ModuleEngine(Engine):
                     self._begin_step()
             return y
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run the backward pass of one microbatch.
+    def backward(
+        self,
+        loss: Tensor | tuple[Tensor, Tensor | float],
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Tensor:
+        """Run the backward pass of one microbatch. Collective over the context axis.
 
         Args:
-            loss: 0-dim.
+            loss: 0-dim; or a pair (sum of losses, number of labels), which is divided here. With a context axis it must
+                be a pair, of this rank's part of the sequences: the number is then summed over the axis.
             retain_graph: as in ``torch.Tensor.backward``.
             scale_wrt_gas: divide the gradient by gradient_accumulation_steps.
 
@@ -146,12 +153,13 @@ class ModuleEngine(Engine):
             The loss, divided by gradient_accumulation_steps if ``scale_wrt_gas``, detached.
 
         Raises:
-            RuntimeError: if there is no optimizer, if the loss is not a number or has no graph, or if this is a second
-                backward pass of a step's last microbatch.
+            RuntimeError: if there is no optimizer, if the loss is not a number or has no graph, if it is the mean over
+                a part of a sequence, or if this is a second backward pass of a step's last microbatch.
         """
         with self.all_or_none("backward"):
             if self.optimizer is None:
                 raise AgreedError(NO_OPTIMIZER)
+            loss = share_of_mean(loss, self.grid.context, "engine.backward(loss)")
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise AgreedError(
                     "backward takes a loss, which is a tensor of one element that depends on parameters, not "
@@ -202,6 +210,8 @@ class ModuleEngine(Engine):
                 )
             unseen = self._eval_outputs_opaque and not self._outputs_entered and self.loss_scaler is not None
             backwards_on_loss = self.backward_passes.count - self.backward_passes.seen - self._engine_backwards
+            if backwards_on_loss > 0:
+                share_of_mean(torch.zeros(()), self.grid.context, "loss.backward()")
             if (self._outputs_opaque or unseen) and not self._scaled_by_user and backwards_on_loss > 0:
                 raise AgreedError(
                     "loss.backward() did not multiply the gradients by fp16's loss scale, because the module returned "

@@ -197,8 +197,7 @@ class PipelineEngine(Engine):
     def _leave_out_unreached(self, grid: Grid, reached: Mapping[int, bool]) -> None:
         """Leave out of the step the stages before one whose inputs got no gradient (it has a ``detach``). Collective.
 
-        Their backward passes ran with gradients of zero. A single process would give them none, and optimizers treat
-        the two differently: with a gradient of zero weights decay and momenta move.
+        Their gradients are zero. On a single process they would have none, and their weights would not decay.
         """
         flags = torch.zeros(len(self.module.placement), device=grid.device)
         for stage, flag in reached.items():

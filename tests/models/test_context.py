@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import triax
+from triax.context import attention, shard
 from triax.grid.comm.axis import Axis
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.huggingface.pipeline_layers import CausalLMLoss
 from triax.models.llama import LlamaConfig, llama_layers
+
+from pool import RankFailure
 
 VOCABULARY, ROWS = 37, 4
 GPT = GPTConfig(VOCABULARY, 24, 16, 2, 4, dropout=0.1, tie_word_embeddings=True)
@@ -162,3 +165,65 @@ def test_every_grid_kind_and_job(ranks: Any, ranks_wanted: int) -> None:
         recompute = ("", "full", "selective")[i % 3 if i % 2 else 0]
         cells.append((job, Place(grid, kind, grid[3] > 1 and i % 2 > 0, schedule, 1, i % 4, recompute)))
     check(ranks, [cell for cell in cells if cell[1].ranks == ranks_wanted])
+
+
+class Plain(torch.nn.Module):
+    """A module of the user's own: one attention over the context axis, and a loss per token."""
+
+    def __init__(self, grid: triax.Grid) -> None:
+        super().__init__()
+        self.grid = grid
+        torch.manual_seed(5)
+        self.embed, self.mix = torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, 24)
+        self.head = torch.nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        axis = self.grid.context
+        x = self.embed(shard(ids, axis))
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.mix(x).chunk(3, dim=-1))
+        x = x + attention(q, k, v, grid=self.grid).transpose(1, 2).flatten(2)
+        mine = shard(labels, axis, fill=-100)
+        total = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), mine.flatten(), reduction="sum")
+        return total, (mine != -100).sum()
+
+
+def plain_module(context: int, data: int, stage: int, wrong: str = "") -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        grid = triax.Grid(data=data, context=context)
+        settings = {
+            "train_batch_size": ROWS,
+            "gradient_accumulation_steps": ROWS // data,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = triax.initialize(model=Plain(grid), grid=grid, config=settings)
+        ids, labels = batch(Job(length=16), 0)
+        for i in range(grid.data.rank * ROWS // data, (grid.data.rank + 1) * ROWS // data):
+            total, count = engine(ids[i : i + 1], labels[i : i + 1])
+            if wrong == "mean":
+                engine.backward(total / count)
+            elif wrong == "plain":
+                (total / count).backward()
+            else:
+                engine.backward((total, count))
+            engine.step()
+        return {**engine.gather("gradients"), "norm": torch.tensor(engine.get_global_grad_norm())}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_module_of_the_users_own(ranks: Any) -> None:
+    alone = plain_module(1, 1, 0)
+    for context, data, stage in ((2, 1, 3), (2, 2, 1)):
+        found = ranks(context * data, plain_module, context, data, stage)[0]
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{name} {context} {data}")
+
+
+@pytest.mark.parametrize("wrong", ["mean", "plain"])
+def test_the_mean_over_a_part_is_refused(ranks: Any, wrong: str) -> None:
+    with pytest.raises(
+        RankFailure, match=r"context=2.*call engine.backward\(\(sum of the losses, number of labels\)\)"
+    ):
+        ranks(2, plain_module, 2, 1, 0, wrong)

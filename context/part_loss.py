@@ -1,0 +1,35 @@
+"""Loss of this rank's part of the sequences, as its share of the mean over whole sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..grid.comm.axis import Axis
+from ..grid.errors import AgreedError
+
+
+def share_of_mean(loss: Tensor | tuple[Tensor, Tensor | float], axis: Axis, call: str) -> Tensor:
+    """Return this rank's share of the mean loss; the shares of all ranks of the context axis add up to it. Collective.
+
+    Args:
+        loss: pair (sum of the losses, number of labels) of this rank's tokens. On an axis of size 1 it may be the mean.
+        axis: the context axis.
+        call: the call that the user made, for the error message.
+
+    Raises:
+        AgreedError: the loss is the mean over a part, or no label counts.
+    """
+    if isinstance(loss, tuple):
+        total, count = loss
+        counts = torch.as_tensor(float(count), dtype=torch.float64, device=total.device).view(1)
+        axis.all_reduce(counts)
+        if not counts > 0:
+            raise AgreedError("no label of this microbatch counts: give microbatches with at least one label")
+        return total / counts[0].to(total.dtype)
+    if axis.size > 1:
+        raise AgreedError(
+            f"the grid has context={axis.size}, so each rank has the loss of its part of the sequences, and {call} "
+            "would weigh the parts alike: call engine.backward((sum of the losses, number of labels))"
+        )
+    return loss
