@@ -24,7 +24,7 @@ from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
 from .optimizer import RangeStepper
 from .options import ZeroOptions
-from .parameters import ParameterGatherer
+from .parameters import ParameterGatherer, gather_axes
 from .protocols import MakeOptimizer
 
 _ATTRIBUTE = "triax_data_axis"
@@ -94,6 +94,8 @@ class ZeroDataAxis:
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
         self.stepper.connect(self.exchange, grid)
         self.gatherer: ParameterGatherer | None = None
+        if options.stage == 3:
+            gather_axes(grid)  # on every rank, also where the stages have no weights to gather
         if partitioned := [bucket for bucket in self.buckets if bucket.partitioned]:
             backward_done = reducer.layer_backward_done  # tells which gradients will not come
             self.gatherer = ParameterGatherer(partitioned, grid, order, options, keep, backward_done)

@@ -17,6 +17,19 @@ from .options import ZeroOptions
 from .protocols import AllGather, GatherRoute
 
 
+def gather_axes(grid: Grid) -> dict[str, Axis]:
+    """Make the axes over which weights are gathered: name of the replicas' axis -> axis with a communicator of its own.
+
+    Collective over the grid: a rank makes the groups of experts, too, if its stages have none.
+    """
+    axes: dict[str, Axis] = {}
+    for replicas in (grid.data_context, grid.expert_data):
+        made = grid.subgroup(replicas.name, range(replicas.size), purpose=" gather")
+        assert made is not None  # every rank is a member
+        axes[replicas.name] = made
+    return axes
+
+
 class ParameterGatherer:
     """Gathers the weights of a layer before it runs, forward or backward, and releases them after.
 
@@ -46,12 +59,7 @@ class ParameterGatherer:
         keep: bool,
         backward_done: Callable[[int, int], None],
     ) -> None:
-        self._axes: dict[str, Axis] = {}
-        for bucket in buckets:
-            if bucket.axis.name not in self._axes:
-                made = grid.subgroup(bucket.axis.name, range(bucket.axis.size), purpose=" gather")
-                assert made is not None  # every rank is a member
-                self._axes[bucket.axis.name] = made
+        self._axes = gather_axes(grid)
         self._keep, self._options = keep, options
         self._backward_done = backward_done
         self._buckets = list(buckets)

@@ -218,3 +218,40 @@ def test_a_mean_over_a_part_is_refused(ranks: Any) -> None:
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         triax.Grid(**sizes)
+
+
+def groups_are_made_alike() -> list[float]:
+    grid = triax.Grid(pipe=2, data=2, timeout=20)
+    losses = []
+    tied = triax.TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH)
+    for layers in ([LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh], [tied, tied]):
+        model = triax.PipelineModule(layers, grid=grid, loss_fn=mean_loss, seed=3)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": zero}
+        engine, *_ = triax.initialize(model=model, config=config)
+        losses.append(float(engine.train_batch(iter([(torch.ones(1, WIDTH),) * 2]))))
+    return losses
+
+
+def test_a_stage_without_weights_makes_the_groups_that_others_gather_in(ranks: Any) -> None:
+    losses = ranks(4, groups_are_made_alike, timeout=60)
+    assert losses[1:] == losses[:-1]
+
+
+def built_experts() -> tuple[int, Tensor, Tensor]:
+    grid = triax.Grid(data=2, context=2, expert=2)
+    torch.manual_seed(grid.rank)
+    module = Experts(grid=grid)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(module.weight.shape))
+    before = module.weight.detach().clone()
+    triax.PipelineModule([module, nn.Linear(WIDTH, WIDTH)], grid=grid, loss_fn=mean_loss)
+    return grid.expert.rank, before, module.weight.detach().clone()
+
+
+def test_built_experts_take_the_first_replicas_weights(ranks: Any) -> None:
+    found = ranks(4, built_experts)
+    first = {}
+    for expert, before, after in found:
+        assert torch.equal(after, first.setdefault(expert, before))
+    assert len(first) == 2 and not torch.equal(*first.values())
