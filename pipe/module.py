@@ -369,11 +369,14 @@ class PipelineModule(nn.Module):
         for source, entry in enumerate(self._list):
             if isinstance(entry, nn.Module) and self._sources[source] == source:
                 for tensor in [*entry.parameters(), *entry.buffers()]:
-                    # Shards differ between tensor ranks: take a shard from a rank of the same tensor coordinate.
-                    sharded = layout_of(tensor).sharded
-                    axis = self.grid.joint("pipe", "data") if sharded else self.grid.world
-                    data = tensor.detach().to(self.grid.device).contiguous()
-                    axis.broadcast(data)
+                    layout, grid, axes = layout_of(tensor), self.grid, [self.grid.world]
+                    if layout.sharded or layout.expert_dim is not None:
+                        # Shards are taken from a rank that holds the same one, along one axis after the other.
+                        axes = [grid.pipe, grid.axis(layout.replicas), *([] if layout.sharded else [grid.tensor])]
+                    data = tensor.detach().to(grid.device).contiguous()
+                    for axis in axes:
+                        if axis.size > 1:
+                            axis.broadcast(data)
                     tensor.data.copy_(data)
 
     def _build(self) -> None:
