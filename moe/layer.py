@@ -136,6 +136,7 @@ class MoE(AuxiliaryLayer):
             groups_limit=groups_limit,
             partial=partial,
             biased="bias" in self.balance,
+            replicas=None if partial else grid.tensor,
             **weights,
         )
         place: dict[str, Any] = {

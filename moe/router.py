@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
 from ..grid.random import Normal, Uniform, sharded_parameter
 
@@ -58,6 +59,9 @@ class Router(nn.Module):
             highest score (``softmax``, DeepSeek-V2) or the sum of its two highest scores (``sigmoid``, DeepSeek-V3).
         partial: each tensor-parallel rank has other tokens, so that the gradients are summed over the tensor axis.
         biased: have a bias for the selection. True for ``sigmoid`` and for ``balance="bias"``.
+        replicas: axis of ranks that route the same tokens; all take the choice of its first rank. Their weights may
+            differ in the last bit, because their gradients were summed in another order, and so may nearly equal
+            scores.
         init: distribution of the weight; by default ``nn.Linear``'s.
         device, dtype: of the weight.
 
@@ -84,6 +88,7 @@ class Router(nn.Module):
         groups_limit: int | None = None,
         partial: bool = False,
         biased: bool = False,
+        replicas: Axis | None = None,
         init: Normal | Uniform | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -104,6 +109,7 @@ class Router(nn.Module):
                 f"experts: give groups_limit {-(-top_k * groups // experts)} to {groups}"
             )
         self.experts, self.top_k, self.kind = experts, top_k, kind
+        self._replicas = replicas if replicas is not None and replicas.size > 1 else None
         self.normalize, self.scale = normalize, scale
         self.groups, self.groups_limit = groups, limit
         layout = Layout((experts, hidden), partial=partial)
@@ -128,6 +134,8 @@ class Router(nn.Module):
                 scores = logits.sigmoid()
                 shares = scores / (scores.sum(-1, keepdim=True) + _TINY)
             chosen = self._choose(scores.detach())  # (B, T, k)
+            if self._replicas is not None:
+                self._replicas.broadcast(chosen := chosen.contiguous())
             weights = scores.gather(-1, chosen)
             if self.normalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + (_TINY if self.kind == "sigmoid" else 0.0))

@@ -328,3 +328,20 @@ def test_ties_go_to_the_lowest_expert_and_an_expert_without_tokens_has_a_gradien
         assert torch.equal(got, chosen)
         for name in ("routed.gate_up", "routed.down"):  # each rank has the same tokens here
             assert_close(gradients[name], 2 * wanted[name], name)
+
+
+def routed_alike() -> tuple[Tensor, Tensor]:
+    grid = Grid(tensor=2)
+    torch.manual_seed(0)
+    layer = MoE(8, 4, 1, grid=grid, width=4, shard_tensor=True, dtype=torch.float64)
+    with torch.no_grad():
+        layer.router.weight[1:3] = layer.router.weight[0]  # three experts with equal scores,
+        layer.router.weight[1] *= 1 + grid.tensor.rank * 1e-15  # but for the last bit on the second rank
+    y = layer(torch.randn(1, 64, 8, dtype=torch.float64))
+    return y.detach(), layer.router(torch.randn(1, 64, 8, dtype=torch.float64)).experts
+
+
+def test_tensor_parallel_ranks_choose_the_same_experts(ranks: Any) -> None:
+    (y, experts), (other, its) = ranks(2, routed_alike)
+    assert torch.equal(experts, its)
+    torch.testing.assert_close(y, other, rtol=1e-12, atol=1e-12)
