@@ -109,11 +109,12 @@ def check(ranks: Any, cells: Sequence[Cell], cells_checked: list[Any], at_once: 
 
 
 def test_one_process_is_plain_pytorch() -> None:
-    check_plain([Job(), Job(True, "batch", True, True, True)])
+    check_plain([Job(True, "batch", True, True, True)])
 
 
 @EXHAUSTIVE
 def test_one_process_is_plain_pytorch_in_every_job() -> None:
+    assert len(JOBS) == 48
     check_plain(JOBS)
 
 
