@@ -24,6 +24,7 @@ from triax.models.config import DeepseekConfig, MixtralConfig, YarnScaling, conf
 from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
 from triax.models.huggingface.config import from_hf, to_hf
+from triax.models.huggingface.export import export
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
 from triax.models.huggingface.names import FAMILIES
 from triax.models.huggingface.save import save_hf
@@ -432,3 +433,25 @@ def test_every_family_has_an_entry_point() -> None:
     """`triax generate` finds a family by its name."""
     declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["entry-points"]["triax.models"]
     assert declared.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["mixtral", "deepseek"])
+def test_a_checkpoint_is_exported(tmp_path: Path, config: Any) -> None:
+    """Weights and biases under transformers' names; the loads of the step before are left out."""
+    import transformers
+
+    layers = LAYERS[type(config)](config, balance="batch")
+    model = triax.PipelineModule(layers, grid=Grid()).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()))
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
+    about = {"class": type(config).__name__, "fields": json.loads(json.dumps(asdict(config)))}
+    export(about, shapes, lambda name: held[name].detach(), tmp_path)
+    reading: Any = transformers.AutoModelForCausalLM
+    theirs, info = reading.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    ids, _ = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=ids).logits, model(ids), rtol=0, atol=1e-5)
