@@ -224,7 +224,8 @@ def groups_are_made_alike() -> list[float]:
     grid = triax.Grid(pipe=2, data=2, timeout=20)
     losses = []
     tied = triax.TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH)
-    for layers in ([LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh], [tied, tied]):
+    lists: list[list[Any]] = [[LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh], [tied, tied]]
+    for layers in lists:
         model = triax.PipelineModule(layers, grid=grid, loss_fn=mean_loss, seed=3)
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
         config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": zero}
@@ -251,7 +252,7 @@ def built_experts() -> tuple[int, Tensor, Tensor]:
 
 def test_built_experts_take_the_first_replicas_weights(ranks: Any) -> None:
     found = ranks(4, built_experts)
-    first = {}
+    first: dict[int, Tensor] = {}
     for expert, before, after in found:
         assert torch.equal(after, first.setdefault(expert, before))
     assert len(first) == 2 and not torch.equal(*first.values())
