@@ -274,10 +274,11 @@ def law(case: Case) -> tuple[str, float]:
     scheduled = "scheduler" in config
     if "local_updates" in config:
         return "replicas", 1e-10 if precision == "fp64" else 0.05
-    if zero.get("zero_quantized_gradients") or zero.get("zero_quantized_weights"):
-        return "alone" if dropped or scheduled or precision in HALF else "plain", 0.5
     exact = kind == "topk" and compression.get("ratio") == 1.0
-    if kind in ("topk", "powersgd") and not exact and not compression.get("start_step"):
+    lossy = kind in ("topk", "powersgd") and not exact and not compression.get("start_step")
+    if (zero.get("zero_quantized_gradients") or zero.get("zero_quantized_weights")) and not lossy:
+        return "alone" if dropped or scheduled or precision in HALF else "plain", 0.5
+    if lossy:
         return "replicas", 1e-8 if precision == "fp64" else 0.05
     if precision in (*HALF, "autocast"):
         return "alone", 0.05
