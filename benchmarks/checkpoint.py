@@ -108,7 +108,7 @@ def main_job(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
     def one() -> None:
         trained.train_batch(train_gpt.microbatches(job, grid, rows))
 
-    return grid, trained, train_gpt.gpt_config(job).parameter_count, one
+    return grid, trained, train_gpt.model_config(job).parameter_count, one
 
 
 def behind(options: Any, folder: str) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from corpus import batch, find, load, windows
-from train_gpt import Options, build, engine_config, gpt_config, microbatches
+from train_gpt import Options, build, engine_config, microbatches, model_config
 
 from triax.engine import read_config
 from triax.grid.errors import ConfigError
@@ -215,7 +215,7 @@ def train(options: Options, name: str, config: dict[str, Any], file: Path, setti
             "bytes": sum(sent) / len(sent),
             "late": sum(late) / len(late),
             "seconds": time.monotonic() - start,
-            "parameters": gpt_config(options).parameter_count,
+            "parameters": model_config(options).parameter_count,
         }
         keep(file, settings, name, result)
     grid.close()
