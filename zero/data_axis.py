@@ -94,11 +94,14 @@ class ZeroDataAxis:
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
         self.stepper.connect(self.exchange, grid)
         self.gatherer: ParameterGatherer | None = None
-        if options.stage == 3:
-            gather_axes(grid)  # on every rank, also where the stages have no weights to gather
-        if partitioned := [bucket for bucket in self.buckets if bucket.partitioned]:
+        partitioned = [bucket for bucket in self.buckets if bucket.partitioned]
+        if partitioned:
             backward_done = reducer.layer_backward_done  # tells which gradients will not come
             self.gatherer = ParameterGatherer(partitioned, grid, order, options, keep, backward_done)
+        elif options.stage == 3:  # every rank makes the groups of the gathers
+            axes = gather_axes(grid)
+            if options.zeropp is not None:
+                options.zeropp.gather_routes([], axes[grid.data_context.name], grid)
         if options.zeropp is not None:
             plain = options.exchange is None and options.communication_dtype is None
             options.zeropp.replace_reductions(self.buckets, grid, plain)

@@ -220,22 +220,23 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], text: str) -> 
         triax.Grid(**sizes)
 
 
-def groups_are_made_alike() -> list[float]:
+def groups_are_made_alike(options: dict[str, Any]) -> list[float]:
     grid = triax.Grid(pipe=2, data=2, timeout=20)
     losses = []
     tied = triax.TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH)
     lists: list[list[Any]] = [[LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh], [tied, tied]]
     for layers in lists:
         model = triax.PipelineModule(layers, grid=grid, loss_fn=mean_loss, seed=3)
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **options}
         config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": zero}
         engine, *_ = triax.initialize(model=model, config=config)
         losses.append(float(engine.train_batch(iter([(torch.ones(1, WIDTH),) * 2]))))
     return losses
 
 
-def test_a_stage_without_weights_makes_the_groups_that_others_gather_in(ranks: Any) -> None:
-    losses = ranks(4, groups_are_made_alike, timeout=60)
+@pytest.mark.parametrize("options", [{}, {"zero_hpz_partition_size": 2}])
+def test_a_stage_without_weights_makes_the_groups_that_others_gather_in(ranks: Any, options: dict[str, Any]) -> None:
+    losses = ranks(4, groups_are_made_alike, options, timeout=60)
     assert losses[1:] == losses[:-1]
 
 
