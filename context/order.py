@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -117,7 +116,7 @@ def unshard(parts: Sequence[Tensor], length: int, dim: int = 1) -> Tensor:
     return whole.narrow(dim, 0, length)
 
 
-def reshard(x: Tensor, size: int, local: int, dim: int = 1) -> Tensor:
+def reshard(x: Tensor, size: int, local: int, dim: int = 1, out: Tensor | None = None) -> Tensor:
     """Return the parts of all ranks, (c, ..., T_local, ...), from the whole sequence, padded with zeros.
 
     Args:
@@ -125,11 +124,19 @@ def reshard(x: Tensor, size: int, local: int, dim: int = 1) -> Tensor:
         size: c, the size of the context axis.
         local: the number of tokens that each rank holds, padding included.
         dim: the dim of the tokens.
+        out: the result, if given.
     """
     dim %= x.dim()
-    padded = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size * local - x.shape[dim]])
-    chunks = padded.chunk(2 * size, dim)
-    return torch.stack([torch.cat([chunks[first] for first in _chunks(size, rank)], dim) for rank in range(size)])
+    length = x.shape[dim]
+    if out is None:
+        out = x.new_empty(size, *x.shape[:dim], local, *x.shape[dim + 1 :])
+    for rank, part in enumerate(out):
+        at = 0
+        for start, stop in runs(length, local, size, rank):
+            part.narrow(dim, at, stop - start).copy_(x.narrow(dim, start, stop - start))
+            at += stop - start
+        part.narrow(dim, at, local - at).zero_()
+    return out
 
 
 def gather(x: Tensor, axis: Axis, length: int, dim: int = 1, partial: bool = False) -> Tensor:

@@ -86,19 +86,30 @@ class _ToSequence(torch.autograd.Function):
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, length: int) -> tuple[Tensor, ...]:
     # To each rank its heads of this rank's tokens, (c, B, heads / c, T_local, dim).
     parts = [x.unflatten(1, (axis.size, -1)).movedim(1, 0) for x in tensors]
-    return tuple(unshard(list(x), length, dim=2) for x in _exchange(parts, axis))
+    outgoing, places = _message(tensors[0], [x.shape for x in parts])
+    for place, x in zip(places, parts, strict=True):
+        place.copy_(x)
+    return tuple(unshard(list(x), length, dim=2) for x in _exchange(outgoing, places, axis))
 
 
 def _to_sequence(tensors: Sequence[Tensor], axis: Axis, local: int) -> tuple[Tensor, ...]:
     # To each rank its tokens of this rank's heads, (c, B, heads / c, T_local, dim).
-    parts = [reshard(x, axis.size, local, dim=2) for x in tensors]
-    return tuple(x.movedim(0, 1).flatten(1, 2) for x in _exchange(parts, axis))
+    shapes = [(axis.size, *x.shape[:2], local, x.shape[3]) for x in tensors]
+    outgoing, places = _message(tensors[0], shapes)
+    for place, x in zip(places, tensors, strict=True):
+        reshard(x, axis.size, local, dim=2, out=place)
+    return tuple(x.movedim(0, 1).flatten(1, 2) for x in _exchange(outgoing, places, axis))
 
 
-def _exchange(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """All-to-all of several tensors (c, ...), in one message to each rank."""
-    outgoing = torch.cat([x.flatten(1) for x in parts], 1)
-    incoming = torch.empty_like(outgoing)
+def _message(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+    """Return a tensor (c, n) for several tensors in one message to each rank, and their places in it, (c, ...) each."""
+    sizes = [math.prod(shape[1:]) for shape in shapes]
+    flat = like.new_empty(shapes[0][0], sum(sizes))
+    return flat, [part.view(shape) for part, shape in zip(flat.split(sizes, 1), shapes, strict=True)]
+
+
+def _exchange(outgoing: Tensor, places: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """All-to-all of a message; return the tensors that arrive."""
+    incoming, arrived = _message(outgoing, [place.shape for place in places])
     axis.all_to_all(incoming, outgoing)
-    sizes = [x[0].numel() for x in parts]
-    return [y.view(x.shape) for x, y in zip(parts, incoming.split(sizes, 1), strict=True)]
+    return arrived
