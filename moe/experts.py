@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.random import Normal, Uniform, sharded_parameter
-from .grouped import Groups, grouped_linear
+from .grouped import Groups, grouped_mlp
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,14 @@ class Activation:
         name: name in configurations.
         function: f.
         gated: have a gate.
+        derivative: derivative of f: ``derivative(gradient, x, into)`` writes ``gradient * f'(x)`` to ``into``. With it
+            the experts hold nothing but the output of their first product for the backward pass.
     """
 
     name: str
     function: Callable[[Tensor], Tensor]
     gated: bool = False
+    derivative: Callable[[Tensor, Tensor, Tensor], object] | None = None
 
     def __call__(self, y: Tensor) -> Tensor:
         """Apply f to the first product's output: (..., W) from (..., W), or from (..., 2 W) if gated."""
@@ -41,11 +44,36 @@ class Activation:
         gate, up = y.chunk(2, dim=-1)
         return self.function(gate) * up
 
+    def backward(self, gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output for y again, and the gradient of y. Needs ``derivative``; overwrites ``gradient``."""
+        assert self.derivative is not None
+        dy = torch.empty_like(y)
+        if not self.gated:
+            self.derivative(gradient, y, dy)
+            return self.function(y), dy
+        (gate, up), (dgate, dup) = y.chunk(2, dim=-1), dy.chunk(2, dim=-1)
+        value = self.function(gate)
+        torch.mul(gradient, value, out=dup)
+        self.derivative(gradient.mul_(up), gate, dgate)
+        return value * up, dy
 
-SwiGLU = Activation("swiglu", F.silu, gated=True)
-GEGLU = Activation("geglu", F.gelu, gated=True)
-GELU = Activation("gelu", F.gelu)
-ReLU = Activation("relu", F.relu)
+
+def _silu_derivative(gradient: Tensor, x: Tensor, into: Tensor) -> None:
+    torch.ops.aten.silu_backward(gradient, x, grad_input=into)
+
+
+def _gelu_derivative(gradient: Tensor, x: Tensor, into: Tensor) -> None:
+    torch.ops.aten.gelu_backward(gradient, x, grad_input=into)
+
+
+def _relu_derivative(gradient: Tensor, x: Tensor, into: Tensor) -> None:
+    torch.ops.aten.threshold_backward(gradient, x, 0, grad_input=into)
+
+
+SwiGLU = Activation("swiglu", F.silu, True, _silu_derivative)
+GEGLU = Activation("geglu", F.gelu, True, _gelu_derivative)
+GELU = Activation("gelu", F.gelu, False, _gelu_derivative)
+ReLU = Activation("relu", F.relu, False, _relu_derivative)
 ACTIVATIONS = {kind.name: kind for kind in (SwiGLU, GEGLU, GELU, ReLU)}
 
 
@@ -91,7 +119,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         """Compute the outputs of this rank's experts: (N, D) from (N, D), rows sorted by expert."""
         weight: Tensor = getattr(self, _first(self.activation))
-        return grouped_linear(self.activation(grouped_linear(x, weight, groups)), self.down, groups)
+        return grouped_mlp(x, weight, self.down, groups, self.activation)
 
 
 class SharedExperts(nn.Module):

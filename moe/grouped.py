@@ -1,13 +1,15 @@
-"""Grouped product: the rows of each expert times the expert's matrix, in one function.
+"""Grouped product: the rows of each expert times the expert's matrix, in one function; and two products as an MLP.
 
-Rows lie one expert after the other. The function is one node of the autograd graph, so an expert without a row takes
-part like the others, and its gradient is zero. The split backward of zero-bubble schedules intercepts it, as it
+Rows lie one expert after the other. Each function is one node of the autograd graph, so an expert without a row takes
+part like the others, and its gradient is zero. The split backward of zero-bubble schedules intercepts them, as it
 intercepts ``F.linear``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +45,37 @@ class Groups:
     def ends(self) -> Tensor:
         """End of each expert's rows, (E,) int32 on the device, as torch's grouped product takes it."""
         return self.counts.cumsum(0).to(torch.int32)
+
+    def pieces(self, whole: bool) -> list[tuple[slice, slice, Groups]]:
+        """Return ranges of rows, with their experts, that are computed one after the other: one for each expert.
+
+        Args:
+            whole: return one range, with all rows and experts.
+        """
+        if whole:
+            return [(slice(None), slice(None), self)]
+        ends = list(accumulate(self.lengths))
+        return [
+            (slice(end - n, end), slice(e, e + 1), Groups(self.counts[e : e + 1], [n]))
+            for e, (n, end) in enumerate(zip(self.lengths, ends, strict=True))
+        ]
+
+
+class Kind(Protocol):
+    """Protocol: what lies between the two products of an MLP. ``experts.Activation`` is one.
+
+    Attributes:
+        derivative: None if there is no ``backward``.
+    """
+
+    @property
+    def derivative(self) -> object: ...
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """Compute the second product's input from the first product's output."""
+
+    def backward(self, gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same again, and the gradient of y. It may overwrite ``gradient``."""
 
 
 class WeightQueue(Protocol):
@@ -130,6 +163,124 @@ class _GroupedProduct(torch.autograd.Function):
         return dx, _outer(dy, x, groups), None, None, None
 
 
+class _GroupedMLP:
+    __name__ = "grouped_mlp"
+
+    def __call__(self, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind) -> Tensor:
+        """Compute each expert's MLP: ``kind(x_e first_e^T) last_e^T``. Intercepted as ``grouped_linear`` is.
+
+        One expert is computed after the other, so that what lies between the products stays in the cache of a CPU. For
+        the backward pass only x and the outputs of the first product are held.
+
+        Args:
+            x: (N, K), the rows of expert 0, then those of expert 1, and so on.
+            first: (E, M, K).
+            last: (E, K', M') for a ``kind`` that makes (N, M') from (N, M).
+            groups: the numbers of rows of each expert, with sum N.
+            kind: the activation.
+
+        Returns:
+            (N, K').
+        """
+        if has_torch_function((x, first, last)):
+            y: Tensor = handle_torch_function(self, (x, first, last), x, first, last, groups, kind)
+            return y
+        if kind.derivative is None:
+            return grouped_linear(kind(grouped_linear(x, first, groups)), last, groups)
+        return self._mlp(x, first, last, groups, kind, None)
+
+    def deferred(
+        self, later: WeightQueue, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind
+    ) -> Tensor | None:
+        """Compute the MLP as ``__call__`` does, but queue the weight gradients in ``later``.
+
+        Returns None, without a computation, if one of them may not be deferred.
+        """
+        if kind.derivative is None:
+            y = grouped_linear.deferred(later, x, first, groups)
+            return y if y is None else grouped_linear.deferred(later, kind(y), last, groups)
+        takes = later.takes(x, first, None) and later.takes(x, last, None)
+        return self._mlp(x, first, last, groups, kind, later) if takes else None
+
+    def _mlp(
+        self, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind, later: WeightQueue | None
+    ) -> Tensor:
+        dtype = product_dtype(x)
+        y: Tensor = _GroupedMLPs.apply(cast(x, dtype), first, last, groups, kind, later, dtype)
+        return y
+
+
+grouped_mlp = _GroupedMLP()
+
+
+class _GroupedMLPs(torch.autograd.Function):
+    """Autograd function of ``grouped_mlp``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        first: Tensor,
+        last: Tensor,
+        groups: Groups,
+        kind: Kind,
+        later: WeightQueue | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        up, down = cast(first, dtype), cast(last, dtype)
+        out, held = x.new_empty(x.shape[0], last.shape[1]), []
+        for rows, experts, group in _pieces(x, first, last, groups):
+            held.append(_rows_times(x[rows], up[experts], group))
+            _rows_times(kind(held[-1]), down[experts], group, out[rows])
+        ctx.save_for_backward(x, first, last, *held)
+        ctx.groups, ctx.kind, ctx.later, ctx.dtype = groups, kind, later, dtype
+        ctx.parameters = (first, last) if later else (None, None)  # as in ``_GroupedProduct``
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> Any:
+        nothing = (None,) * 7
+        if dout is None:
+            return nothing
+        (x, first, last, *held), groups, kind, later = ctx.saved_tensors, ctx.groups, ctx.kind, ctx.later
+        if torch.is_grad_enabled():  # to be differentiated again
+            up, down = cast(first, ctx.dtype), cast(last, ctx.dtype)
+            y = _GroupedProduct.apply(x, up, groups, None, None)
+            y = _GroupedProduct.apply(kind(y), down, groups, None, None)
+            inputs = [p for p, needed in zip((x, first, last), ctx.needs_input_grad) if needed]
+            found = iter(torch.autograd.grad(y, inputs, dout, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), *nothing[3:]
+        up, down = cast(first, ctx.dtype), cast(last, ctx.dtype)
+        collects = later is not None and later.collects
+        dx, dup, ddown = (
+            torch.empty_like(p) if needed and (p is x or not collects) else None
+            for p, needed in zip((x, up, down), ctx.needs_input_grad)
+        )
+        for (rows, experts, group), y in zip(_pieces(x, first, last, groups), held, strict=True):
+            dh = _rows_times(dout[rows], down[experts].mT, group)
+            h, dy = kind.backward(dh, y)
+            if dx is not None:
+                _rows_times(dy, up[experts].mT, group, dx[rows])
+            pairs = (dup, ctx.parameters[0], dy, x[rows].detach()), (ddown, ctx.parameters[1], dout[rows], h)
+            for needed, (into, parameter, a, b) in zip(ctx.needs_input_grad[1:3], pairs, strict=True):
+                if needed and collects:
+                    later.add(parameter, partial(_add_outer_of, experts, a, b, group))
+                elif needed:
+                    _outer(a, b, group, into[experts])
+        return dx, dup, ddown, *nothing[3:]
+
+
+def _pieces(x: Tensor, first: Tensor, last: Tensor, groups: Groups) -> list[tuple[slice, slice, Groups]]:
+    """Return the pieces in which an MLP is computed: one where torch has a grouped kernel, else one for each expert."""
+    return groups.pieces(_has_kernel(x, *first.shape[1:], *last.shape[1:]))
+
+
+def _add_outer_of(experts: slice, a: Tensor, b: Tensor, groups: Groups, into: Tensor) -> None:
+    """Compute ``into_e += a_e^T b_e`` for some of the experts of ``into``."""
+    _add_outer(into[experts], a, b, groups)
+
+
 class _GroupedOuter(torch.autograd.Function):
     """Autograd function G_e = a_e^T b_e, the gradient of the weights."""
 
@@ -147,11 +298,12 @@ class _GroupedOuter(torch.autograd.Function):
         return da, db, None
 
 
-def _rows_times(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Return x_e weight_e^T: (N, M) from (N, K) and (E, M, K)."""
+def _rows_times(x: Tensor, weight: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:
+    """Return x_e weight_e^T: (N, M) from (N, K) and (E, M, K), in ``out`` if given."""
     if _has_kernel(x, weight.shape[1], weight.shape[2]):
-        return F.grouped_mm(x.contiguous(), weight.mT, offs=groups.ends)
-    y = x.new_empty(x.shape[0], weight.shape[1])
+        found = F.grouped_mm(x.contiguous(), weight.mT, offs=groups.ends)
+        return found if out is None else out.copy_(found)
+    y = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     start = 0
     for matrix, length in zip(weight.unbind(), groups.lengths, strict=True):
         if length:
@@ -160,12 +312,13 @@ def _rows_times(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     return y
 
 
-def _outer(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """Return a_e^T b_e: (E, M, K) from (N, M) and (N, K); zero for an expert without rows."""
+def _outer(a: Tensor, b: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:
+    """Return a_e^T b_e: (E, M, K) from (N, M) and (N, K), in ``out`` if given; zero for an expert without rows."""
     if _has_kernel(a, a.shape[1], b.shape[1]):
         found = F.grouped_mm(a.contiguous().mT, b.contiguous(), offs=groups.ends)
-        return found.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
-    found, start = a.new_empty(len(groups.lengths), a.shape[1], b.shape[1]), 0
+        found.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
+        return found if out is None else out.copy_(found)
+    found, start = a.new_empty(len(groups.lengths), a.shape[1], b.shape[1]) if out is None else out, 0
     for matrix, length in zip(found.unbind(), groups.lengths, strict=True):
         torch.mm(a[start : start + length].T, b[start : start + length], out=matrix)  # zeros without rows
         start += length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from triax.grid.auxiliary import AuxiliaryLosses
 from triax.grid.layout import Layout
 from triax.grid.random import Normal, sharded_parameter
 from triax.grid.ranges import split
-from triax.moe import MoE
+from triax.moe import GEGLU, GELU, Activation, MoE, ReLU, SwiGLU
 from triax.moe.auxiliary_steps import AuxiliarySteps
-from triax.moe.grouped import Groups, grouped_linear
+from triax.moe.grouped import Groups, grouped_linear, grouped_mlp
 from triax.monitor.report.write import write_report
 from triax.pipe.backward import Deferred, SplitBackward
 from triax.pipe.spec import LayerSpec
@@ -278,6 +279,33 @@ def test_the_weight_gradients_of_experts_can_be_deferred() -> None:
     deferred.run(lambda parameter: None, done.append)
     assert len(done) == 1 and done[0] is weight
     assert weight.grad is not None and torch.equal(weight.grad, wanted[1]) and not weight.grad[1].any()
+
+
+@pytest.mark.parametrize("kind", [SwiGLU, GEGLU, GELU, ReLU], ids=lambda kind: kind.name)
+def test_the_mlp_of_experts_is_two_products_and_can_be_deferred(kind: Activation) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = partial(torch.randn, generator=generator, dtype=torch.float64)
+    x = numbers(5, D).requires_grad_()
+    first, last = nn.Parameter(numbers(3, 2 * W if kind.gated else W, D)), nn.Parameter(numbers(3, D, W))
+    groups, dy = Groups(torch.tensor([2, 0, 3])), numbers(5, D)
+    products = grouped_linear(kind(grouped_linear(x, first, groups)), last, groups)
+    wanted = torch.autograd.grad(products, (x, first, last), dy)
+    y = grouped_mlp(x, first, last, groups, kind)
+    torch.testing.assert_close(y, products, rtol=0, atol=1e-12)
+    for found, expected in zip(torch.autograd.grad(y, (x, first, last), dy), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.autograd.gradgradcheck(lambda *given: grouped_mlp(*given, groups, kind), (x, first, last))
+
+    deferred = Deferred()
+    with SplitBackward(deferred):
+        y = grouped_mlp(x, first, last, groups, kind)
+    with deferred.backward():
+        y.backward(dy)
+    assert first.grad is None and last.grad is None
+    deferred.run(lambda parameter: None, lambda parameter: None)
+    for parameter, expected in zip((x, first, last), wanted, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-12)
 
 
 def module_engine(data: int, expert: int, accumulation: int) -> dict[str, Any]:
