@@ -266,7 +266,7 @@ class _GroupedMLPs(torch.autograd.Function):
             for needed, (into, parameter, a, b) in zip(ctx.needs_input_grad[1:3], pairs, strict=True):
                 if needed and collects:
                     later.add(parameter, partial(_add_outer_of, experts, a, b, group))
-                elif needed:
+                elif into is not None:
                     _outer(a, b, group, into[experts])
         return dx, dup, ddown, *nothing[3:]
 

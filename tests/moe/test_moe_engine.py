@@ -294,7 +294,7 @@ def test_the_mlp_of_experts_is_two_products_and_can_be_deferred(kind: Activation
     torch.testing.assert_close(y, products, rtol=0, atol=1e-12)
     for found, expected in zip(torch.autograd.grad(y, (x, first, last), dy), wanted, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert torch.autograd.gradgradcheck(lambda *given: grouped_mlp(*given, groups, kind), (x, first, last))
+    assert torch.autograd.gradgradcheck(lambda a, b, c: grouped_mlp(a, b, c, groups, kind), (x, first, last))
 
     deferred = Deferred()
     with SplitBackward(deferred):
