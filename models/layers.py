@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context.order import positions, shard
+from ..context.order import local_length, positions, shard
 from ..grid import Grid
 from ..grid.random import Dropout, Normal
 from ..moe.layer import MoE
@@ -30,7 +30,8 @@ class TokenEmbedding(VocabParallelEmbedding):
 
     With ``(ids, documents)`` it returns the embeddings together with the documents. Ids are those of the whole sequence
     on every rank; on a grid with a context axis the result has this rank's tokens (``context/order.py``), padded if
-    the sequence has to be, and then together with documents.
+    the sequence has to be, and then together with documents. There ids may also be this rank's tokens already, as
+    ``context.shard`` cuts them, if ``documents``, of the whole sequence, are given.
 
     Raises:
         ValueError: in forward, ``documents`` does not have one document number for each token.
@@ -43,8 +44,19 @@ class TokenEmbedding(VocabParallelEmbedding):
     def forward(self, ids: Any) -> Any:
         """Look up the ids: (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
         ids, documents = detach(ids)
+        multiple, whole = self.axis.size if self.sequence_parallel else 1, ids if documents is None else documents
+        if self.context.size > 1:
+            local = local_length(whole.shape[1], self.context.size, multiple)
+            if local == whole.shape[1]:  # a part could not be told from the whole
+                raise ValueError(
+                    f"the rows have {local} tokens, too few for context={self.context.size}, whose ranks hold as many "
+                    f"each. Give rows of at least {local + 1} tokens, or use context=1."
+                )
+            if ids.shape[1] == local:  # this rank's already
+                check_documents(whole, documents)
+                return attach(super().forward(ids), documents)
         check_documents(ids, documents)
-        mine = shard(ids, self.context, multiple=self.axis.size if self.sequence_parallel else 1)
+        mine = shard(ids, self.context, multiple=multiple)
         if documents is None and mine.shape[1] * self.context.size != ids.shape[1]:
             documents = torch.zeros_like(ids)
         return attach(super().forward(mine), documents)
@@ -192,13 +204,16 @@ class NextTokenLoss:
         Args:
             logits: (B, T, V / t), this tensor-parallel rank's shard of the logits. With a context axis T counts this
                 rank's tokens.
-            labels: integers (B, T), for each position of the whole sequence the token that follows it.
+            labels: integers (B, T), for each position of the whole sequence the token that follows it; or for each of
+                this rank's tokens.
 
         Returns:
             The sum, () of the logits' dtype but at least float32, and the number, an integer (). Both are equal on
             every tensor-parallel rank. With a context axis they are those of this rank's tokens.
         """
-        mine = shard(labels, self.grid.context, fill=self.ignore_index, multiple=logits.shape[1])
+        mine, local = labels, logits.shape[1]
+        if labels.shape[1] != local:
+            mine = shard(labels, self.grid.context, fill=self.ignore_index, multiple=local)
         total = vocab_parallel_cross_entropy(
             logits,
             mine,
