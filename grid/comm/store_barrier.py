@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 _FIRST, _LONGEST = 0.0005, 0.02  # seconds between two checks of the store: the first pause, and the longest
+_HERE, _LEFT = "+", "-"  # first character of a key's value: the rank waits or has gone on, or it has given up
 
 
 def store_barrier(
@@ -22,7 +23,7 @@ def store_barrier(
     seconds: float,
     abort: Callable[[], bool] = lambda: False,
 ) -> list[str | None]:
-    """Return the text of each rank; None for ranks that did not arrive within ``seconds``.
+    """Return the text of each rank; None for ranks that did not arrive within ``seconds``, or gave up before.
 
     Args:
         store: a store of ``torch.distributed``.
@@ -33,7 +34,7 @@ def store_barrier(
         abort: called about once a second. If it returns True, the wait ends.
     """
     keys = [f"{key}/{other}" for other in range(size)]
-    store.set(keys[rank], text)
+    store.set(keys[rank], _HERE + text)
     now = time.monotonic()
     deadline, ask, pause = now + seconds, now + 1.0, _FIRST
     while not store.check(keys):
@@ -46,13 +47,14 @@ def store_barrier(
             if all(arrived):
                 break
             found = [_read(store, each) if here else None for each, here in zip(keys, arrived, strict=True)]
-            store.delete_key(keys[rank])  # for ranks that arrive later, this rank is missing too
+            # For ranks that arrive later, this rank is missing too. The key stays: another may be about to read it.
+            store.set(keys[rank], _LEFT)
             return found
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)
     return [_read(store, each) for each in keys]
 
 
-def _read(store: Any, key: str) -> str:
-    found: bytes = store.get(key)
-    return found.decode()
+def _read(store: Any, key: str) -> str | None:
+    found: str = store.get(key).decode()
+    return found[1:] if found.startswith(_HERE) else None

@@ -15,6 +15,7 @@ from torch import nn
 
 from triax.grid import Grid, Topology
 from triax.grid.comm.axis import Axis
+from triax.grid.comm.store_barrier import store_barrier
 
 from toys import error_text
 
@@ -291,3 +292,35 @@ def test_errors_on_one_process() -> None:
         Grid(tensor=2)
     with pytest.raises(ValueError, match="no axis 'model': give one of pipe, data, context, tensor, expert"):
         Grid().axis("model")
+
+
+def test_a_rank_that_gives_up_while_another_reads_it() -> None:
+    class Store:
+        """A store in which rank 1 gives up just after rank 0 has seen that rank 1 is there."""
+
+        def __init__(self) -> None:
+            self.values = {"save/1": b"+left"}
+
+        def set(self, key: str, value: str) -> None:
+            self.values[key] = value.encode()
+
+        def check(self, keys: list[str]) -> bool:
+            here = all(key in self.values for key in keys)
+            if keys == ["save/1"]:
+                store_barrier(Other(self), "save", 1, 3, "left", 0.0)
+            return here
+
+        def get(self, key: str) -> bytes:
+            assert key in self.values, f"waits for {key}, which comes no more"
+            return self.values[key]
+
+    class Other(Store):
+        def __init__(self, store: Store) -> None:
+            self.values = store.values
+
+        def check(self, keys: list[str]) -> bool:
+            return all(key in self.values for key in keys)
+
+    store = Store()
+    assert store_barrier(store, "save", 0, 3, "first", 0.0) == ["first", None, None]
+    assert store_barrier(Other(store), "save", 2, 3, "late", 0.0) == [None, None, "late"]
