@@ -2,6 +2,8 @@
 
 ``RepeatingLoader`` is triax's own, which has DeepSpeed's arguments.
 
+modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
+ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 comm.py: ``deepspeed.comm``: ``log_summary`` of all engines.
@@ -9,6 +11,7 @@ zero.py: ``deepspeed.zero``: ``GatheredParameters``.
 moe/: ``deepspeed.moe``: ``MoE``.
 """
 
-from ...grid.lazy import attach
+from .modules import names_of, register
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+register()
+__getattr__, __dir__, __all__ = names_of(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...grid.errors import ConfigError
 from ...monitor.trace.comms_logger import summary
 from .context import CONTEXT
+from .modules import rest_of
 
 
 def log_summary(show_straggler: bool = False) -> str:
@@ -22,3 +23,6 @@ def log_summary(show_straggler: bool = False) -> str:
     if not grids:
         raise ConfigError('nothing was logged: set "comms_logger": {"enabled": true} in the configuration')
     return "\n".join(summary(grid, show_straggler) for grid in grids)
+
+
+__getattr__, __path__ = rest_of(__name__)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...zero.gathered_parameters import gathered
 from ...zero.managed import ZeroParamStatus
+from .modules import rest_of
 
 __all__ = ["GatheredParameters", "ZeroParamStatus"]
 
@@ -31,3 +32,6 @@ def GatheredParameters(
     listed = [params] if isinstance(params, nn.Parameter) else list(params)
     sharded = [parameter for parameter in listed if hasattr(parameter, "ds_id")]
     return gathered(sharded, modifier_rank) if enabled and sharded else nullcontext()
+
+
+__getattr__, __path__ = rest_of(__name__)

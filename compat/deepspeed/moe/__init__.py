@@ -3,6 +3,6 @@
 layer.py: ``MoE``, a mixture of copies of any module.
 """
 
-from ....grid.lazy import attach
+from ..modules import names_of
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = names_of(__name__)
