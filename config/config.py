@@ -39,7 +39,7 @@ def parse_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
     if not isinstance(config, Mapping):
         raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
     try:
-        checked = Config.model_validate(dict(config))
+        checked = Config.model_validate(_without_comments(config))
     except ValidationError as error:
         raise ConfigError("; ".join(dict.fromkeys(map(_explain, error.errors())))) from error
     check_consistency(checked)
@@ -74,6 +74,13 @@ def batch_sizes(config: Config, data: int) -> BatchSizes:
             f"= {micro * steps * data}: change one of them ({rule})"
         )
     return BatchSizes(train=micro * steps * data, micro=micro, accumulation=steps)
+
+
+def _without_comments(value: Any) -> Any:
+    """Return a value of the configuration without the keys that begin with ``_``, which are comments, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _without_comments(each) for key, each in value.items() if not str(key).startswith("_")}
+    return [_without_comments(each) for each in value] if isinstance(value, list) else value
 
 
 def _explain(error: Any) -> str:

@@ -45,7 +45,8 @@ def _check_precision(config: Config) -> None:
     enabled = [key for key in ("bf16", "fp16", "torch_autocast", "amp") if getattr(config, key).enabled]
     if enabled[:2] == ["bf16", "fp16"]:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
-    if len(enabled) > 1:
+    same = enabled == ["bf16", "torch_autocast"] and config.torch_autocast.dtype in ("bfloat16", "bf16")
+    if len(enabled) > 1 and not same:  # bfloat16 weights under autocast: norms and softmaxes are computed in fp32
         raise ConfigError(
             f"{' and '.join(f'{key}.enabled' for key in enabled)} are both true, but only one can act, because "
             "bf16 and fp16 store the weights in that dtype, and torch_autocast and amp keep fp32 weights and cast in "

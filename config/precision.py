@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Strict, WithJsonSchema, model_validator
+from pydantic import Strict, WithJsonSchema, field_validator, model_validator
 
 from .base import Section, SwitchSection, idle, refused, setting
 
@@ -23,10 +23,24 @@ class Bf16Config(Section):
     check_grad_overflow: Any = refused(
         "nan_loss sets what happens with gradients that are not finite: leave it out; nan_loss is raise by default"
     )
-    bf16_master_weights_and_grads: Any = refused(
-        "master weights are fp32: leave it out; offload_optimizer frees device memory"
+    bf16_master_weights_and_grads: bool = setting(
+        False,
+        "No fp32 master weights: weights, accumulated gradients and optimizer state are bfloat16. Updates below 1/256 "
+        "of a weight are lost in rounding.",
     )
-    bf16_optimizer_states: Any = refused("optimizer state is fp32, as master weights are: leave it out")
+    bf16_optimizer_states: bool = setting(
+        False,
+        "Needs bf16_master_weights_and_grads, which keeps the optimizer state in bfloat16 with or without this key.",
+    )
+
+    @model_validator(mode="after")
+    def _states_as_masters(self) -> Bf16Config:
+        if self.bf16_optimizer_states and not self.bf16_master_weights_and_grads:
+            raise ValueError(
+                "bf16_optimizer_states is true and bf16_master_weights_and_grads is not, but optimizer state has the "
+                "dtype of the master weights: set both, or neither"
+            )
+        return self
 
 
 class Fp16Config(Section):
@@ -43,7 +57,8 @@ class Fp16Config(Section):
     min_loss_scale: float = setting(1.0, "Lowest loss scale.", auto=True, gt=0.0, le=_LARGEST)
     auto_cast: Any = idle("floating-point inputs are always cast to the model's dtype")
     fp16_master_weights_and_grads: Any = refused(
-        "master weights are fp32: leave it out; offload_optimizer frees device memory"
+        "squares of gradients are too small for fp16, so master weights and optimizer state are fp32: leave it out, or "
+        "write bf16 with bf16_master_weights_and_grads; offload_optimizer frees device memory too"
     )
 
     @model_validator(mode="after")
@@ -75,13 +90,18 @@ class TorchAutocastConfig(SwitchSection):
 
     enabled: bool = setting(False, "Run the forward pass under torch.autocast; weights stay as they are.")
     dtype: Literal["bfloat16", "float16", "bf16", "fp16"] = setting(
-        "bfloat16", "Dtype of autocast. With float16 the loss is scaled, with the keys of fp16."
+        "bfloat16", "Dtype of autocast; torch.bfloat16 too. With float16 the loss is scaled, with the keys of fp16."
     )
     lower_precision_safe_modules: tuple[Annotated[str, Strict()], ...] | None = setting(
         None,
         "Classes (torch.nn.Linear) whose gradients are summed over replicas in dtype. null: all gradients are summed "
         "in the dtype of accumulation.",
     )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _without_module(cls, value: Any) -> Any:
+        return str(value).removeprefix("torch.")  # "torch.bfloat16", and torch.bfloat16 itself in a dict
 
 
 class AmpConfig(SwitchSection):

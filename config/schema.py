@@ -132,10 +132,14 @@ class Config(Section):
         "gradients are summed and divided by the weight of the batch: write mean", "mean"
     )
     disable_allgather: Any = refused("every rank needs the new weights: leave it out")
-    elasticity: Any = refused("the launcher sets the number of ranks: leave it out")
-    autotuning: Any = refused(
-        "leave it out: triax schedule --compare and triax memory compare layouts without running them"
+    elasticity: Any = refused(
+        "batch sizes for several numbers of ranks are not chosen here: leave it out, and write train_batch_size, which "
+        "stays the same on any number of replicas that divides it; triax run --nnodes MIN:MAX lets hosts join and leave"
     )
+    autotuning: Any = refused(
+        "layouts are not tried out: leave it out; triax schedule --compare and triax memory compare them without a run"
+    )
+    datastates_ckpt: Any = refused("leave it out: checkpoint.async writes in the background")
     compression_training: Any = refused("layers are trained as they are: leave it out")
     quantize_training: Any = refused("layers are trained as they are: leave it out")
     weight_quantization: Any = refused("layers are trained as they are: leave it out")

@@ -13,12 +13,7 @@ from .base import Section, extra_of, idle, refused, setting
 _BUCKET = 2**22
 _Elements = Annotated[int, Field(ge=0)]
 
-_NO_BUFFERS = {
-    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), "files are memory-mapped, without buffers"),
-    "fast_init": "state is created in the first step, on disk",
-    "pipeline": "set pipeline_read and pipeline_write instead",
-    "ratio": "all optimizer state is offloaded",
-}
+_MAPPED = "files are memory-mapped, without buffers: the operating system caches what fits in host memory"
 
 
 class OffloadConfig(Section):
@@ -29,31 +24,29 @@ class OffloadConfig(Section):
     )
     nvme_path: str | None = setting(None, "Folder on the disk for the file, which has no name there.")
     pin_memory: bool = setting(False, "Pin host memory, if the model is on a GPU.", auto=True)
+    buffer_count: Any = idle(_MAPPED)
+    buffer_size: Any = idle(_MAPPED)
+    max_in_cpu: Any = idle(_MAPPED)
 
     def notes(self) -> list[str]:
         """Return notes on the keys that have no effect, with the reason."""
-        idle = self.nvme_path is not None and self.device != "nvme"
-        note = "nvme_path does nothing without device nvme: write that device, or leave nvme_path out"
-        return [*([note] if idle else []), *super().notes()]
+        notes = []
+        if self.nvme_path is not None and self.device != "nvme":
+            notes.append("nvme_path does nothing without device nvme: write that device, or leave nvme_path out")
+        if self.pin_memory and self.device == "nvme":
+            notes.append("pin_memory does nothing with device nvme: pages of a file cannot be pinned")
+        return notes + super().notes()
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, values: Any) -> Any:
-        """Refuse DeepSpeed's other keys, unless their value has no effect."""
-        if values is None:
-            return {}
-        given = values if isinstance(values, dict) else {}
-        if given.get("ratio") == 1:
-            given = {key: value for key, value in given.items() if key != "ratio"}
-        for key, reason in _NO_BUFFERS.items():
-            if key in given:
-                raise ValueError(f"{key} is not supported ({reason}): leave it out")
-        if given.get("device") == "nvme":
-            if not given.get("nvme_path"):
-                raise ValueError("device nvme needs nvme_path, a folder on the disk")
-            if given.get("pin_memory"):
-                raise ValueError("pin_memory is for device cpu: pages of a file cannot be pinned")
-        return given if isinstance(values, dict) else values
+    def _null(cls, values: Any) -> Any:
+        return {} if values is None else values
+
+    @model_validator(mode="after")
+    def _needs_folder(self) -> OffloadConfig:
+        if self.device == "nvme" and not self.nvme_path:
+            raise ValueError("device nvme needs nvme_path, a folder on the disk: write it")
+        return self
 
 
 class OffloadOptimizerConfig(OffloadConfig):
@@ -61,6 +54,9 @@ class OffloadOptimizerConfig(OffloadConfig):
 
     pipeline_read: bool = setting(True, "nvme: read the next sub-group while one is updated.")
     pipeline_write: bool = setting(True, "nvme: write a sub-group while the next one is updated; false: wait for it.")
+    pipeline: Any = idle("pipeline_read and pipeline_write set this")
+    fast_init: Any = idle("state is created in the first step, in its place")
+    ratio: Any = idle("all optimizer state is offloaded, and all of it is updated on the CPU")
 
 
 class ZeroConfig(Section):
@@ -147,6 +143,7 @@ class ZeroConfig(Section):
     enable_sanity_checks: Any = idle("these checks always run")
     legacy_stage1: Any = idle("there is one stage 1")
     compute_grad_norm: Any = idle("the norm is always computed")
+    save_muon_momentum_buffer_in_memory: Any = idle("Muon's momentum is never on disk")
     zero_quantized_weights: bool = setting(
         False, "ZeRO++, stage 3: gather weights in blocks of 8 bits. Shards and checkpoints are not rounded."
     )
@@ -179,7 +176,11 @@ class ZeroConfig(Section):
             return {"stage": int(values)}  # DeepSpeed's first files: "zero_optimization": true
         if not isinstance(values, Mapping):
             return values
-        given = dict(values)
+        # DeepSpeed takes the keys of stage 3 without their prefix too.
+        given = {f"stage3_{key}" if f"stage3_{key}" in cls.model_fields else key: values[key] for key in values}
+        if len(given) < len(values):
+            twice = next(key for key in values if f"stage3_{key}" in values)
+            raise ValueError(f"{twice} is another name of stage3_{twice}: give the second alone")
         pin = given.get("cpu_offload_use_pin_memory") is True
         if pin:
             del given["cpu_offload_use_pin_memory"]

@@ -19,8 +19,8 @@ from .precision import autocast_dtype, low_precision_parameters, weight_dtype
 def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
     """Return the options of the grid's data axis for the parameters of a module. Collective over the grid.
 
-    With bf16 or fp16, weights have that dtype. Master weights, optimizer state and accumulated gradients are fp32.
-    Gradients are reduced in fp32 too, unless ``communication_data_type`` is given.
+    With bf16 or fp16, weights have that dtype. Master weights, optimizer state and accumulated gradients are fp32
+    (unless ``bf16_master_weights_and_grads`` is set), in which gradients are reduced too by default.
 
     Raises:
         ConfigError: a key does not fit the module or the number of replicas.
@@ -30,7 +30,7 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
     return ZeroOptions(
         stage=zero.stage,
         weight_dtype=half,
-        accumulation_dtype=torch.float32 if half is not None else None,
+        accumulation_dtype=None if half is None or config.bf16.bf16_master_weights_and_grads else torch.float32,
         communication_dtype=communication_dtype(config) if low_precision is None else autocast_dtype(config),
         low_precision_parameters=low_precision,
         prescale=_prescale(config, grid.data_context.size),

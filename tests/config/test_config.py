@@ -476,7 +476,6 @@ def contradictions(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         (put(VALID, "zero_optimization.offload_param.device", "nvme"), ["nvme_path"]),
         (put(VALID, "zero_optimization.cpu_offload", True), ["cpu_offload"]),
         (put(VALID, "bfloat16", {"enabled": False}), ["bfloat16"]),
-        (put(VALID, "zero_optimization.offload_optimizer.ratio", two / 10), ["ratio"]),
         (put(VALID, "optimizer.params.max_grad_norm", float(two)), ["max_grad_norm"]),
         (put(VALID, "optimizer.params.fp32_optimizer_states", False), ["fp32_optimizer_states"]),
         (put(VALID, "optimizer.params.adamw_mode", draw.choice(["no", 3])), ["adamw_mode"]),
@@ -485,7 +484,7 @@ def contradictions(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         (put(VALID, "amp", {"enabled": True, "opt_level": f"O{two}"}), ["amp"]),
         (put(VALID, "timeline", {"step": 0}), ["timeline.step"]),
         (put(VALID, "amp", {"enabled": True, "opt_level": "O1"}), ["amp.enabled"]),
-        (put(VALID, "torch_autocast.enabled", True), ["torch_autocast.enabled"]),
+        (put(VALID, "torch_autocast", {"enabled": True, "dtype": "float16"}), ["torch_autocast.enabled"]),
         (put(VALID, "comms_logger", {"enabled": True, "prof_all": False}), ["prof_ops"]),
         (put(VALID, "data_types", {"grad_accum_dtype": draw.choice(["bf16", "fp16"])}), ["grad_accum_dtype"]),
     ]
@@ -843,7 +842,10 @@ def test_a_batch_of_another_size(ranks: Any, shape: tuple[int, int, int], schedu
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"ratio": 0.1}, "the configuration: there is no 'ratio' here, but in gradient_compression: write it there"),
+        (
+            {"momentum": 0.1},
+            "the configuration: there is no 'momentum' here, but in gradient_compression: write it there",
+        ),
         ({"bf16": {"loss_scale": 0}}, "bf16: there is no 'loss_scale' here, but in fp16 and amp: write it there"),
         ({"zero_optimization": {"qwerty": 1}}, "no key like it: `triax config --table` lists all keys"),
         ({"optimizer": {"type": "z" * 5000}}, "there is no such optimizer; known are"),

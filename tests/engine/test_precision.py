@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -207,3 +208,32 @@ def test_loss_scale_keys() -> None:
     fixed = LossScaler(Fp16Config(enabled=True, loss_scale=128))
     fixed.update(True, report=False)
     assert fixed.scale == 128
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_masters_and_state_in_bf16(autocast: bool) -> None:
+    """Bitwise equal to torch's AdamW on bfloat16 weights, in plain PyTorch."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 6))
+    plain = copy.deepcopy(model).bfloat16()
+    config: dict[str, Any] = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        "torch_autocast": {"enabled": autocast, "dtype": "torch.bfloat16"},
+    }
+    made = triax.initialize(model=model, config=config)[0]
+    assert made.config.notes() == []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    x, y = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(3):
+        made.backward((made(x) - y).float().square().mean())
+        made.step()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = plain(x)
+        optimizer.zero_grad()
+        (out - y).float().square().mean().backward()
+        optimizer.step()
+    for mine, its in zip(made.module.parameters(), plain.parameters(), strict=True):
+        assert mine.dtype == torch.bfloat16 and torch.equal(mine, its)
+    assert made.optimizer is not None
+    assert {v.dtype for s in made.optimizer.state.values() for v in s.values() if v.dim()} == {torch.bfloat16}
