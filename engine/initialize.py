@@ -86,6 +86,7 @@ def initialize(
     mpu: Any = None,
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
+    _classes: tuple[Callable[..., PipelineEngine], Callable[..., ModuleEngine]] = (PipelineEngine, ModuleEngine),
 ) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Make an engine. Every rank calls this, with the same arguments.
 
@@ -134,10 +135,9 @@ def initialize(
     parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn)
     engine: PipelineEngine | ModuleEngine
     if isinstance(model, PipelineModule):
-        assert schedule is not None
-        engine = PipelineEngine(model, checked, schedule, parts)
+        engine = _classes[0](model, checked, schedule, parts)
     else:
-        engine = ModuleEngine(model, grid, checked, parts)
+        engine = _classes[1](model, grid, checked, parts)
     require_one_momentum(checked, engine.optimizer)
     instrument(engine)
     engine.start_checkpointing()

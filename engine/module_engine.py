@@ -108,12 +108,12 @@ class ModuleEngine(Engine):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Under fp16 and bf16, floating-point inputs are cast to the dtype of its weights."""
+        """Run the module on its device. Under fp16 and bf16, floating-point inputs take the dtype of its weights."""
         with self.all_or_none("forward"):
             graph, trains = torch.is_grad_enabled(), self.module.training
             if graph and self._scales.any:  # before the cast: gradients are divided in the inputs' own dtype
                 (args, kwargs), _ = rescaled((args, kwargs), self._missing_scale, True, self._keeps_dtype)
-            if self._options.weight_dtype is not None:
+            if self._options.weight_dtype is not None or self.device.type != "cpu":
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
                 self._begin_step()
@@ -347,7 +347,7 @@ class ModuleEngine(Engine):
         self.backward_passes.next_is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._options.weight_dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.device, self._options.weight_dtype if tensor.is_floating_point() else None)
 
     def _keeps_dtype(self, tensor: Tensor) -> bool:
         return self._options.weight_dtype in (None, tensor.dtype)

@@ -185,6 +185,24 @@ class Bucket(FlatWeights):
             return self.axis.all_reduce(gradients, async_op=True)
         return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
+    def reopen(self, tensor_axis: Axis) -> None:
+        """Let another backward pass of the step add to gradients that are summed over the data axis already.
+
+        The sum is kept on one rank, with zeros on the others, so that the next sum is that of all passes. Transient
+        gradients need nothing: the parts of their sums add up.
+        """
+        if self.transient or not self._sums_here or self.gradients is None:
+            return
+        start, stop = self.owned
+        if not (self.sharded or self.axis.is_first):
+            start = stop
+        self.gradients[:start].zero_()
+        self.gradients[stop:].zero_()
+        if not tensor_axis.is_first:
+            self.gradients[slice(*self.flat.runs[PARTIAL])].zero_()
+        if self._prescale != 1.0:
+            self.gradients.div_(self._prescale)
+
     def accumulate(self, part: Tensor) -> None:
         """Add a part of a sum over the data axis to ``owned_gradient``, after a backward pass of stages 2 and 3.
 

@@ -90,13 +90,18 @@ class GradientReducer:
         """Begin a step with zero gradients."""
         for bucket in self._buckets:
             bucket.begin()
-        # Reduced by REDUCE at a stage's end: gradients that a tie or several stages add up.
-        self._stages_left = {
-            id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.reduces_every_backward
-        }
+        self._set_stages_left()
         self._armed, self._missing = [], {}
         members = [member for bucket in self._buckets for member in bucket.members]
         self._unused = {m.parameter: m.layout.name for m in members if m.parameter.requires_grad}
+
+    def reopen(self) -> None:
+        """Let further backward passes add to the gradients of the step, after its last one has reduced them."""
+        while self._pending:
+            self._pending.popleft().wait()
+        for bucket in self._buckets:
+            bucket.reopen(self._grid.tensor)
+        self._set_stages_left()
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """Reduce each bucket as soon as it is complete, in a backward pass of the stage that runs within.
@@ -222,6 +227,12 @@ class GradientReducer:
         for bucket in self._armed:
             self._start(bucket)
         self._armed, self._missing = [], {}
+
+    def _set_stages_left(self) -> None:
+        # Reduced by REDUCE at a stage's end: gradients that a tie or several stages add up.
+        self._stages_left = {
+            id(bucket): set(bucket.stages) for bucket in self._buckets if not bucket.reduces_every_backward
+        }
 
     def _start_complete(self) -> None:
         while self._armed and not self._missing[id(self._armed[0])]:

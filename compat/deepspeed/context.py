@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ReferenceType, WeakValueDictionary, ref
+
+import torch
+from torch import nn
 
 from ...engine.base import Engine
 from ...engine.initialize import initialize as make_engine
 from ...grid import Grid
+from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
 
 
 class DeepSpeedContext:
@@ -53,10 +57,62 @@ class DeepSpeedContext:
 CONTEXT = DeepSpeedContext()
 
 
-@wraps(make_engine)
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("grid") is None and CONTEXT.grid is not None:
-        kwargs["grid"] = CONTEXT.grid
-    made = make_engine(*args, **kwargs)
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Any = None,
+    *,
+    grid: Grid | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Make an engine, as ``triax.initialize``, with DeepSpeed's arguments in DeepSpeed's order.
+
+    Args:
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config, config_params: as
+            ``triax.initialize``.
+        distributed_port, dist_init_required: without effect.
+        mpu: Megatron's object of process groups, whose sizes make the grid.
+        mesh_param: sizes of the data and of the context axis (DeepSpeed's mesh of replicas and sequence shards).
+        grid: triax's own: the grid of a plain module.
+
+    Returns:
+        engine, optimizer, dataloader, lr_scheduler: a ``DeepSpeedEngine`` or a ``DeepSpeedPipelineEngine``.
+
+    Raises:
+        DeepSpeedConfigError: a ``ConfigError``, ``ValueError`` and ``AssertionError``: the configuration, or its
+            combination with the other arguments, cannot be used.
+    """
+    given = config if config is not None else config_params
+    if model is None:
+        raise DeepSpeedConfigError("initialize was given no model: pass model=, a module of torch's")
+    if given is not None and getattr(args, "deepspeed_config", None) is not None:
+        raise DeepSpeedConfigError(
+            f"two configurations were given, args.deepspeed_config={args.deepspeed_config!r} and config=: leave one out"
+        )
+    make: Any = make_engine
+    with deepspeed_errors():
+        made: tuple[Any, Any, Any, Any] = make(
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            collate_fn,
+            config,
+            config_params,
+            grid=CONTEXT.grid if grid is None else grid,
+            mpu=mpu,
+            _classes=(DeepSpeedPipelineEngine, DeepSpeedEngine),
+        )
     CONTEXT.engines[id(made[0])] = made[0]
     return made

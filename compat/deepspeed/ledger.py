@@ -35,9 +35,7 @@ PRESENT = {
         "compat.deepspeed.ledger": "__version__=VERSION version=VERSION",
         "compat.deepspeed.modules": "install",
         "data.dataloader": "RepeatingLoader",
-        "engine.module_engine": "DeepSpeedEngine=ModuleEngine",
-        "engine.pipeline_engine": "PipelineEngine",
-        "grid.errors": "DeepSpeedConfigError=ConfigError",
+        "compat.deepspeed.engine": ("DeepSpeedConfigError DeepSpeedEngine PipelineEngine=DeepSpeedPipelineEngine"),
     },
     "comm": {
         "compat.deepspeed.arguments": "init_distributed",
@@ -46,15 +44,19 @@ PRESENT = {
     "moe": {"compat.deepspeed.moe": "layer"},
     "moe.layer": {"compat.deepspeed.moe.layer": "MoE"},
     "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec"},
-    "pipe.engine": {"engine.pipeline_engine": "PipelineEngine"},
+    "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
     "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
     "profiling.flops_profiler": {"monitor.profiler": "FlopsProfiler get_model_profile"},
     "runtime.dataloader": {"data.dataloader": "RepeatingLoader"},
-    "runtime.engine": {"engine.module_engine": "DeepSpeedEngine=ModuleEngine"},
+    "pipe.topology": {"compat.deepspeed.engine": "PipelineParallelGrid=ParallelGrid"},
+    "runtime.engine": {"compat.deepspeed.engine": "DeepSpeedEngine"},
     "runtime.lr_schedules": {
         "optim.lr_schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
     },
     "utils": {"data.dataloader": "RepeatingLoader"},
+    "utils.timer": {
+        "compat.deepspeed.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
+    },
     "zero": {"compat.deepspeed.zero": "GatheredParameters ZeroParamStatus"},
 }
 

@@ -841,8 +841,9 @@ def test_the_wrong_call_says_which_is_right() -> None:
         with pytest.raises(RuntimeError, match=f"backward takes a loss.*{said}"):
             engine.backward(wrong)
     engine.backward(loss_of(engine))
-    with pytest.raises(RuntimeError, match="add the losses and call backward"):
-        engine.backward(loss_of(engine))
+    loss = (engine.module(microbatch(0, 0, 0)[0]) - 1.0).square().mean()  # the engine does not see this pass begin
+    with pytest.raises(RuntimeError, match=r"call the model as engine\(\.\.\.\).*add the losses and call backward"):
+        loss.backward()
     engine.zero_grad()
     with pytest.raises(RuntimeError, match=re.escape("call engine.step(), not optimizer.step()")):
         engine.optimizer.step()

@@ -117,6 +117,8 @@ class BackwardPasses:
         self.count = self.seen = 0
         self.next_is_last = self.reduced = self.stepped = False
         self._last_began = False  # the last pass has begun
+        self._reopened = False  # another pass after it may begin
+        self._at_gradient = False  # a parameter's gradient is what a pass is first seen by
         self._collects = False  # the running pass has had a gradient
         self._early: list[tuple[int, int]] = []  # (unit, runs) of units that ended before the first gradient
         self.begin()
@@ -125,7 +127,7 @@ class BackwardPasses:
         """Begin a step, with zero gradients."""
         self.data_axis.begin()
         self.count = self.seen = 0
-        self.reduced = self.stepped = self._last_began = False
+        self.reduced = self.stepped = self._last_began = self._reopened = False
         if self._units is not None:
             self._units.reset()
 
@@ -214,13 +216,27 @@ class BackwardPasses:
             )
 
     def _run_empty(self, last: bool, units: Units | None = None) -> None:
-        self.count += 1
-        self._last_began = last
-        self._running = self.data_axis.backward(0, last=last)
+        self._running = self._open_pass(last)
         with self._running:
             if units is not None:
                 units.run_empty_backward()
         self._running = None
+
+    def _open_pass(self, last: bool) -> AbstractContextManager[None]:
+        """Count a backward pass, and return the context in which it runs."""
+        self._reopen()
+        self.count, self._reopened = self.count + 1, False
+        self._last_began |= last
+        return self.data_axis.backward(0, last=self._last_began)
+
+    def _reopen(self) -> None:
+        """Let the pass that begins add to the gradients, if the pass before it was the last one, which reduced them.
+
+        It must not have a gradient yet.
+        """
+        if self._last_began and self._expected is None and not (self._reopened or self.reduced):
+            self._reopened = True
+            self.data_axis.reducer.reopen()
 
     def _reached(self, gradient: Tensor) -> None:
         """Hook: a backward pass has reached an output or the loss."""
@@ -228,7 +244,9 @@ class BackwardPasses:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
+        self._at_gradient = True
         self._outermost.enter()
+        self._at_gradient = False
         if not self._collects:
             self._begin_reductions()
 
@@ -248,18 +266,18 @@ class BackwardPasses:
             raise RuntimeError(
                 "backward() was called after the gradients of this step were reduced: call optimizer.zero_grad() before"
             )
-        if self._last_began:
-            problem = f"that has backward_passes_per_step={self._expected}: pass a larger one"
-            if self._expected is None:
-                problem = "whose last one has been reduced: run the others in engine.no_sync(), then engine.step()"
+        if self._last_began and not self._reopened:
+            problem = "that has run its last one: call the model as engine(...), so that the engine sees the pass begin"
+            if self._expected is not None:
+                problem = f"that has backward_passes_per_step={self._expected}: pass a larger one"
             raise RuntimeError(
                 f"backward pass {self.count + 1} of a step {problem}, or add the losses and call backward() once. "
                 "(A reentrant checkpoint runs a pass within the pass, which only an engine recognizes, if the model is "
                 "called as engine(...): otherwise use torch.utils.checkpoint with use_reentrant=False.)"
             )
-        self.count += 1
-        self._last_began = self.next_is_last if self._expected is None else self.count == self._expected
-        self._running = self.data_axis.backward(0, last=self._last_began)
+        self._running = self._open_pass(
+            self.next_is_last if self._expected is None else self.count + 1 == self._expected
+        )
         self._running.__enter__()
         self._collects = True
         for unit, runs in self._early:
@@ -269,6 +287,8 @@ class BackwardPasses:
     def _pass_began(self) -> None:
         self._collects = False
         self._early.clear()
+        if not self._at_gradient:
+            self._reopen()
         if self._units is not None:
             self._units.begin_backward()
 

@@ -1,0 +1,184 @@
+"""compat/deepspeed/engine.py: DeepSpeed's members, and gradients of several backward passes against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import triax.compat.deepspeed as deepspeed
+from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine, ParallelGrid
+from triax.pipe.module import PipelineModule
+
+from module_training import CLIP, MICRO, WIDTH, config, groups, microbatch, net
+
+
+def passes(stage: int, accumulation: int, way: str, folder: str = "") -> None:
+    """Train with two backward passes before each ``step``, and compare gradients and weights with torch's own loop."""
+    model = net()
+    settings = config("SGD", accumulation, stage)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+    reference = net()
+    optimizer = torch.optim.SGD(groups(reference), lr=0.05, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        for index in range(2 * accumulation):
+            x, y = microbatch(step, index, engine.global_rank)
+            if way == "engine":
+                engine.backward((engine(x, times=0.9) - y).square().mean())
+            else:  # the module itself is called, as the GAN of DeepSpeed's examples does
+                (engine.module(x, times=0.9) - y).square().mean().backward()
+            for replica in range(engine.dp_world_size):
+                x, y = microbatch(step, index, replica)
+                ((reference(x, times=0.9) - y).square().mean() / accumulation / engine.dp_world_size).backward()
+            if index % 2:
+                engine.step()
+                assert engine.was_step_applied() == (index + 1 == 2 * accumulation)
+        wanted = {n: p for n, p in reference.named_parameters() if p.grad is not None}
+        nn.utils.clip_grad_norm_(wanted.values(), CLIP)
+        gradients = engine.gather("gradients")
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+        optimizer.step()
+    weights = engine.module_state_dict(prefix="m.")
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights["m." + name], parameter, rtol=1e-10, atol=1e-12)
+    if folder:
+        engine.save_16bit_model(folder)
+        if engine.global_rank == 0:
+            saved = torch.load(Path(folder) / "pytorch_model.bin", weights_only=True)
+            assert all(torch.equal(saved[name], weights["m." + name]) for name in saved) and len(saved) == len(weights)
+
+
+def all_passes(cases: list[tuple[int, int, str]], folder: str) -> None:
+    for case in cases:
+        passes(*case, folder=folder)
+
+
+CASES = [(stage, accumulation, way) for stage in range(4) for accumulation in (1, 2) for way in ("engine", "module")]
+
+
+def test_several_backward_passes_before_a_step_add_up(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, all_passes, [(0, 1, "module"), (1, 1, "engine"), (2, 1, "engine"), (3, 2, "module")], str(tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_several_backward_passes_everywhere(ranks: Any, size: int, tmp_path: Path) -> None:
+    ranks(size, all_passes, CASES, str(tmp_path))
+
+
+def test_the_module_may_be_zeroed_copied_and_called() -> None:
+    """The generator's pass leaves gradients in the discriminator, which ``netD.zero_grad()`` discards."""
+    model = net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config(stage=1))
+    x, y = microbatch(0, 0, 0)
+    (model(x) - 3 * y).square().mean().backward()
+    model.zero_grad()
+    engine.backward((engine(x) - y).square().mean())
+    engine.step()
+    reference = net()
+    (reference(x) - y).square().mean().backward()
+    nn.utils.clip_grad_norm_([p for p in reference.parameters() if p.requires_grad], CLIP)
+    gradients = engine.gather("gradients")
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    assert torch.equal(other(x), model(x)) and other.enter.weight is not model.enter.weight
+
+
+def members() -> list[Any]:
+    model = net()
+    data = torch.utils.data.TensorDataset(*torch.randn(2, 16, WIDTH))
+    settings = {**config("AdamW", 2, 2), "steps_per_print": 7, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine, optimizer, loader, _ = deepspeed.initialize(model=model, config=settings, training_data=data)
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    for x, y in loader:
+        engine.backward((engine(x) - y).square().mean().float())
+        engine.step()
+    assert engine.was_step_applied() and optimizer.cur_scale == optimizer.loss_scale == 16 and not optimizer.overflow
+    engine.set_lr(0.25)
+    assert engine.get_lr() == [0.25] and engine.get_mom() == [(0.9, 0.999)] and engine.get_type() == [None]
+    engine.tput_timer.update_epoch_count()
+    engine.timers("data").start()
+    engine.timers("data").stop()
+    assert engine.timers("data").elapsed() >= 0 and engine.tput_timer.epoch_count == 1
+    engine.empty_partition_cache()
+    engine._backward_epilogue()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=engine.data_parallel_group) if engine.world_size > 1 else None
+    assert total == engine.dp_world_size and engine.zero_optimization_partition_gradients()
+    assert engine.optimizer_name() == "AdamW" and engine.zero_overlap_comm() and engine.dynamic_loss_scale()
+    with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
+        pass
+    wrong: Any = 1.0
+    with pytest.raises(AssertionError, match="a float"):
+        engine.backward(wrong)
+    with pytest.raises(ValueError, match="leave training_data out"):
+        engine.set_train_micro_batch_size(2)
+    with pytest.raises(AttributeError, match="neither DeepSpeedEngine nor its Net has 'wieghts'"):
+        engine.wieghts  # noqa: B018
+    engine.destroy()
+    free, *_ = deepspeed.initialize(model=net(), config=config())
+    free.set_train_micro_batch_size(2)
+    assert free.get_batch_info() == (2 * free.world_size, 2, 1)
+    return [engine.global_rank, engine.local_rank, engine.mp_world_size, engine.steps_per_print()]
+
+
+def test_members_of_the_engine(ranks: Any) -> None:
+    assert ranks(2, members) == [[0, 0, 1, 7], [1, 1, 1, 7]]
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).square()
+        return y
+
+
+def pipeline() -> list[Any]:
+    model = PipelineModule([Square(), Square(), Square()], num_stages=2, loss_fn=nn.MSELoss())
+    data = torch.utils.data.TensorDataset(*torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)))
+    settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    assert isinstance(engine, DeepSpeedPipelineEngine) and isinstance(engine.grid, ParallelGrid)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    engine.set_dataloader(loader)
+    first = engine.train_batch()
+    engine.set_batch_fn(lambda batch: (batch[0] * 0, batch[1] * 0))
+    engine.set_dataiterator(iter(loader))
+    second = engine.train_batch()
+    assert engine.was_step_applied() and second < first
+    for wrong in (engine.forward, engine.backward, engine.step):
+        with pytest.raises(RuntimeError, match="train_batch"):
+            wrong()
+    grid = engine.grid
+    assert grid.get_pipe_parallel_rank() == grid.get_stage_id() == engine.stage_id == grid.stage_id
+    assert grid.get_model_parallel_world_size() == 2 and grid.get_slice_parallel_world_size() == 1
+    assert dist.get_world_size(grid.get_data_parallel_group()) == grid.get_data_parallel_world_size() == 1
+    return [engine.is_first_stage(), engine.is_last_stage(), engine.micro_batches, grid.stage_to_global(1)]
+
+
+def test_members_of_the_pipeline_engine(ranks: Any) -> None:
+    assert ranks(2, pipeline) == [[True, False, 2, 1], [False, True, 2, 1]]
+
+
+def test_two_configurations_are_refused() -> None:
+    args = type("Args", (), {"deepspeed_config": "a.json"})()
+    for kind in (AssertionError, ValueError, deepspeed.DeepSpeedConfigError):
+        with pytest.raises(kind, match=r"args\.deepspeed_config='a\.json' and config=: leave one out"):
+            deepspeed.initialize(args, model=net(), config=config())
+    with pytest.raises(AssertionError, match="pass model="):
+        deepspeed.initialize(config=config())
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_size"):
+        deepspeed.initialize(model=net(), config={"train_batch_size": 7, "train_micro_batch_size_per_gpu": MICRO})
