@@ -99,6 +99,7 @@ class PipelineModule(nn.Module):
         others: DeepSpeed's ``seed_layers`` (layers are always seeded) and ``base_seed`` (another name of ``seed``).
 
     Attributes:
+        grid_is_default: True if no argument said which grid; partition: how the list is cut, as given.
         boundaries: stage ``s`` has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
         placement: the rank of each stage.
         layers: the modules of this rank's stages, by their first index in the list.
@@ -143,6 +144,8 @@ class PipelineModule(nn.Module):
         # The arguments, in triax's own terms.
         self.seed = seed_of(seed, others, [*inspect.signature(PipelineModule).parameters][:-1])
         method = partition_of(partition, partition_method)
+        self.partition = method
+        self.grid_is_default = grid is None and num_stages is None and topology is None
         self.grid = grid_of(grid, num_stages, topology)
         self.chunks = chunks
         self.placement = place(placement, self.grid.pipe.size, chunks)

@@ -5,6 +5,7 @@
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
+grids.py: the grid of an ``mpu``, of ``mesh_param`` or of ``pipeline.stages``.
 engine.py: the two engines, with all of DeepSpeed's members; timers.py: ``engine.timers`` and ``engine.tput_timer``.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 comm.py: ``deepspeed.comm``: ``log_summary`` of all engines.

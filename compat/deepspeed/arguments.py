@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...grid import Grid
+from ...grid.environment import local_rank, read_environment
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -17,11 +18,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         parser: the script's parser.
 
     Returns:
-        The same parser. As with DeepSpeed, the script itself adds ``--local_rank``, if its launcher passes it.
+        The same parser. If the script itself adds ``--local_rank``, before or after, and its launcher sets the rank
+        without passing the option, as ``triax run`` and torchrun do, then ``args.local_rank`` is that rank.
     """
     group = parser.add_argument_group("triax", "configuration, with DeepSpeed's option names")
     group.add_argument("--deepspeed", action="store_true", help="accepted without effect: the script calls initialize")
     group.add_argument("--deepspeed_config", type=str, default=None, help="configuration: path of a JSON file")
+    parse = parser.parse_known_args
+
+    def with_local_rank(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, rest = parse(args, namespace)
+        default = parser.get_default("local_rank")
+        if default is not None and found.local_rank == default and read_environment() is not None:
+            found.local_rank = local_rank()
+        return found, rest
+
+    parser.parse_known_args = with_local_rank  # type: ignore[method-assign]
     return parser
 
 

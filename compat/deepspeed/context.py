@@ -8,11 +8,16 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ...engine.base import Engine
 from ...engine.initialize import initialize as make_engine
+from ...engine.setup.arguments import config_source
+from ...engine.setup.check import read_config
 from ...grid import Grid
+from ...pipe.module import PipelineModule
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
+from .grids import grid_of_mesh, grid_of_mpu, lay_out_megatron, restage
 
 
 class DeepSpeedContext:
@@ -80,7 +85,8 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config, config_params: as
             ``triax.initialize``.
         distributed_port, dist_init_required: without effect.
-        mpu: Megatron's object of process groups, whose sizes make the grid.
+        mpu: Megatron's object of process groups, whose sizes and groups make the grid of a plain module. Parameters
+            that Megatron marks as sharded are shards here too.
         mesh_param: sizes of the data and of the context axis (DeepSpeed's mesh of replicas and sequence shards).
         grid: triax's own: the grid of a plain module.
 
@@ -98,8 +104,21 @@ def initialize(
         raise DeepSpeedConfigError(
             f"two configurations were given, args.deepspeed_config={args.deepspeed_config!r} and config=: leave one out"
         )
+    if isinstance(training_data, DataLoader):
+        raise DeepSpeedConfigError(
+            "training_data is a DataLoader, which reads the same samples on every rank: pass its dataset, "
+            "training_data=loader.dataset, and collate_fn=loader.collate_fn"
+        )
     make: Any = make_engine
     with deepspeed_errors():
+        if grid is None and mpu is not None and not isinstance(model, PipelineModule):
+            grid = mpu if isinstance(mpu, Grid) else grid_of_mpu(mpu)
+            lay_out_megatron(model, grid)
+        elif grid is None and mesh_param is not None:
+            grid = grid_of_mesh(mesh_param)
+        stages = _stages(model, args, config, config_params)
+        if stages > 1 and isinstance(model, PipelineModule):
+            model, model_parameters = restage(model, stages, model_parameters)
         made: tuple[Any, Any, Any, Any] = make(
             args,
             model,
@@ -111,8 +130,15 @@ def initialize(
             config,
             config_params,
             grid=CONTEXT.grid if grid is None else grid,
-            mpu=mpu,
             _classes=(DeepSpeedPipelineEngine, DeepSpeedEngine),
         )
+    made[0].mpu = mpu
     CONTEXT.engines[id(made[0])] = made[0]
     return made
+
+
+def _stages(model: nn.Module, args: Any, config: Any, config_params: Any) -> int:
+    """Return the stages that the configuration asks for, if the model leaves it to the configuration; else 1."""
+    if not isinstance(model, PipelineModule) or not model.grid_is_default:
+        return 1
+    return read_config(config_source(args, config, config_params)).pipeline.stages or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine, ParallelGrid
 from triax.pipe.module import PipelineModule
+from triax.pipe.spec import LayerSpec
 
 from module_training import CLIP, MICRO, WIDTH, config, groups, microbatch, net
 
@@ -182,3 +184,114 @@ def test_two_configurations_are_refused() -> None:
         deepspeed.initialize(config=config())
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_size"):
         deepspeed.initialize(model=net(), config={"train_batch_size": 7, "train_micro_batch_size_per_gpu": MICRO})
+
+
+class Mpu:
+    """Process groups as Megatron's ``mpu`` gives them: tensor ranks are neighbors, unless ``outer``."""
+
+    def __init__(self, tensor: int, outer: bool = False, data: int | None = None) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        rows = torch.arange(world).view(-1, tensor) if not outer else torch.arange(world).view(tensor, -1).T
+        self.tensor, self.data = tensor, data or world // tensor
+        for row in rows.tolist():
+            group = dist.new_group(row)
+            self.mine = group if rank in row else getattr(self, "mine", None)
+        for column in rows.T.tolist():
+            group = dist.new_group(column)
+            self.replicas = group if rank in column else getattr(self, "replicas", None)
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor
+
+    def get_model_parallel_group(self) -> Any:
+        return self.mine
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data
+
+    def get_data_parallel_group(self) -> Any:
+        return self.replicas
+
+
+class MegatronLinear(nn.Module):
+    """A column-parallel linear layer as Megatron writes it, with its own collective and marks."""
+
+    def __init__(self, mpu: Mpu) -> None:
+        super().__init__()
+        rank = dist.get_rank(mpu.mine)
+        whole = torch.arange(24, dtype=torch.float64).view(6, 4) / 24
+        self.weight = nn.Parameter(whole.chunk(mpu.tensor)[rank].clone())
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0  # type: ignore[attr-defined]
+        self.mpu = mpu
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.weight.T).square().sum()
+        total = y.detach().clone()
+        dist.all_reduce(total, group=self.mpu.mine)
+        return y + (total - y.detach())
+
+
+def with_mpu(outer: bool) -> tuple[Any, ...]:
+    mpu = Mpu(2, outer)
+    model = MegatronLinear(mpu)
+    settings = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "gradient_clipping": 1.0}
+    engine, *_ = deepspeed.initialize(model=model, mpu=mpu, config=settings)
+    x = torch.eye(4, dtype=torch.float64)[engine.grid.data.rank]
+    engine.backward(engine(x))
+    engine.step()
+    whole = torch.arange(24, dtype=torch.float64).view(6, 4) / 24
+    gradient = torch.cat([whole[:, :2], torch.zeros(6, 2, dtype=torch.float64)], 1)  # of the mean over two replicas
+    norm = engine.get_global_grad_norm()
+    assert norm == pytest.approx(gradient.norm().item(), rel=1e-12)
+    torch.testing.assert_close(engine.gather()["weight"], whole - 0.01 * gradient / max(1.0, norm), atol=2e-8, rtol=0)
+    with pytest.raises(AssertionError, match=r"data 3 x tensor 2 = 6 ranks, but there are 4 processes"):
+        deepspeed.initialize(model=model, mpu=Mpu(2, data=3), config=settings)
+    return engine.mp_world_size, engine.dp_world_size, engine.grid.tensor.ranks, engine.mpu is mpu
+
+
+def test_an_mpu_is_the_grid(ranks: Any) -> None:
+    assert ranks(4, with_mpu, False)[3] == (2, 2, (2, 3), True)
+    assert ranks(4, with_mpu, True)[3] == (2, 2, (1, 3), True)
+
+
+def from_the_configuration(specs: bool) -> tuple[int, float]:
+    listed: list[Any] = [LayerSpec(Square) for _ in range(3)] if specs else [Square() for _ in range(3)]
+    model = PipelineModule(listed, loss_fn=nn.MSELoss())
+    data = torch.utils.data.TensorDataset(*torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)))
+    settings = {"train_batch_size": 4, "optimizer": {"type": "SGD"}, "pipeline": {"stages": 2}}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings, training_data=data
+    )
+    return engine.num_stages, engine.train_batch().item()
+
+
+def test_the_configuration_chooses_the_stages(ranks: Any) -> None:
+    found = ranks(2, from_the_configuration, True)
+    assert found[0] == found[1] and found[0][0] == 2
+    assert ranks(2, from_the_configuration, False)[0][0] == 2
+
+
+def test_a_loader_is_no_training_data() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)))
+    with pytest.raises(ValueError, match=r"training_data=loader\.dataset"):
+        deepspeed.initialize(model=net(), config=config(), training_data=loader)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_local_rank_reaches_the_script(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    if not first:
+        deepspeed.add_config_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    if first:
+        deepspeed.add_config_arguments(parser)
+    assert parser.parse_args([]).local_rank == 1 and parser.parse_args(["--local_rank", "3"]).local_rank == 3
+    assert not hasattr(deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args([]), "local_rank")
