@@ -168,8 +168,8 @@ class InPlace(Over):
         self.inner, self.own = nn.Linear(WIDTH, WIDTH), own
 
     def change(self, x: Tensor) -> Tensor:
-        # Of a copy: a linear layer keeps its input for the backward pass, and copies it only if it is not contiguous, so
-        # that plain torch allows the change of this input for some layers before this one and not for others.
+        # Of a copy: a linear layer keeps its input for the backward pass, and copies it only if it is not contiguous,
+        # so that plain torch allows the change of this input for some layers before this one and not for others.
         y: Tensor = self.inner(x if self.own else x.clone())
         if self.own:
             return y.mul_(0.5).add_(x)
