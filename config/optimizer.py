@@ -12,9 +12,7 @@ from .base import Section, idle
 class OptimizerConfig(Section):
     """``optimizer``: its name and arguments."""
 
-    type: str = Field(
-        description="Name, as in DeepSpeed or torch.optim. Adafactor and Muon need whole tensors: ZeRO stage 0."
-    )
+    type: str = Field(description="Name, as in DeepSpeed or torch.optim. Adafactor needs whole tensors: ZeRO stage 0.")
     params: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the optimizer: lr, betas, weight_decay, ..."
     )
@@ -22,9 +20,11 @@ class OptimizerConfig(Section):
 
     def notes(self) -> list[str]:
         """Return notes on the arguments that have no effect, with the reason."""
-        names = {"cuda_aware", "comm_backend_name"} & set(self.params)
-        why = "compressed data is sent by the grid's own backend: NCCL with CUDA, else gloo"
-        return [f"params.{name} does nothing: {why}" for name in sorted(names)] + super().notes()
+        sent = "compressed data is sent by the grid's own backend: NCCL with CUDA, else gloo"
+        why = {"cuda_aware": sent, "comm_backend_name": sent, "ns_method": "there is one way to the same matrix"}
+        return [
+            f"params.{name} does nothing: {why[name]}" for name in sorted(why.keys() & self.params)
+        ] + super().notes()
 
 
 class SchedulerConfig(Section):

@@ -2,6 +2,7 @@
 
 optimizers.py: ``resolve``, from a type and its arguments to a class and its own arguments; names that are refused.
 elementwise.py: Lion, and Adam without bias correction.
+layerwise.py: LAMB and Muon, whose update of an element depends on its whole tensor.
 onebit.py: names and arguments of the 1-bit optimizers, whose classes are in ``zero/onebit/``.
 schedulers.py: ``make_scheduler``, from a type and its parameters to a torch scheduler.
 lr_schedules.py: DeepSpeed's schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .optimizers import WHOLE_TENSOR, Classes, fused, resolve
+from .optimizers import LAYERWISE, WHOLE_TENSOR, Classes, fused, resolve
 from .schedulers import advance, make_scheduler
 from .signature import trial
 
@@ -55,7 +55,7 @@ def try_scheduler(
 
 def _stepped(kind: str, params: Mapping[str, Any], classes: Classes, groups: int = 1) -> torch.optim.Optimizer:
     cls, given = resolve(kind, params, classes)
-    shape = (2, 2) if cls.__name__ in WHOLE_TENSOR else (1,)
+    shape = (2, 2) if cls.__name__ in WHOLE_TENSOR | LAYERWISE else (1,)
     parameters = [nn.Parameter(torch.ones(shape)) for _ in range(groups)]
     optimizer = cls(fused(cls, [{"params": [parameter]} for parameter in parameters], given), **given)
     for parameter in parameters:

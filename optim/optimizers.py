@@ -11,16 +11,21 @@ import torch
 from ..grid.errors import ConfigError, describe, nearest
 from . import onebit
 from .elementwise import Lion, UncorrectedAdam
+from .layerwise import Lamb, Muon
 from .signature import check_arguments, defaults_of
 
 Classes = Mapping[str, type[torch.optim.Optimizer]]
 
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
-_OTHER_NAMES = {"DeepSpeedCPUAdagrad": "Adagrad", "DeepSpeedCPULion": "Lion", "FusedLion": "Lion"}
+_OTHER_NAMES = {
+    "DeepSpeedCPUAdagrad": "Adagrad",
+    "DeepSpeedCPULion": "Lion",
+    "FusedLion": "Lion",
+    "FusedLamb": "Lamb",
+}
+_OWN: Classes = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}  # classes that torch lacks, or has for whole tensors only
 # Optimizers that cannot step flat ranges, or are not supported: (reason, what to use instead).
 _REFUSED = {
-    "Lamb": ("its trust ratio is of a whole tensor", "AdamW, or OneBitLamb in stage 0"),
-    "FusedLamb": ("its trust ratio is of a whole tensor", "AdamW, or OneBitLamb in stage 0"),
     "LBFGS": ("it evaluates the loss several times a step", "AdamW"),
     "SparseAdam": ("it steps sparse gradients, and gradients are dense here", "Adam"),
     "MuAdam": ("its rates depend on the width of each layer", "Adam, with parameter groups of their own rates"),
@@ -30,6 +35,10 @@ _REFUSED = {
 # Optimizers that need whole tensors, and run where every rank has them: (reason, what to use instead).
 WHOLE_TENSOR = {
     "Adafactor": ("its second moments are sums over rows and columns of a tensor", "Lion, with half of Adam's state"),
+}
+# Optimizers that sum norms or assemble matrices over the shards of a tensor, which are all in memory: the same pair.
+LAYERWISE = {
+    "Lamb": ("its coefficient is of a whole tensor", "AdamW"),
     "Muon": ("it makes a whole matrix orthogonal", "AdamW"),
 }
 _TORCH = tuple(
@@ -37,7 +46,7 @@ _TORCH = tuple(
     for name, each in vars(torch.optim).items()
     if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and name not in ("Optimizer", *_REFUSED)
 )
-KNOWN = (*_TORCH, "Lion", *onebit.NAMES, "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
+KNOWN = (*_TORCH, "Lion", "Lamb", *onebit.NAMES, "FusedAdam", "DeepSpeedCPUAdam", *_OTHER_NAMES)
 
 
 def resolve(
@@ -76,7 +85,17 @@ def resolve(
         cls = classes[name]
     else:
         own = _OTHER_NAMES.get(name, name)
-        cls = Lion if own == "Lion" else getattr(torch.optim, own)
+        cls = _OWN[own] if own in _OWN else getattr(torch.optim, own)
+    if cls is Lamb:
+        _require_off(given, "amsgrad", "LAMB has no maximum of the variance")
+        _require_off(given, "eps_inside_sqrt", "eps is added to the root of the variance, as in the paper")
+    if cls is Muon:
+        _drop(given, "torch_adam")  # always torch's formula
+        if _drop(given, "adam_w_mode") is False:
+            raise ConfigError("optimizer.params.adam_w_mode is false, but weight decay is decoupled: leave it out")
+        _require_off(given, "per_head_muon", "a matrix is made orthogonal as a whole, not head by head")
+        if given.pop("ns_method", "gram") not in ("gram", "standard"):
+            raise ConfigError("optimizer.params.ns_method: give gram or standard, two ways to the same matrix")
     _drop(given, "set_grad_none")
     if _drop(given, "fp32_optimizer_states") is False:
         raise ConfigError(
@@ -122,6 +141,24 @@ def fused(
     return groups
 
 
+def sharded_form(
+    cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return an optimizer that steps shards as a class of torch steps whole tensors, with its arguments.
+
+    The class and the defaults themselves, except for torch's Muon.
+
+    Args:
+        cls: the class of an instance.
+        defaults: the defaults of the instance.
+    """
+    if cls is torch.optim.Muon:
+        named = {"ns_eps" if key == "eps" else key: value for key, value in defaults.items()}
+        cls, defaults = Muon, {**named, "use_muon": True}
+    known = inspect.signature(cls).parameters
+    return cls, {key: value for key, value in defaults.items() if key in known}
+
+
 def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1) -> None:
     """Check that an optimizer that needs whole tensors, or the whole optimizer state, has them on each replica.
 
@@ -138,7 +175,11 @@ def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1)
     tensors = WHOLE_TENSOR | onebit.WHOLE_TENSOR
     for applies, refused, problem in (
         (stage > 0, state, f"zero_optimization.stage {stage} shards the optimizer state into flat ranges: set stage 0"),
-        (offload, state, "zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out"),
+        (
+            offload,
+            state | LAYERWISE,
+            "zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out",
+        ),
         (tensor > 1, tensors, f"the grid's tensor axis of {tensor} shards tensors: make a grid of tensor 1"),
     ):
         if applies and name in refused:
@@ -166,6 +207,12 @@ def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
         params["decoupled"] = decoupled
         return UncorrectedAdam
     return torch.optim.AdamW if decoupled else torch.optim.Adam
+
+
+def _require_off(params: dict[str, Any], key: str, reason: str) -> None:
+    """Remove one of DeepSpeed's switches from the arguments; refuse it if it is on."""
+    if _drop(params, key):
+        raise ConfigError(f"optimizer.params.{key} is true, but {reason}: leave it out")
 
 
 def _drop(params: dict[str, Any], key: str) -> bool | None:

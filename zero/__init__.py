@@ -18,7 +18,8 @@ A step:
     norm.py: squares of gradients for the global norm, and the clipping coefficient
     optimizer.py: the optimizer's step on the ranges that a rank owns, and the all-gather of the new weights
     sub_groups.py: the step in sub-groups, for offloaded state
-    whole_tensors.py: the step of optimizers that need whole tensors (Adafactor, Muon), in stage 0
+    whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
+    layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
 
 Around it:
     protocols.py: interfaces that compression/, onebit/ and zeropp/ implement

@@ -12,13 +12,14 @@ from torch import Tensor
 from ..grid import Grid, Pending
 from ..grid.layout import FlatRange
 from .bucket import Bucket
+from .layerwise import ShardedLayers
 from .options import ZeroOptions
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from .sub_groups import SubGroups, is_elementwise
 
 # A shard is a flat range that starts and ends anywhere: only optimizers that work element by element can step it.
-# (Adafactor, LBFGS and Muon need whole tensors.)
+# (Adafactor and LBFGS need whole tensors. LAMB and Muon combine the shards of each: layerwise.py.)
 ELEMENTWISE = (
     "Adadelta",
     "Adagrad",
@@ -92,7 +93,21 @@ class RangeStepper:
         return make([{**options, "params": masters} for options, masters in zip(groups, owned, strict=True)])
 
     def connect(self, exchange: Exchange | None, grid: Grid) -> None:
-        """Connect the optimizer to the gradient exchange, once, after that was made. Collective over the grid."""
+        """Connect the optimizer to the gradient exchange, once, after that was made. Collective over the grid.
+
+        LAMB and Muon are given the layers of which the ranges hold parts.
+
+        Raises:
+            ValueError: the optimizer needs its whole range at once, and steps sub-groups.
+        """
+        if not getattr(self.optimizer, "layerwise", False):
+            return
+        if self._sub_groups is not None:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} combines all parts of a layer, but offload and sub_group_size step "
+                "parts of it one after the other: leave them out, or use AdamW"
+            )
+        setattr(self.optimizer, "layers", ShardedLayers(self._buckets, grid))  # noqa: B010  # no attribute of torch's
 
     @torch.no_grad()
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors (Adafactor, Muon), in stage 0: they step views of the flat master weights."""
+"""Optimizers that need whole tensors (Adafactor), in stage 0: they step views of the flat master weights."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from ...grid.errors import ConfigError
 from ...grid.grid import Grid
 from ...grid.layout import layout_of
 from ...optim import optimizers, schedulers
+from ...optim.layerwise import split_for_muon
 from ...optim.schedulers import MakeScheduler
 from ...zero.onebit.adam import OneBit, OneBitAdam, ZeroOneAdam
 from ...zero.onebit.lamb import OneBitLamb
@@ -21,6 +21,7 @@ from ...zero.onebit.stepper import stepped_by
 from ...zero.optimizer import ELEMENTWISE, needs_whole_tensors
 from ...zero.protocols import MakeOptimizer
 from ...zero.whole_tensors import WholeTensors
+from .arguments import Groups, parameter_groups
 
 ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
 
@@ -52,9 +53,14 @@ def choose_optimizer(
     cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
     require_whole_tensors(cls, config, grid.tensor.size)
     _require_real(cls, groups)
-    if cls.__name__ == "Muon":
-        _require_matrices(groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
+
+
+def optimizer_groups(model: nn.Module, optimizer: Any, model_parameters: Any, config: Config) -> Groups:
+    """Return the parameter groups, as ``parameter_groups`` does. For Muon, each is split in matrices and the rest."""
+    groups = parameter_groups(model, optimizer, model_parameters)
+    named = config.optimizer.type.lower() if optimizer is None and config.optimizer is not None else ""
+    return split_for_muon(model, groups) if named == "muon" else groups
 
 
 def choose_scheduler(lr_scheduler: Any, optimizer: Any, config: Config, stepped: bool) -> MakeScheduler | None:
@@ -86,7 +92,7 @@ def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
     Raises:
         ConfigError: if the optimizer needs unsharded tensors, or if it has already made a step.
     """
-    cls = type(optimizer)
+    cls, defaults = optimizers.sharded_form(type(optimizer), optimizer.defaults)
     if cls.__name__ not in optimizers.WHOLE_TENSOR:
         require_elementwise(cls)
     if optimizer.state:
@@ -94,8 +100,6 @@ def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
             f"this {cls.__name__} has state already, which does not fit the flat shards that ZeRO makes of its "
             "parameters: pass an optimizer that has not made a step"
         )
-    known = inspect.signature(cls).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
     return _with_stepper(cls, lambda groups: cls(groups, **defaults))
 
 
@@ -134,32 +138,18 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], config: Config, tens
 def _require_real(
     cls: type[torch.optim.Optimizer], groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
 ) -> None:
-    """Refuse complex parameters for an optimizer on whole tensors, Muon or Adafactor.
+    """Refuse complex parameters for an optimizer on whole tensors: Lamb, Muon, Adafactor.
 
     Raises:
         ConfigError: a parameter to train is complex; the message names it.
     """
     for parameter in (p for _, parameters in groups for p in parameters if p.is_complex()):
-        if cls.__name__ in optimizers.WHOLE_TENSOR:
+        if cls.__name__ in optimizers.WHOLE_TENSOR | optimizers.LAYERWISE:
             raise ConfigError(
                 f"optimizer {cls.__name__} steps real tensors, and {layout_of(parameter).name or 'a parameter'} of "
                 f"shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}: take AdamW, or make "
                 "the parameter of pairs of real numbers, and call torch.view_as_complex on it in the module"
             )
-
-
-def _require_matrices(groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
-    """Refuse parameters that are no matrices, for Muon.
-
-    Raises:
-        ConfigError: a parameter to train is no matrix; the message names it.
-    """
-    for parameter in (p for _, parameters in groups for p in parameters if p.dim() != 2):
-        raise ConfigError(
-            f"optimizer.type Muon steps matrices, and {layout_of(parameter).name or 'a parameter'} has shape "
-            f"{list(parameter.shape)}: pass initialize(model_parameters=[p for p in model.parameters() if "
-            "p.dim() == 2]), or take AdamW"
-        )
 
 
 def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:

@@ -145,15 +145,14 @@ def test_torchs_own_on_whole_tensors(optimizer: dict[str, Any], name: str, more:
 
 WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("Adafactor", {"lr": LR, "weight_decay": 0.1}),
-    ("Muon", {"lr": LR, "ns_steps": 3}),
 ]
 
 
 def on_whole_tensors(shape: tuple[int, int, int], name: str, params: dict[str, Any], given: str) -> Any:
-    """Matrices by an optimizer that needs them whole; where that takes matrices alone, biases stand still."""
+    """Steps by an optimizer that needs whole tensors."""
     grid = Grid(*shape, timeout=60)
     model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
-    parameters = [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]
+    parameters = list(model.parameters())
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4 // shape[1], "gradient_clipping": 0.5}
     config["zero_optimization"] = {"reduce_bucket_size": 5}
     more: dict[str, Any] = {"model_parameters": parameters}
@@ -172,9 +171,9 @@ def on_whole_tensors(shape: tuple[int, int, int], name: str, params: dict[str, A
 @pytest.mark.parametrize(("name", "params"), WHOLE, ids=[name for name, _ in WHOLE])
 def test_whole_tensors_in_stage_0(ranks: Any, name: str, params: dict[str, Any]) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
-        return getattr(torch.optim, name)([p for p in parameters if p.dim() == 2 or name != "Muon"], **params)
+        return getattr(torch.optim, name)(parameters, **params)
 
-    wanted = reference(make=make, frozen=1 if name == "Muon" else 0)
+    wanted = reference(make=make)
     for shape, given in (((1, 1, 1), "instance"), ((1, 2, 1), "config"), ((2, 1, 1), "config")):
         for found in ranks(shape[0] * shape[1], on_whole_tensors, shape, name, params, given):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
@@ -244,6 +243,8 @@ def test_every_name_has_a_case() -> None:
         "adafactor",
         "muon",
         "deepspeedcpulion",
+        "lamb",
+        "fusedlamb",  # test_layerwise.py
         *map(str.lower, onebit.NAMES),  # test_onebit.py
     }  # above; and Lion by a third name
     assert resolve("DeepSpeedCPULion", {}, {})[0] is resolve("Lion", {}, {})[0]
@@ -283,7 +284,6 @@ def test_our_own_on_flat_ranges_and_in_sub_groups(ranks: Any, stage: int) -> Non
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (case("Lamb"), "optimizer.type = 'Lamb': its trust ratio is of a whole tensor"),
         (case("LBFGS"), "it evaluates the loss several times a step"),
         (case("Adamm"), "there is no such optimizer; did you mean 'Adam'?"),
         (case("Adam", max_grad_norm=1.0), "optimizer.params.max_grad_norm: write gradient_clipping"),
@@ -307,17 +307,7 @@ def test_refused(optimizer: dict[str, Any], words: str) -> None:
     assert words in str(error.value)
 
 
-def test_muon_over_vectors_is_refused_by_name() -> None:
-    """torch's own message named no parameter and no remedy."""
-    model = PipelineModule([LayerSpec(nn.Linear, 4, 4)], loss_fn=mean_loss)
-    config = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
-    with pytest.raises(ConfigError, match=r"Muon steps matrices, and layers.0.bias has shape \[4\]: pass initialize"):
-        triax.initialize(model=model, config=config)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    assert triax.initialize(model=model, config=config, model_parameters=matrices)[1] is not None
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Adam", "Rprop", "OneBitAdam"])
+@pytest.mark.parametrize("name", ["Adafactor", "Adam", "Rprop", "OneBitAdam", "Muon", "Lamb"])
 def test_a_resolved_optimizer_is_accepted_again(name: str) -> None:
     """Adafactor's default eps, (None, 0.001), was refused as no list of two numbers."""
     config = read_config({"train_batch_size": 4, "optimizer": {"type": name}})
