@@ -24,6 +24,7 @@ A step:
 Around it:
     protocols.py: interfaces that compression/, onebit/ and zeropp/ implement
     gathered_parameters.py: ``zero.gathered``: whole parameters outside of a step, to read or write
+    parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part
     shard_ranges.py: ranges of parameters in flat tensors, and the rank that writes them
     state_shards.py: values and optimizer state of this rank, for checkpoints
 

@@ -110,6 +110,10 @@ class ZeroDataAxis:
             link.parameter = weakref.ref(member.parameter)
             setattr(member.parameter, _ATTRIBUTE, link)
 
+    def bucket_of(self, parameter: nn.Parameter) -> Bucket | None:
+        """Return the bucket that holds a parameter; None if no bucket does."""
+        return self._bucket_of.get(parameter)
+
     def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
         """Set a parameter's initial values, of which this rank keeps its shard; return False if no bucket has it."""
         bucket = self._bucket_of.get(parameter)

@@ -184,6 +184,16 @@ class RangeStepper:
         """Return the state tensors of a bucket that is stepped in sub-groups."""
         return [] if self._sub_groups is None else [*self._sub_groups.state_of.get(bucket, {}).values()]
 
+    def state_of(self, bucket: Bucket, parameter: Tensor, key: str) -> tuple[Tensor, int] | None:
+        """Return a flat state tensor that has a parameter's part, and the place of its first element in the bucket.
+
+        None if the optimizer has no elementwise state of that key.
+        """
+        if bucket.master is None:
+            return None
+        value: Any = self.optimizer.state.get(bucket.master, {}).get(key)
+        return (value, bucket.owned[0]) if is_elementwise(value, bucket.master) else None
+
     def state_tensors(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield the elementwise optimizer state: the index in ``masters``, the key, and the state tensor."""
         for index, (master, _) in enumerate(self.masters()):

@@ -64,6 +64,14 @@ class WholeStepper(RangeStepper):
         for view in self.views:
             yield view.master, [view.member.layout.name]
 
+    def state_of(self, bucket: Bucket, parameter: Tensor, key: str) -> tuple[Tensor, int] | None:
+        """Return the flat state tensor of a parameter, and the place of its first element in the bucket."""
+        for view in self.views:
+            if view.member.parameter is parameter:
+                value = self.optimizer.state.get(view.master, {}).get(key)
+                return (value.view(-1), view.span.start) if is_elementwise(value, view.master) else None
+        return None
+
     def state_ranges(self, index: int, value: Tensor, ranges: ShardRanges) -> Iterator[FlatRange]:
         """Yield the rows of a state tensor that this replica writes to a checkpoint."""
         yield from ranges.of_replicated(ranges.of_parameter[self.views[index].member.parameter], value.view(-1))

@@ -8,7 +8,13 @@ context.py: ``initialize``: triax's own, which registers the engine for function
 grids.py: the grid of an ``mpu``, of ``mesh_param`` or of ``pipeline.stages``.
 engine.py: the two engines, with all of DeepSpeed's members; timers.py: ``engine.timers`` and ``engine.tput_timer``.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
-comm.py: ``deepspeed.comm``: ``log_summary`` of all engines.
+configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.
+accelerator.py: ``deepspeed.accelerator``: the device of this process.
+comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.
+utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, weights of a checkpoint.
+fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
+optimizers.py: ``deepspeed.ops.adam`` and its like: classes of optimizers.
+topology.py: ``deepspeed.pipe``'s topologies.
 zero.py: ``deepspeed.zero``: ``GatheredParameters``.
 moe/: ``deepspeed.moe``: ``MoE``.
 """

@@ -26,7 +26,10 @@ class DeepSpeedContext:
     Attributes:
         engines: engines by id, in the order of their creation, which is the same on every rank.
         grid: the grid that layers with experts have made, or None.
+        accelerator: the object that ``get_accelerator`` returns, made when it is first asked for.
     """
+
+    accelerator: Any = None
 
     def __init__(self) -> None:
         self.engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()

@@ -21,43 +21,132 @@ ALIASES = {
     "runtime.pipe": "pipe",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "comm.comm": "comm",
+    "comm.torch": "comm",
     "accelerator.real_accelerator": "accelerator",
     "accelerator.abstract_accelerator": "accelerator",
     "profiling.flops_profiler.profiler": "profiling.flops_profiler",
     "zero.partition_parameters": "zero",
+    "utils.init_on_device": "utils",
+    "utils.nvtx": "utils",
+    "utils.module_utils": "utils",
+    "compression.helper": "utils",
+    "ops.adam.fused_adam": "ops.adam",
+    "ops.adam.cpu_adam": "ops.adam",
+    "ops.lion.cpu_lion": "ops.lion",
+    "ops.lion.fused_lion": "ops.lion",
+    "ops.adagrad.cpu_adagrad": "ops.adagrad",
+    "ops.lamb.fused_lamb": "ops.lamb",
 }
 
 PRESENT = {
     "": {
         "": "PipelineModule",
+        "compat.deepspeed.accelerator": "get_accelerator",
         "compat.deepspeed.arguments": "add_config_arguments init_distributed",
+        "compat.deepspeed.configuration": "DeepSpeedConfig TORCH_DISTRIBUTED_DEFAULT_PORT",
         "compat.deepspeed.context": "initialize",
         "compat.deepspeed.ledger": "__version__=VERSION version=VERSION",
         "compat.deepspeed.modules": "install",
-        "data.dataloader": "RepeatingLoader",
-        "compat.deepspeed.engine": ("DeepSpeedConfigError DeepSpeedEngine PipelineEngine=DeepSpeedPipelineEngine"),
+        "compat.deepspeed.utils": "OnDevice log_dist logger",
+        "compat.deepspeed": "dist=comm",
+        "data.dataloader": "RepeatingLoader DeepSpeedDataLoader=Loader",
+        "compat.deepspeed.engine": "DeepSpeedConfigError DeepSpeedEngine PipelineEngine=DeepSpeedPipelineEngine",
+        "inference.engine": "InferenceEngine",
     },
+    "accelerator": {
+        "compat.deepspeed.accelerator": (
+            "DeepSpeedAccelerator get_accelerator set_accelerator is_current_accelerator_supported"
+        )
+    },
+    "checkpoint.utils": {"compat.deepspeed.utils": "clone_tensors_for_torch_save"},
     "comm": {
-        "compat.deepspeed.arguments": "init_distributed",
-        "compat.deepspeed.comm": "log_summary",
+        "compat.deepspeed.comm": (
+            "init_distributed log_summary is_available is_initialized destroy_process_group new_group ProcessGroup "
+            "ReduceOp GroupMember group P2POp all_gather all_gather_into_tensor all_gather_object all_reduce "
+            "all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list "
+            "gather scatter send recv isend irecv monitored_barrier reduce reduce_scatter reduce_scatter_fn "
+            "reduce_scatter_tensor inference_all_reduce get_rank get_local_rank get_world_size get_world_group "
+            "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor "
+            "initialize_mesh_device"
+        ),
     },
+    "constants": {"compat.deepspeed.configuration": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
+    "git_version_info": {"compat.deepspeed.ledger": "version=VERSION"},
     "moe": {"compat.deepspeed.moe": "layer"},
     "moe.layer": {"compat.deepspeed.moe.layer": "MoE"},
-    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec"},
+    "moe.utils": {
+        "compat.deepspeed.utils": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer"
+    },
+    "monitor.monitor": {"monitor.monitor": "MonitorMaster=Monitor"},
+    "monitor.config": {
+        "config.monitoring": (
+            "TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig "
+            "DeepSpeedMonitorConfig=MonitorConfig"
+        )
+    },
+    "ops.adam": {"compat.deepspeed.optimizers": "FusedAdam DeepSpeedCPUAdam"},
+    "ops.adagrad": {"compat.deepspeed.optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.lion": {"compat.deepspeed.optimizers": "DeepSpeedCPULion FusedLion"},
+    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "compat.deepspeed.topology": "ProcessTopology"},
     "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
     "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
-    "profiling.flops_profiler": {"monitor.profiler": "FlopsProfiler get_model_profile"},
-    "runtime.dataloader": {"data.dataloader": "RepeatingLoader"},
-    "pipe.topology": {"compat.deepspeed.engine": "PipelineParallelGrid=ParallelGrid"},
+    "pipe.topology": {
+        "compat.deepspeed.engine": "PipelineParallelGrid=ParallelGrid",
+        "compat.deepspeed.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
+    },
+    "profiling.flops_profiler": {
+        "monitor.profiler": "FlopsProfiler get_model_profile",
+    },
+    "runtime.config": {
+        "compat.deepspeed.configuration": "DeepSpeedConfig",
+        "compat.deepspeed.engine": "DeepSpeedConfigError",
+    },
+    "runtime.dataloader": {"data.dataloader": "RepeatingLoader DeepSpeedDataLoader=Loader"},
     "runtime.engine": {"compat.deepspeed.engine": "DeepSpeedEngine"},
+    "runtime.fp16.onebit.adam": {"zero.onebit.adam": "OnebitAdam=OneBitAdam"},
+    "runtime.fp16.onebit.lamb": {"zero.onebit.lamb": "OnebitLamb=OneBitLamb"},
+    "runtime.fp16.onebit.zoadam": {"zero.onebit.adam": "ZeroOneAdam"},
     "runtime.lr_schedules": {
         "optim.lr_schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
     },
-    "utils": {"data.dataloader": "RepeatingLoader"},
+    "runtime.utils": {
+        "compat.deepspeed.utils": "see_memory_usage set_random_seed move_to_device ensure_directory_exists",
+    },
+    "utils": {
+        "compat.deepspeed.fragments": (
+            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+            "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
+            "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+            "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
+        ),
+        "compat.deepspeed.utils": (
+            "OnDevice instrument_w_nvtx log_dist log_dist_once logger recursive_getattr recursive_setattr "
+            "set_log_level_from_string"
+        ),
+        "data.dataloader": "RepeatingLoader",
+    },
+    "utils.logging": {"compat.deepspeed.utils": "log_dist log_dist_once logger set_log_level_from_string"},
     "utils.timer": {
         "compat.deepspeed.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
     },
+    "utils.zero_to_fp32": {
+        "compat.deepspeed.utils": (
+            "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+            "load_state_dict_from_zero_checkpoint"
+        )
+    },
     "zero": {"compat.deepspeed.zero": "GatheredParameters ZeroParamStatus"},
+    "zero.config": {
+        "config.zero": (
+            "DeepSpeedZeroConfig=ZeroConfig DeepSpeedZeroOffloadParamConfig=OffloadConfig "
+            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
+        )
+    },
+    "zero.offload_config": {
+        "config.zero": (
+            "DeepSpeedZeroOffloadParamConfig=OffloadConfig DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
+        )
+    },
 }
 
 HYBRID = (
@@ -71,20 +160,228 @@ INJECTION = (
     "triax does not replace a model's layers by kernels: triax.parallelize(model, grid, plan) shards the layers of any "
     "module, and triax.hf_layers those of a transformers model"
 )
+AUTOTP = (
+    "triax shards a module where it is told: call triax.parallelize(model, grid, plan) before initialize, and pass "
+    "grid=; a transformers model has its plan in its configuration"
+)
 FASTGEN = "triax has no FastGen: init_inference and triax.InferenceEngine generate with continuous batches"
-TUNER = "triax does not tune configurations by trial runs: triax plan compares layouts by formulas"
+TUNER = "triax does not tune configurations by trial runs: triax memory computes the memory of a layout"
+ELASTIC = (
+    "triax has no elastic training yet: a checkpoint resumes on any number of ranks, so start again with another number"
+)
+BUILDERS = "triax compiles no operators: torch's kernels take their place, and nothing has to be built"
+LATER = "this part is not in triax yet"
+GLOBALS = "a launcher's environment is read by the grid: pass init_distributed nothing, or use triax run or torchrun"
+COALESCED = "torch.distributed has no such collective for gloo: call the one for a single tensor in a loop"
+COMM_LOG = (
+    "communication is logged by the engine: set comms_logger.enabled in the configuration, and call "
+    "deepspeed.comm.log_summary()"
+)
+FILES = (
+    "it names a part of DeepSpeed's checkpoint files: triax's are described in docs/checkpoints.md, and "
+    "triax checkpoint import reads DeepSpeed's universal checkpoints"
+)
+WRITERS = (
+    "triax has one writer of checkpoints: the configuration's checkpoint section chooses asynchronous writes, and "
+    "docs/checkpoints.md describes the files"
+)
+COMPILE = "triax has no DeepCompile: call torch.compile on the module before initialize"
+PROFILE = (
+    "triax counts operations by torch's own counter: call get_model_profile, or "
+    "FlopsProfiler(model).print_model_profile"
+)
+DUALPIPE = 'write PipelineModule, and "pipeline": {"schedule": "dualpipe-v"} in the configuration'
+MUON = 'write "optimizer": {"type": "Muon"} in the configuration'
+LORA = "wrap the model with PEFT before initialize"
+INTERNAL = "it is a part of DeepSpeed's inside: the engine does this itself"
+FRAGMENT = "shards of parameters are read and written by the functions safe_get_* and safe_set_* of deepspeed.utils"
+GROUPS = (
+    "process groups belong to the engine's grid: engine.grid.data, engine.grid.tensor and engine.grid.pipe have "
+    "rank, size and ranks"
+)
+LEAF = (
+    "stage 3 cuts a module where its ModuleLists and Sequentials are, so that no leaf modules are needed: leave "
+    "the call out"
+)
+TILED = "stage 3 gathers one layer at a time, whole: shard a wide layer over the tensor axis by triax.parallelize"
+ROLLOUT = "triax has no engine of rollouts: generate with init_inference over the engine's module"
+ULYSSES = 'triax shards a sequence over its context axis: Grid(context=N), and attention="ulysses" in docs/context.md'
+DATA = "triax has no data efficiency library: pass a dataset of your own order, or a loader"
+RANDOM_LTD = "triax has no random layer-token dropping"
+NVME_TOOLS = "triax measures no disk: offload to a disk is set by zero_optimization.offload_optimizer"
+PINNING = "torch pins memory: tensor.pin_memory(), or pin_memory in zero_optimization.offload_optimizer"
+SCIENCE = "triax has no kernels of DeepSpeed4Science: use torch.nn.functional.scaled_dot_product_attention with a mask"
+FP8 = "triax trains and generates in float32, bfloat16 and float16, and not in 8 bits by these kernels"
+ZENFLOW = "triax has no ZenFlow: zero_optimization.offload_optimizer overlaps its transfers with the step"
+SPARSE = 'the configuration\'s "sparse_attention" section sets a pattern of sparse attention: docs/context.md'
+COMPRESSION = "DeepSpeed has removed its compression library; triax has none"
+AUTOCAST = 'the configuration\'s "torch_autocast" section sets autocast: docs/autocast.md'
+ACTIVATIONS = 'the configuration\'s "activation_checkpointing" section offloads activations: docs/recompute.md'
+SCHEDULE = "a schedule is a value of triax.pipe: triax schedule draws it, and docs/schedules.md describes it"
+LAUNCHER = "triax run takes the place of deepspeed's launcher: docs/launch.md"
+MEMORY = "triax memory, on the command line, computes the memory of the model states in each stage of ZeRO"
 
 ABSENT = {
-    "": {HYBRID: "DeepSpeedHybridEngine", INJECTION: "replace_transformer_layer"},
+    "": {
+        DUALPIPE: "DualPipeVEngine DualPipeVModule",
+        MUON: "MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding",
+        "it is the head layout of DeepSpeed's Muon, which triax does not split by heads": (
+            "QUERY KV MLA_Q MLA_KV NOT_HEAD_BLOCKED"
+        ),
+        HYBRID: "DeepSpeedHybridEngine",
+        INJECTION: "replace_transformer_layer",
+        KERNELS: "DeepSpeedTransformerLayer DeepSpeedTransformerConfig HAS_TRITON",
+        AUTOTP: (
+            "set_autotp_mode tp_model_init load_ds_config merge_tp_model_init_into_config record_tp_model_init_args"
+        ),
+        "triax has no git hash: deepspeed.version is the version of DeepSpeed whose names these are": (
+            "git_hash git_branch"
+        ),
+        "write the type of the argument itself, Callable[[list], torch.optim.Optimizer]": "DeepSpeedOptimizerCallable",
+        "write the type of the argument itself, Callable[[torch.optim.Optimizer], LRScheduler]": (
+            "DeepSpeedSchedulerCallable"
+        ),
+        "engine.optimizer is a torch.optim.Optimizer: write that": "DeepSpeedOptimizer",
+        LATER: "checkpointing init_inference default_inference_config DeepSpeedInferenceConfig",
+    },
+    "checkpoint": {FILES: "*"},
+    "comm": {
+        COMM_LOG: (
+            "configure timed_op reset_log has_comm_data get_comm_operation_count get_logged_comm_ops comms_logger "
+            "timers timer_summary get_default_args get_tensor_position get_tensor_kwarg get_msg_size_from_args "
+            "get_debug_log_name"
+        ),
+        GLOBALS: (
+            "mpi_discovery in_aml in_aws_sm in_dlts patch_aml_env_for_torch_nccl_backend "
+            "patch_aws_sm_env_for_torch_nccl_backend get_local_rank_from_launcher get_world_rank_from_launcher "
+            "get_world_size_from_launcher"
+        ),
+        COALESCED: "all_gather_coalesced all_reduce_coalesced has_all_reduce_coalesced has_coalescing_manager",
+        "torch.distributed chooses the backend: init_distributed(dist_backend=...)": (
+            "init_deepspeed_backend set_backend cdb nccl_backend mpi_backend ccl_backend hccl_backend TorchBackend "
+            "enable_symm_mem_for_group"
+        ),
+    },
+    "compile.custom_ops": {COMPILE: "*"},
+    "compression": {COMPRESSION: "*"},
+    "constants": {GLOBALS: "CROSS_RANK CROSS_SIZE"},
+    "env_report": {"write triax env on the command line": "*"},
+    "inference": {
+        FASTGEN: "RaggedInferenceEngineConfig InferenceEngineV2 build_hf_engine build_engine_from_ds_checkpoint",
+        LATER: "DeepSpeedTPConfig",
+    },
+    "inference.config": {
+        LATER: (
+            "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig InferenceCheckpointConfig"
+        )
+    },
+    "moe.sharded_moe": {"triax.moe has the router, the capacity and the dispatch of a mixture: docs/moe.md": "*"},
+    "moe.layer": {"deepspeed.moe.layer.MoE holds its experts": "Experts TopKGate"},
+    "monitor.config": {"triax writes to TensorBoard, CSV, JSON and Weights & Biases": "CometConfig"},
+    "ops": {
+        KERNELS: "transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+        FP8: "fp_quantizer",
+        BUILDERS: "__compatible_ops__",
+    },
+    "ops.adam": {ZENFLOW: "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"},
+    "ops.lamb": {LATER: "FusedLamb"},
+    "pipe": {DUALPIPE: "DualPipeVModule dualpipev"},
+    "profiling.flops_profiler": {
+        PROFILE: (
+            "Tensor module_flop_count module_mac_count old_functions DEFAULT_PRECISION wrapFunc MODULE_HOOK_MAPPING "
+            "macs_to_string number_to_string flops_to_string bytes_to_string params_to_string duration_to_string "
+            "get_module_flops get_module_macs get_module_duration"
+        )
+    },
+    "runtime.activation_checkpointing": {ACTIVATIONS: "offload_activations checkpointing"},
+    "runtime.fp16": {"the engine holds fp16's master weights and loss scale: engine.loss_scale()": "*"},
+    "runtime.model_checkpointing": {WRITERS: "*"},
+    "runtime.checkpoint_engine": {WRITERS: "*"},
+    "runtime.swap_tensor": {NVME_TOOLS: "*"},
+    "runtime.tensor_parallel": {AUTOTP: "*"},
+    "runtime.torch_autocast": {AUTOCAST: "*"},
+    "runtime.utils": {INTERNAL: "*"},
+    "utils": {
+        COMM_LOG: "get_caller_func",
+        GROUPS: (
+            "groups mpu expert_tensor_parallel_world_size mesh_device initialize get_tensor_model_parallel_group "
+            "get_model_parallel_group get_data_parallel_group set_tensor_model_parallel_world_size "
+            "get_tensor_model_parallel_world_size get_model_parallel_world_size set_tensor_model_parallel_rank "
+            "get_tensor_model_parallel_rank get_model_parallel_rank get_tensor_model_parallel_src_rank "
+            "get_data_parallel_world_size get_data_parallel_rank"
+        ),
+        FRAGMENT: (
+            "tensor_fragment get_full_hp_param get_hp_fragment_mapping fragment_address get_full_hp_grad "
+            "map_to_flat_opt_states set_full_hp_param set_full_hp_grad link_hp_params "
+            "lazy_init_hp_params_optimizer_state"
+        ),
+        LEAF: (
+            "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter "
+            "set_z3_leaf_module set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+        ),
+        "triax run binds no processes to cores: start it under numactl": "get_numactl_cmd",
+    },
+    "zero": {
+        LATER: "Init register_external_parameter unregister_external_parameter",
+        TILED: "TiledLinear TiledLinearReturnBias",
+        "generation in stage 3 gathers the weights: write with triax.zero.gathered(engine.module)": (
+            "unwrap_model_for_generation"
+        ),
+        INTERNAL: "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType",
+    },
+    "zero.offload_config": {
+        'write the names of the configuration, "cpu" and "nvme"': "OffloadDeviceEnum OffloadStateTypeEnum"
+    },
+    "zero.offload_states": {
+        "zero_optimization.offload_optimizer says where the optimizer state is": "get_state_devices"
+    },
+    "zero.stage3": {
+        MEMORY: ("estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold")
+    },
+    "zero.stage_1_and_2": {
+        MEMORY: ("estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold")
+    },
+    "zero.utils": {'write hasattr(parameter, "ds_id"): stage 3 sets it': "is_zero_param"},
 }
 
 ABSENT_MODULES = {
     "autotuning": TUNER,
+    "compile": COMPILE,
+    "compression.compress": COMPRESSION,
+    "datastates": WRITERS,
+    "elasticity": ELASTIC,
+    "inference.quantization": LATER,
     "inference.v2": FASTGEN,
+    "io": NVME_TOOLS,
+    "launcher": LAUNCHER,
+    "linear": LORA,
     "model_implementations": KERNELS,
     "module_inject": INJECTION,
+    "nvme": NVME_TOOLS,
+    "ops.aio": BUILDERS,
+    "ops.compile": BUILDERS,
+    "ops.deepspeed4science": SCIENCE,
+    "ops.fp_quantizer": FP8,
+    "ops.gds": BUILDERS,
+    "ops.op_builder": BUILDERS,
+    "ops.pin_memory": PINNING,
+    "ops.quantizer": FP8,
+    "ops.random_ltd": RANDOM_LTD,
+    "ops.sparse_attention": SPARSE,
     "ops.transformer": KERNELS,
+    "ops.triton_ops": KERNELS,
+    "pipe.schedule": SCHEDULE,
+    "runtime.activation_checkpointing.offload_activations": ACTIVATIONS,
+    "runtime.comm": 'compressed collectives are set by "gradient_compression": docs/compression.md',
+    "runtime.data_pipeline": DATA,
+    "runtime.domino": AUTOTP,
     "runtime.hybrid_engine": HYBRID,
+    "runtime.rollout": ROLLOUT,
+    "runtime.sequence_parallel": ULYSSES,
+    "runtime.superoffload": ZENFLOW,
+    "runtime.zenflow": ZENFLOW,
+    "sequence": ULYSSES,
+    "utils.groups": GROUPS,
 }
 
 

@@ -77,7 +77,7 @@ def _get(module: str, here: str, name: str) -> object:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if isinstance(found, ledger.Place):
         place = importlib.import_module(f"{TRIAX}.{found.module}".rstrip("."))
-        if place.__name__ != module:
+        if (place.__name__, found.name) != (module, name):
             return getattr(place, found.name) if found.name else place
     elif isinstance(found, str):
         raise AttributeError(f"deepspeed.{full}: {found}")

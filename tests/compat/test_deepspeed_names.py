@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import triax
 import triax.compat.deepspeed as adapter
+from triax.compat.deepspeed import ledger
 from triax.compat.deepspeed.ledger import VERSION
+
+# Every public name of DeepSpeed 0.19.8: those that an ``__init__`` file of it binds, and those that its documentation,
+# its tutorials and its examples import. One line for each module and kind: "module kind: names".
+LISTED = Path(__file__).with_name("deepspeed_names.txt")
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def test_a_missing_name_raises_its_sentence(installed: None) -> None:
     for statement, told in (
         ("from deepspeed import DeepSpeedHybridEngine", "triax has no hybrid engine: train"),
         ("from deepspeed.inference.v2 import InferenceEngineV2", "triax has no FastGen: init_inference"),
-        ("import deepspeed.autotuning.tuner", "triax plan compares layouts"),
+        ("import deepspeed.autotuning.tuner", "triax memory computes the memory"),
         ("from deepspeed.zero import nonsense", "cannot import name 'nonsense'"),
         ("import deepspeed.nonsense", r"No module named 'deepspeed\.nonsense'"),
     ):
@@ -69,3 +76,51 @@ def test_a_missing_name_raises_its_sentence(installed: None) -> None:
             exec(statement)
     with pytest.raises(AttributeError, match=r"triax has no deepspeed\.zero\.nonsense, which is not among"):
         adapter.zero.nonsense  # noqa: B018
+
+
+def kind_of(value: object) -> str:
+    if isinstance(value, ModuleType):
+        return "module"
+    return "class" if inspect.isclass(value) else "function" if callable(value) else "value"
+
+
+def test_every_public_name_is_answered(installed: None) -> None:
+    """Each name is there, and of the right kind, or raises the ledger's sentence."""
+    present, refused, wrong = 0, 0, []
+    for line in LISTED.read_text().splitlines():
+        head, _, names = line.partition(": ")
+        module, kind = head.split()
+        for name in names.split():
+            try:
+                home = adapter if kind == "member" else importlib.import_module(module)
+                owner = getattr(home, module.rpartition(".")[2]) if kind == "member" else home
+                found = kind_of(getattr(owner, name))
+            except (ImportError, AttributeError) as error:
+                full = f"{module}.{name}".removeprefix("deepspeed.")
+                sentences = {
+                    ledger.answer(ledger.canonical(path)) for path in (full, module.removeprefix("deepspeed."))
+                }
+                refused += 1
+                if str(error).partition(": ")[2] not in sentences:
+                    wrong.append(f"{module}.{name}: {error}")
+            else:
+                present += 1
+                if kind not in ("member", found):
+                    wrong.append(f"{module}.{name} is a {found}, and a {kind} in DeepSpeed")
+    print(f"{present} names are present, {refused} are refused with a sentence")
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert present + refused > 800
+
+
+def test_the_ledger_holds_places_and_sentences() -> None:
+    """Each place is there, each sentence tells something, and no name has two answers."""
+    for module, places in ledger.PRESENT.items():
+        absent = {name for names in ledger.ABSENT.get(module, {}).values() for name in names.split()}
+        for place, names in places.items():
+            for name in names.split():
+                theirs, _, ours = name.partition("=")
+                assert theirs not in absent, f"{module}.{theirs} has two answers"
+                found = importlib.import_module(f"triax.{place}".rstrip("."))
+                assert hasattr(found, ours or theirs), f"{place} has no {ours or theirs}"
+    sentences = {sentence for each in ledger.ABSENT.values() for sentence in each} | {*ledger.ABSENT_MODULES.values()}
+    assert all(len(sentence.split()) >= 4 and not sentence.endswith(".") for sentence in sentences)

@@ -1,0 +1,52 @@
+"""DeepSpeed's class ``DeepSpeedConfig``: a checked configuration with the batch sizes computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...config.config import batch_sizes
+from ...engine.setup.check import read_config
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+
+
+class DeepSpeedConfig:
+    """Checked configuration. Keys of the file are attributes: ``config.gradient_clipping``.
+
+    Args:
+        config: a dict, or the path of a JSON file.
+        mpu: Megatron's object of process groups, whose replicas count; by default every process is a replica.
+        mesh_device: torch's mesh with the dim ``data_parallel``.
+
+    Attributes:
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: all three, also those that the
+            configuration leaves out.
+        zero_enabled, zero_optimization_stage, fp16_enabled, bfloat16_enabled: as they will be in effect.
+        optimizer_name, optimizer_params, scheduler_name, scheduler_params: of the two sections; None without them.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._checked = checked = read_config(config)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if mpu is not None:
+            world = mpu.get_data_parallel_world_size()
+        elif mesh_device is not None:
+            world = mesh_device["data_parallel"].size()
+        batch = batch_sizes(checked, world)
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.train, batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.zero_optimization_stage = checked.zero_optimization.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.fp16_enabled, self.bfloat16_enabled = checked.fp16.enabled, checked.bf16.enabled
+        for name in ("optimizer", "scheduler"):
+            section = getattr(checked, name)
+            kind = None if section is None else section.type
+            setattr(self, f"{name}_name", kind if name == "scheduler" or kind is None else kind.lower())
+            setattr(self, f"{name}_params", None if section is None else dict(section.params))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_checked"], name)
