@@ -70,8 +70,8 @@ def get_world_group() -> ProcessGroup:
     return world
 
 
-def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Return the global rank of a group's process."""
+def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
+    """Return the global rank of a group's process; None: the group of all processes."""
     return dist.get_global_rank(get_world_group() if group is None else group, group_rank)
 
 
