@@ -46,7 +46,7 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         own = _OLD_NAMES.get(name, name)
         if own in _OF_TORCH:
-            return getattr(_Host() if self._name == "cpu" else self._torch, own)
+            return getattr(_CPUFunctions() if self._name == "cpu" else self._torch, own)
         if own in _TENSORS:
             return getattr(torch if self._name == "cpu" else self._torch, own)
         raise AttributeError(f"the accelerator has no {name!r}: call torch's functions of {self._name} themselves")
@@ -162,7 +162,7 @@ class DeepSpeedAccelerator:
         return ["CUDA_VISIBLE_DEVICES"]
 
 
-class _Host:
+class _CPUFunctions:
     """Functions of torch's modules of devices, for the CPU."""
 
     Stream = Event = None
