@@ -12,6 +12,7 @@ from .engine.base import Engine as Engine
 from .engine.initialize import initialize as initialize
 from .engine.module_engine import ModuleEngine as ModuleEngine
 from .engine.pipeline_engine import PipelineEngine as PipelineEngine
+from .engine.setup.lora import add_lora as add_lora
 from .engine.snapshot.load_weights import load_weights as load_weights
 from .grid.errors import AgreedError as AgreedError
 from .grid.errors import CheckpointError as CheckpointError

@@ -28,6 +28,7 @@ from .pipeline_engine import PipelineEngine, training_schedule
 from .setup.arguments import check_grid, choose_grid, config_source
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
+from .setup.lora import add_lora, require_adapters
 from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
 from .setup.rank_consistency import require_same
 from .setup.recomputation import configure_recomputation
@@ -126,7 +127,11 @@ def initialize(
         print(json.dumps(resolve_config(checked, batch), indent=2), flush=True)
     schedule, notes = _place_model(model, grid, checked, batch.accumulation)
     _warn(grid, notes)
+    if checked.lora is not None:
+        add_lora(model, checked.lora, grid)
     groups = optimizer_groups(model, optimizer, model_parameters, checked)
+    if hasattr(model, "lora_options"):
+        require_adapters(groups, model)
     make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
     require_same(grid, checked, model, groups, optimizer)

@@ -18,6 +18,7 @@
 - ``nest.py``: walks over nests of tensors
 - ``autograd.py``: marks in the graph, weak hooks, the casts of autocast
 - ``dtypes.py``: names of dtypes
+- ``source_hashes.py``: hashes of the files of Python modules
 - ``safetensors.py``: writer of safetensors files, tensor by tensor
 - ``lazy.py``: lazy public names of packages
 """

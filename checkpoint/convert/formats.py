@@ -11,6 +11,9 @@ dtype: of floating-point tensors; None: their own
 config: a configuration file that the user gave, or None
 
 which returns the names that it wrote. Its ValueErrors are shown to the user.
+
+The function may have an attribute ``module_names``, a function from a model to the names of its layers in the format:
+see ``module_names``.
 """
 
 from __future__ import annotations
@@ -47,6 +50,20 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     arguments = (value for spec in specs for value in getattr(spec, "args", ()))
     config = next((value for value in arguments if is_dataclass(value) and not isinstance(value, type)), None)
     return None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
+
+
+def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the names that a format has for a model's layers: from the name of a layer to its names in the format.
+
+    There are several for a layer of several that are fused along their outputs. The result is {} if no format knows
+    the model.
+    """
+    for entry in entry_points(group=_EXPORTS):
+        find = getattr(entry.load(), "module_names", None)
+        found: dict[str, tuple[str, ...]] = {} if find is None else find(module)
+        if found:
+            return found
+    return {}
 
 
 def exporter(name: str) -> Export:

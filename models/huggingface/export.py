@@ -15,12 +15,12 @@ from ..config import CONFIGS, config_from_fields
 from .config import expert_count, layer_count, to_hf
 from .folder_writer import FolderWriter
 from .names import Entry, expand, names_of
-from .save import Held, parts_of, write_parts
+from .save import Held, linear_names, parts_of, write_parts
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def export(
+def _export(
     model: Mapping[str, Any] | None,
     tensors: Shapes,
     read: Callable[[str], Tensor],
@@ -62,6 +62,16 @@ def export(
             write_parts(writer, read(name), parts, entries[name])
     writer.close()
     return [*announced]
+
+
+class _HuggingFace:
+    """The format ``hf``: writes a checkpoint's weights, and tells transformers' names of a model's layers."""
+
+    __call__ = staticmethod(_export)
+    module_names = staticmethod(linear_names)
+
+
+export = _HuggingFace()
 
 
 def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[str, Any], str | None]:

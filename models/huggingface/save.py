@@ -146,6 +146,23 @@ def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]
     return expand(names, layer_count(config), expert_count(config))
 
 
+def linear_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the name of each layer with a weight -> its names in transformers' model, one for each fused part.
+
+    The result is {} if transformers has no such model.
+    """
+    try:
+        entries = entries_of(module, None, _config(module, None))
+    except ValueError:
+        return {}
+    ending = ".weight"
+    return {
+        ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.theirs)
+        for ours, entry in entries.items()
+        if ours.endswith(ending) and entry.theirs and not entry.per_expert
+    }
+
+
 def hugging_face(module: Any) -> tuple[Any, str]:
     """Return the Hugging Face model in a module, and the prefix of the names of its parameters.
 
