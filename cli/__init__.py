@@ -6,5 +6,6 @@ config.py: ``triax config``, a configuration checked and resolved.
 schedule.py: ``triax schedule``, a pipeline schedule verified, simulated and drawn.
 report.py: ``triax report``, an HTML page about a run.
 generate.py: ``triax generate``, text from a prompt.
+data.py: ``triax data``, text made into tokens, shown and verified; tokenizers trained.
 checkpoint.py: ``triax checkpoint``, show, verify, diff, export, import and prune checkpoints.
 """

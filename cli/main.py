@@ -12,6 +12,7 @@ from ..grid.errors import ConfigError
 from ..plan.formulas import BYTES, STATES, ModelStates, model_states
 from .checkpoint import checkpoint
 from .config import config
+from .data import data
 from .generate import generate
 from .report import report
 from .run import CONTEXT, run
@@ -59,6 +60,7 @@ app.command()(generate)
 app.command()(report)
 app.command(context_settings=CONTEXT)(run)
 app.add_typer(checkpoint)
+app.add_typer(data)
 
 
 def main() -> None:

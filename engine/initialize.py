@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..config.config import batch_sizes
 from ..config.schema import Config
 from ..context.sparse_layers import set_sparse_attention
-from ..data.dataloader import Loader
+from ..data.dataloader import Loader, TokenLoader
 from ..grid import Grid
 from ..grid.errors import ConfigError
 from ..pipe.module import PipelineModule
@@ -50,7 +50,7 @@ def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.M
     mpu: Any = ...,
     distributed_port: int | None = ...,
     dist_init_required: bool | None = ...,
-) -> tuple[PipelineEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]: ...
+) -> tuple[PipelineEngine, torch.optim.Optimizer | None, DataLoader[Any] | TokenLoader | None, LRScheduler | None]: ...
 
 
 @overload
@@ -69,7 +69,7 @@ def initialize(
     mpu: Any = ...,
     distributed_port: int | None = ...,
     dist_init_required: bool | None = ...,
-) -> tuple[ModuleEngine, torch.optim.Optimizer | None, Loader | None, LRScheduler | None]: ...
+) -> tuple[ModuleEngine, torch.optim.Optimizer | None, Loader | TokenLoader | None, LRScheduler | None]: ...
 
 
 def initialize(
@@ -88,7 +88,7 @@ def initialize(
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
     _classes: tuple[Callable[..., PipelineEngine], Callable[..., ModuleEngine]] = (PipelineEngine, ModuleEngine),
-) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | TokenLoader | None, LRScheduler | None]:
     """Make an engine. Every rank calls this, with the same arguments.
 
     Args:
