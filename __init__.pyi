@@ -26,6 +26,9 @@ from .launcher.launch import launch as launch
 from .models.config import GPTConfig as GPTConfig
 from .models.config import LlamaConfig as LlamaConfig
 from .models.gpt import gpt_layers as gpt_layers
+from .models.huggingface.adapters import load_lora as load_lora
+from .models.huggingface.adapters import lora_config as lora_config
+from .models.huggingface.adapters import save_lora as save_lora
 from .models.huggingface.load import config_from_hf as config_from_hf
 from .models.huggingface.load import load_hf as load_hf
 from .models.huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -112,11 +113,14 @@ def factors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if ".lora." in name}
 
 
-def train(folder: Path, sizes: Sizes, lora: dict[str, Any], **options: Any) -> Run:
+def train(folder: Path, sizes: Sizes, lora: dict[str, Any], out: Path | None = None, **options: Any) -> Run:
     """Losses, the factors at the start, the gradients of the last step, the factors at the end, bytes held."""
     engine = engine_of(folder, sizes, lora, **options)
     start = factors(engine.gather())
     losses = [step(engine, number) for number in range(STEPS)]
+    if out is not None:
+        triax.save_lora(engine, out / "adapter")
+        triax.save_hf(engine, out / "merged", merge_lora=True)
     return losses, start, engine.gather("gradients"), factors(engine.gather()), engine.memory_report()["held"]
 
 
@@ -164,6 +168,24 @@ def reference(case: str, lora: dict[str, Any], start: dict[str, Tensor], replica
     return losses, start, gradients, {ours[name]: p.detach() for name, p in trained.items()}, {}
 
 
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=batch(0, 9, 0)[0]).logits
+    return logits
+
+
+def loaded_by_peft(case: str, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(make(case), folder)
+
+
+def loaded(folder: Path) -> Any:
+    import transformers
+
+    return exact(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+
+
 def close(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert ours.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -200,13 +222,18 @@ def test_a_run_equals_pefts_on_one_process(
     options: dict[str, Any],
 ) -> None:
     pipe, data, tensor = sizes
-    runs: list[Run] = ranks(pipe * data * tensor, train, saved(tmp_path / "model", case), sizes, lora, **options)
+    folder = saved(tmp_path / "model", case)
+    runs: list[Run] = ranks(pipe * data * tensor, train, folder, sizes, lora, tmp_path, **options)
     losses, start, gradients, end, _ = runs[0]
     wanted = reference(case, lora, start, data)
     assert losses == pytest.approx(wanted[0], rel=1e-10)
     close(gradients, wanted[2])
     close(end, wanted[3])
     assert all(run[0] == losses for run in runs)
+    logits = logits_of(peft_model(case, lora, end))
+    assert (logits - logits_of(make(case))).abs().max() > 1e-3
+    torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
 
 
 def parallelized(folder: Path, sizes: Sizes, lora: dict[str, Any], stage: int) -> Run:
@@ -291,6 +318,73 @@ def test_a_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], t
     close(found, end)
 
 
+def exchange(folder: Path, adapter: Path, out: Path, sizes: Sizes) -> float:
+    """PEFT's adapter into an engine, and out again."""
+    engine = engine_of(folder, sizes, triax.lora_config(adapter), stage=3, schedule="1f1b")
+    triax.load_lora(adapter, engine)
+    triax.save_lora(engine, out)
+    plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid, dtype=torch.float64)
+    triax.load_lora(adapter, plain)
+    if sizes[0] == 1:
+        logits = triax.tensor_parallel.gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
+        torch.save(logits.detach(), out.with_suffix(".pt"))
+    return engine.eval_batch(iter([batch(0, 9, 0)] * MICRO)).item()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
+def test_an_adapter_of_peft_is_loaded_and_written(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
+    import peft
+    from safetensors.torch import load_file
+
+    folder, adapter, out = saved(tmp_path / "model", case), tmp_path / "peft", tmp_path / "ours"
+    torch.manual_seed(1)
+    targets = ["v_proj", "o_proj", "up_proj"] if case == "llama" else ["attn.c_proj", "c_fc"]
+    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(make(case), lora)
+    model.save_pretrained(str(adapter))
+    found = ranks(sizes[0] * sizes[1] * sizes[2], exchange, folder, adapter, out, sizes)[0]
+    logits, labels = logits_of(model), batch(0, 9, 0)[1]
+    assert found == pytest.approx(F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item(), rel=1e-10)
+    if sizes[0] == 1:
+        torch.testing.assert_close(torch.load(out.with_suffix(".pt")), logits, rtol=0, atol=1e-10)
+    mine, theirs = (load_file(each / "adapter_model.safetensors") for each in (out, adapter))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_checkpoint_is_exported_for_peft_and_merged(ranks: Any, tmp_path: Path, case: str) -> None:
+    from typer.testing import CliRunner
+
+    from triax.cli.main import app
+
+    folder, out = saved(tmp_path / "model", case), tmp_path / "checkpoints"
+    lora = EVERY if case == "llama" else GPT2_SOME
+    end = ranks(4, save_only, folder, out, (2, 1, 2), lora)[0]
+    for words in (["adapter"], ["merged", "--merge-lora"]):
+        target = [str(tmp_path / words[0]), "--format", "hf", *words[1:]]
+        done = CliRunner().invoke(app, ["checkpoint", "export", str(out), *target])
+        assert done.exit_code == 0, done.output
+    logits = logits_of(peft_model(case, lora, end))
+    torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
+
+
+def save_only(folder: Path, out: Path, sizes: Sizes, lora: dict[str, Any]) -> dict[str, Tensor]:
+    engine = engine_of(folder, sizes, lora, stage=1)
+    for number in range(STEPS):
+        step(engine, number)
+    engine.save_checkpoint(out)
+    with pytest.raises(ValueError, match="merge_lora=True"):
+        triax.save_hf(engine, out / "hf")
+    plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid)
+    with pytest.raises(triax.CheckpointError, match="has LoRA adapters, but the model has none"):
+        triax.load_weights(plain, out)
+    return factors(engine.gather())
+
+
 def unknown_target(folder: Path) -> str:
     with pytest.raises(triax.ConfigError) as caught:
         engine_of(folder, (1, 1, 1), {"targets": ["q_proj", "c_attn"]}, stage=0, schedule="1f1b")
@@ -315,11 +409,12 @@ def test_errors_say_what_to_write(ranks: Callable[..., list[Any]], tmp_path: Pat
     assert "call triax.add_lora(model, config['lora']) first" in ranks(1, parameters_without_adapters, folder)[0]
 
 
-def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]]) -> None:
+def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     for source in programs((DOCS / "lora.md").read_text()).values():
-        ranks(1, run_program, source)
+        ranks(1, run_program, source, tmp_path)
 
 
-def run_program(source: str) -> None:
+def run_program(source: str, folder: Path) -> None:
+    os.chdir(folder)
     sys.argv = ["program.py"]
     exec(compile(source, "docs/lora.md", "exec"), {"__name__": "__main__"})
