@@ -87,7 +87,10 @@ def export(
         typer.Option("--merge-lora", help="For hf: add LoRA adapters to the weights; default: write them for PEFT."),
     ] = False,
 ) -> None:
-    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor."""
+    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.
+
+    This is DeepSpeed's zero_to_fp32: without --dtype, master weights are written as they were saved, in fp32.
+    """
     from ..checkpoint.convert.export import export as write
     from ..checkpoint.convert.formats import export_model, exporter
     from ..checkpoint.format.folder import verify as problems
