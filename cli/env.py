@@ -38,8 +38,8 @@ def env() -> None:
             table.add_row(*row)
         out.print(table)
     table = Table("part", "here", "needed for", "to install", title="Optional parts", title_justify="left")
-    for row in _optional():
-        table.add_row(*row)
+    for part in _optional():
+        table.add_row(*part)
     out.print(table)
 
 
