@@ -55,6 +55,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
+    from ..grid.devices import gpu_descriptions
     from ..launcher.launch import cores
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -62,18 +63,13 @@ def _devices() -> Iterator[tuple[str, str]]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield "/dev/shm", f"{shutil.disk_usage(shared).free / 2**30:.1f} GiB free, for data loader processes and NCCL"
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield f"GPU {index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or getattr(torch.version, "hip", None)
-        why = f"torch is built for {built}, but finds no GPU or driver" if built else "this torch is built without CUDA"
-        yield "GPU", f"none: {why}. Ranks run on the CPU"
+    yield from gpu_descriptions()
 
 
 def _backends() -> Iterator[tuple[str, str]]:
-    import torch
     import torch.distributed as dist
+
+    from ..grid.environment import socket_interfaces
 
     yield "torch.distributed", "available" if dist.is_available() else "missing: only one process can run"
     for name, there, use in (
@@ -82,11 +78,8 @@ def _backends() -> Iterator[tuple[str, str]]:
         ("mpi", dist.is_mpi_available(), "not used by triax"),
     ):
         yield name, f"{'available' if there else 'not in this torch'}: {use}"
-    if torch.cuda.is_available():
-        half = "yes" if torch.cuda.is_bf16_supported() else "no: use fp16"
-        yield "bfloat16", half
-    interface = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
-    yield "network interface", ", ".join(f"{k}={v}" for k, v in interface.items()) or "chosen by address"
+    named = socket_interfaces()
+    yield "network interface", ", ".join(f"{k}={v}" for k, v in named.items()) or "chosen by address"
 
 
 def _optional() -> Iterator[tuple[str, str, str, str]]:

@@ -28,7 +28,7 @@ from ..launcher.hosts import (
 )
 from ..launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
 from ..launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
-from ..launcher.worker import LOCAL_RANK, Module, Program
+from ..launcher.worker import LOCAL_RANK, Executable, Module
 from ..monitor.trace.merge import recorded
 
 PORT = 29500
@@ -135,7 +135,7 @@ def run(
     arguments = context.args
     if not no_python:
         script, module, arguments = _program(script, module, arguments)
-    target: Path | Module | Program = Program(script) if no_python else Module(script) if module else Path(script)
+    target: Path | Module | Executable = Executable(script) if no_python else Module(script) if module else Path(script)
     if isinstance(target, Path) and not target.is_file():
         raise ConfigError(f"There is no file {script}. Give a Python file, or -m and the name of a module.")
     if isinstance(target, Path) and not no_local_rank:

@@ -34,7 +34,7 @@ from ..grid.environment import loopback_interface, loopback_variables, read_envi
 from ..grid.topology import Topology
 from .log_tail import LogTail
 from .temporary_folders import launch_folder
-from .worker import Ends, Failure, LaunchJob, Module, Program, read_ends, read_failures
+from .worker import Ends, Executable, Failure, LaunchJob, Module, read_ends, read_failures
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def launch(
-    target: Callable[..., object] | Path | Module | Program,
+    target: Callable[..., object] | Path | Module | Executable,
     *args: Any,
     ranks: int,
     topology: Topology | None = None,
@@ -106,7 +106,7 @@ def launch(
 
 
 def outcome_of(
-    target: Callable[..., object] | Path | Module | Program,
+    target: Callable[..., object] | Path | Module | Executable,
     *args: Any,
     ranks: int,
     topology: Topology | None = None,

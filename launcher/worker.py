@@ -42,7 +42,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Program:
+class Executable:
     """A program that is not run by Python."""
 
     name: str
@@ -52,7 +52,7 @@ class Program:
 class LaunchJob:
     """Function, script or module that the ranks of one host run, with its arguments and settings."""
 
-    target: Callable[..., object] | Path | Module | Program
+    target: Callable[..., object] | Path | Module | Executable
     args: tuple[Any, ...]
     folder: str  # a failing rank writes its `Failure` there, and the agent the number of the attempt
     logs: str | None
@@ -163,11 +163,11 @@ def _wait_for_all_ranks(folder: str, rank: int) -> None:
 
 
 def _run(job: LaunchJob) -> None:
-    if not isinstance(job.target, (Path, Module, Program)):
+    if not isinstance(job.target, (Path, Module, Executable)):
         job.target(*job.args)
         return
     args = [str(each).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for each in job.args]
-    if isinstance(job.target, Program):
+    if isinstance(job.target, Executable):
         sys.stdout.flush()
         os.execvp(job.target.name, [job.target.name, *args])
     if isinstance(job.target, Path):
