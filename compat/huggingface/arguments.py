@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ...config.json_comments import parse
 from ...grid import Grid
@@ -68,12 +68,12 @@ class TrainingArguments(transformers.TrainingArguments):
 
     if TYPE_CHECKING:
         grid: Any = None  # sizes or a Grid as an argument, a Grid as an attribute
+        _grid: Grid | None = None
     else:
         grid: dict[str, Any] | str | None = field(
             default=None, metadata={"help": "Sizes of the grid's axes pipe, data and tensor: a dict or JSON."}
         )
 
-    _grid: ClassVar[Grid | None] = None  # of each object: set beside the field
     _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "triax"]  # noqa: RUF012 (as in the base class)
 
     def __post_init__(self) -> None:

@@ -328,7 +328,7 @@ def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: 
     import os
 
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")  # no telemetry
-    import datasets
+    import datasets  # type: ignore[import-untyped]
     import tokenizers
     import transformers
     from trl import SFTConfig, SFTTrainer
