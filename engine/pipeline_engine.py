@@ -36,8 +36,8 @@ from ..pipe.schedules.choose import make_schedule
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
-from ..zero.gathered_parameters import guard_state_dict
 from ..zero.managed import ManagedParameter
+from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .base import NO_OPTIMIZER, Engine, TrainingParts

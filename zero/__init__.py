@@ -23,6 +23,8 @@ A step:
 
 Around it:
     protocols.py: interfaces that compression/, onebit/ and zeropp/ implement
+    sharded_init.py: models built with sharded parameters, before an engine has them
+    state_dict_guard.py: refusal of ``state_dict()`` while parameters are released
     gathered_parameters.py: ``zero.gathered``: whole parameters outside of a step, to read or write
     parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part
     shard_ranges.py: ranges of parameters in flat tensors, and the rank that writes them

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import torch
 from torch import nn
 
 from ..grid import layout_of
 from .bucket import Bucket
 from .data_axis import ZeroDataAxis, data_axis_of
-from .managed import is_released
+from .sharded_init import ShardedParameter, require_none_written, sharded_parameter, shown
 
 
 @contextmanager
@@ -30,7 +28,8 @@ def gathered(
     has its own copy: write the same to all copies.
 
     Args:
-        parameters: of an engine's model or of a ``ShardedOptimizer``; a module stands for all its parameters.
+        parameters: of an engine's model or of a ``ShardedOptimizer``, or built in a ``ShardedInit``; a module stands
+            for all its parameters.
         modifier_rank: the replica, by its rank on the data axis, whose values all replicas have afterwards, as in
             DeepSpeed's ``GatheredParameters``. Masters of another dtype take them too, where the master does not
             round to them. None: the parameters are read only.
@@ -44,7 +43,11 @@ def gathered(
     listed = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     wanted = list(dict.fromkeys(listed))  # once each
     by_axis: dict[int, tuple[ZeroDataAxis, list[nn.Parameter]]] = {}
+    unmanaged: list[ShardedParameter] = []  # built in a ``ShardedInit``, and not given to an engine yet
     for number, parameter in enumerate(wanted):
+        if (record := sharded_parameter(parameter)) is not None:
+            unmanaged.append(record)
+            continue
         data_axis = _data_axis(parameter, number)
         by_axis.setdefault(id(data_axis), (data_axis, []))[1].append(parameter)
     for data_axis, _ in by_axis.values():
@@ -54,6 +57,7 @@ def gathered(
     with ExitStack() as stack:
         for data_axis, some in by_axis.values():
             stack.enter_context(_gathered(data_axis, some, modifier_rank))
+        stack.enter_context(shown(unmanaged, modifier_rank))
         yield
 
 
@@ -71,8 +75,8 @@ def _gathered(data_axis: ZeroDataAxis, parameters: list[nn.Parameter], modifier_
         versions = [parameter._version for parameter in parameters]
         yield
         if modifier_rank is None:
-            written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
-            _require_none_written(written, data_axis)
+            written = sum(p._version != version for p, version in zip(parameters, versions, strict=True))
+            require_none_written(written, data_axis.axis, data_axis.device)
             return
         for bucket, parts in spans.items():
             for start, stop in parts:
@@ -95,52 +99,3 @@ def _data_axis(parameter: nn.Parameter, number: int) -> ZeroDataAxis:
             "ShardedOptimizer(...) first, and take the parameters from that model"
         )
     return data_axis
-
-
-def _require_none_written(written: list[nn.Parameter], data_axis: ZeroDataAxis) -> None:
-    """Refuse writes of single replicas: the values would be lost, or differ between replicas. Collective."""
-    count = torch.tensor([len(written)], device=data_axis.device)
-    data_axis.axis.all_reduce(count)
-    if count:
-        raise RuntimeError(
-            f"{int(count)} parameters were written (over all replicas) within gathered(...), which gathers them to be "
-            "read only: pass modifier_rank=0, and all replicas have what rank 0 of the data axis wrote"
-        )
-
-
-def guard_state_dict(module: nn.Module) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of a module and its submodules refuse released parameters.
-
-    They are not gathered instead: that is collective, and scripts save under ``if rank == 0``. Under
-    ``keep_vars=True`` the result holds the parameters themselves, which the caller can gather.
-    """
-    for part in module.modules():
-        part.register_state_dict_pre_hook(_refuse_read)
-        part.register_load_state_dict_pre_hook(_refuse_write)
-
-
-def _refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Hook before ``state_dict()``."""
-    released = [] if keep_vars else _released(module)
-    if released:
-        raise RuntimeError(
-            f"state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, as "
-            "in stage 3 of ZeRO they are outside of their layer's run: they would be saved as NaN. Call "
-            "engine.module_state_dict() on every rank, or call state_dict() on every rank within "
-            "triax.zero.gathered(module)"
-        )
-
-
-def _refuse_write(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook before ``load_state_dict()``."""
-    released = [name for name in _released(module) if prefix + name in state_dict]
-    if released:
-        raise RuntimeError(
-            f"load_state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, "
-            "as in stage 3 of ZeRO they are outside of their layer's run: their new values would be lost. Call it on "
-            "every rank within triax.zero.gathered(module, modifier_rank=0), or load before the engine is made"
-        )
-
-
-def _released(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if is_released(parameter)]

@@ -2,7 +2,6 @@
 
 ``RepeatingLoader`` is triax's own, which has DeepSpeed's arguments.
 
-__main__.py: ``python -m triax.compat.deepspeed script.py``: a script that imports deepspeed, as it is.
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
@@ -16,7 +15,7 @@ utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, weights 
 fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
 optimizers.py: ``deepspeed.ops.adam`` and its like: classes of optimizers.
 topology.py: ``deepspeed.pipe``'s topologies.
-zero.py: ``deepspeed.zero``: ``GatheredParameters``.
+zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``; leaf_modules.py: ``set_z3_leaf_modules``, ...
 moe/: ``deepspeed.moe``: ``MoE``.
 """
 

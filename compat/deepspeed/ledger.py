@@ -1,15 +1,16 @@
 """The ledger: every public name of DeepSpeed 0.19, with its place in triax, or the reason why triax does not have it.
 
-``PRESENT``: module of DeepSpeed -> module of triax or torch -> the names that it answers; ``A=B``: its name of A is B.
+``PRESENT``: module of DeepSpeed -> module of triax -> the names that it answers; ``A=B`` where triax's name of A is B.
 ``ABSENT``: module of DeepSpeed -> sentence -> the names that raise it; ``*``: all other names of the module.
 ``ABSENT_MODULES``: module of DeepSpeed -> the sentence that its import raises.
 ``ALIASES``: DeepSpeed's second paths to a module.
 
-docs/deepspeed.md prints the table, which ``markdown`` returns.
+docs/deepspeed.md prints the table: ``python -m triax.compat.deepspeed.ledger``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -59,17 +60,14 @@ PRESENT = {
     },
     "checkpoint.utils": {"compat.deepspeed.utils": "clone_tensors_for_torch_save"},
     "comm": {
-        "torch.distributed": (
-            "is_available is_initialized destroy_process_group new_group ProcessGroup ReduceOp GroupMember group P2POp "
-            "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
-            "batch_isend_irecv broadcast broadcast_object_list gather scatter send recv isend irecv monitored_barrier "
-            "reduce reduce_scatter reduce_scatter_tensor get_rank get_world_size allgather_fn=all_gather_into_tensor "
-            "reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce "
-            "get_all_ranks_from_group=get_process_group_ranks has_all_gather_into_tensor=is_available "
-            "has_reduce_scatter_tensor=is_available"
-        ),
         "compat.deepspeed.comm": (
-            "init_distributed log_summary get_local_rank get_world_group get_global_rank initialize_mesh_device"
+            "init_distributed log_summary is_available is_initialized destroy_process_group new_group ProcessGroup "
+            "ReduceOp GroupMember group P2POp all_gather all_gather_into_tensor all_gather_object all_reduce "
+            "all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list "
+            "gather scatter send recv isend irecv monitored_barrier reduce reduce_scatter reduce_scatter_fn "
+            "reduce_scatter_tensor inference_all_reduce get_rank get_local_rank get_world_size get_world_group "
+            "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor "
+            "initialize_mesh_device"
         ),
     },
     "constants": {"compat.deepspeed.configuration": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
@@ -115,6 +113,11 @@ PRESENT = {
         "compat.deepspeed.utils": "see_memory_usage set_random_seed move_to_device ensure_directory_exists",
     },
     "utils": {
+        "compat.deepspeed.leaf_modules": (
+            "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_parameter "
+            "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+        ),
+        "zero.modules.units": "set_z3_leaf_module=set_leaf z3_leaf_module=is_leaf",
         "compat.deepspeed.fragments": (
             "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
             "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
@@ -131,13 +134,24 @@ PRESENT = {
     "utils.timer": {
         "compat.deepspeed.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
     },
+    "utils.z3_leaf_module": {
+        "compat.deepspeed.leaf_modules": (
+            "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_parameter "
+            "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+        ),
+        "zero.modules.units": "set_z3_leaf_module=set_leaf z3_leaf_module=is_leaf",
+    },
     "utils.zero_to_fp32": {
         "compat.deepspeed.utils": (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
             "load_state_dict_from_zero_checkpoint"
         )
     },
-    "zero": {"compat.deepspeed.zero": "GatheredParameters ZeroParamStatus"},
+    "zero": {
+        "compat.deepspeed.zero": (
+            "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+        ),
+    },
     "zero.config": {
         "config.zero": (
             "DeepSpeedZeroConfig=ZeroConfig DeepSpeedZeroOffloadParamConfig=OffloadConfig "
@@ -200,10 +214,6 @@ FRAGMENT = "shards of parameters are read and written by the functions safe_get_
 GROUPS = (
     "process groups belong to the engine's grid: engine.grid.data, engine.grid.tensor and engine.grid.pipe have "
     "rank, size and ranks"
-)
-LEAF = (
-    "stage 3 cuts a module where its ModuleLists and Sequentials are, so that no leaf modules are needed: leave "
-    "the call out"
 )
 TILED = "stage 3 gathers one layer at a time, whole: shard a wide layer over the tensor axis by triax.parallelize"
 ROLLOUT = "triax has no engine of rollouts: generate with init_inference over the engine's module"
@@ -317,14 +327,9 @@ ABSENT = {
             "map_to_flat_opt_states set_full_hp_param set_full_hp_grad link_hp_params "
             "lazy_init_hp_params_optimizer_state"
         ),
-        LEAF: (
-            "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter "
-            "set_z3_leaf_module set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
-        ),
         "triax run binds no processes to cores: start it under numactl": "get_numactl_cmd",
     },
     "zero": {
-        LATER: "Init register_external_parameter unregister_external_parameter",
         TILED: "TiledLinear TiledLinearReturnBias",
         "generation in stage 3 gathers the weights: write with triax.zero.gathered(engine.module)": (
             "unwrap_model_for_generation"
@@ -391,7 +396,7 @@ class Place(NamedTuple):
     """Place of a name in triax.
 
     Attributes:
-        module: the module of triax, without ``triax.``, or of torch.
+        module: the module, without ``triax.``.
         name: the name in it.
     """
 
@@ -459,26 +464,12 @@ def names(module: str) -> list[str]:
     return [name.removeprefix(start) for name in found if name.startswith(start) and "." not in name[len(start) :]]
 
 
-def markdown() -> str:
-    """Return the ledger as a Markdown table: module of DeepSpeed, names, their place or the reason."""
-    lines = ["| module | names | place in triax, or the reason |", "|---|---|---|"]
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Return the table's rows: module of DeepSpeed, names, answer."""
     for module in sorted({*PRESENT, *ABSENT, *ABSENT_MODULES}):
-        shown = f"`deepspeed.{module}`".replace(".`", "`")
-        answers = [(f"`{home(place)}`", names) for place, names in PRESENT.get(module, {}).items()]
-        answers += ABSENT.get(module, {}).items()
-        answers += [(ABSENT_MODULES[module], "*")] if module in ABSENT_MODULES else []
-        for answer, names in answers:
-            listed = (
-                "all others"
-                if names == "*"
-                else ", ".join(f"`{name.replace('=', '` is `')}`" for name in names.split())
-            )
-            listed = "all" if names == "*" and module not in PRESENT and len(answers) == 1 else listed
-            lines.append(f"| {shown} | {listed} | {answer} |")
-            shown = ""
-    return "\n".join(lines)
-
-
-def home(place: str) -> str:
-    """Return the full name of a module of ``PRESENT``."""
-    return place if place.startswith("torch") else f"triax.{place}".rstrip(".")
+        for place, present in PRESENT.get(module, {}).items():
+            yield module, present, place
+        for sentence, absent in ABSENT.get(module, {}).items():
+            yield module, absent, sentence
+        if module in ABSENT_MODULES:
+            yield module, "*", ABSENT_MODULES[module]

@@ -17,6 +17,7 @@ from ..compression.topk import TopK
 from ..onebit.adam import OneBit
 from ..optimizer import ELEMENTWISE, needs_whole_tensors
 from ..protocols import MakeExchange
+from ..sharded_init import sharded_parameter
 
 
 def check_arguments(
@@ -163,6 +164,9 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
                 "with the same arguments on every rank"
             )
     for parameter in parameters:
+        if (record := sharded_parameter(parameter)) is not None:
+            record.take_assigned()
+            continue  # its shards are of the first rank's values
         whole = parameter.detach().contiguous()
         grid.axis(layout_of(parameter).replicas).broadcast(whole)
         parameter.data.copy_(whole)

@@ -18,10 +18,11 @@ from ...grid.autograd import OutermostBackward, weak
 from ...grid.nest import visit_tensors
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
-from ..gathered_parameters import guard_state_dict
 from ..managed import ManagedParameter
 from ..options import ZeroOptions
 from ..protocols import MakeOptimizer
+from ..sharded_init import gather_all, sharded_parameter
+from ..state_dict_guard import guard_state_dict
 from .arguments import broadcast_parameters, managed_parameters, parameter_names
 from .units import Units, find_units, users
 
@@ -71,6 +72,8 @@ class BackwardPasses:
         where = users(cut) if cut else {}
         names = parameter_names(groups, module)
         managed = managed_parameters(group_of, where, names, module, options.stage)
+        if options.stage < 3:
+            gather_all(managed if module is None else module.parameters())
         broadcast_parameters(managed, names, grid)
 
         self.trained = [p for p in managed if p in group_of and p.requires_grad]
@@ -103,6 +106,10 @@ class BackwardPasses:
             make=make,
             groups=[group_options(group) for group in groups],
         )
+        for parameter in managed:  # one after the other: none is whole for longer than that
+            if (record := sharded_parameter(parameter)) is not None:
+                self.data_axis.fill(parameter, record.whole())
+                record.hand_over()
         cast(managed, module, options.weight_dtype)
         self._expected = expected
         self._outermost = OutermostBackward(self._pass_began, self._pass_ended)

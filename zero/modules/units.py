@@ -22,8 +22,52 @@ from torch import Tensor, nn
 
 from ...grid.autograd import mark
 from ...grid.nest import visit_tensors
+from ..data_axis import data_axis_of
 from ..managed import is_released
 from ..parameters import ParameterGatherer
+
+# Attributes of modules: parameters of other modules that they use; True for one whose parameters are one unit.
+_EXTERNAL, _LEAF = "triax_external_parameters", "triax_leaf"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that a module's ``forward`` uses a parameter of another module, such as a tied weight of an embedding.
+
+    Stage 3 then gathers it for that module too. Call it before the engine or optimizer is made.
+
+    Raises:
+        RuntimeError: it is no parameter, or an engine or optimizer has it already.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"a {type(parameter).__name__} was registered, which is no parameter: give an nn.Parameter")
+    if data_axis_of(parameter) is not None:
+        raise RuntimeError(
+            "register_external_parameter was called after initialize, which has cut the module into units already: "
+            "call it before, for instance in the module's __init__"
+        )
+    vars(module).setdefault(_EXTERNAL, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo ``register_external_parameter``.
+
+    Raises:
+        RuntimeError: the parameter is not registered.
+    """
+    found = vars(module).get(_EXTERNAL, [])
+    if not any(each is parameter for each in found):
+        raise RuntimeError("unregister_external_parameter was called with a parameter that is not registered")
+    vars(module)[_EXTERNAL] = [each for each in found if each is not parameter]
+
+
+def set_leaf(module: nn.Module, leaf: bool) -> None:
+    """Say whether stage 3 gathers all parameters within a module as one unit. Call it before the engine is made."""
+    vars(module)[_LEAF] = leaf
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return True if ``set_leaf`` made the module one unit."""
+    return bool(vars(module).get(_LEAF, False))
 
 
 def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
@@ -61,10 +105,10 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
 
 
 def _list_entries(module: nn.Module, prefix: str, found: dict[nn.Module, str], within: bool = False) -> None:
-    """Add the entries of the outermost lists and sequences of modules to ``found``, with their names."""
+    """Add the entries of the outermost lists and sequences of modules to ``found``, with their names; leaf modules."""
     within = within or isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
-        if within and _has_forward(child):
+        if is_leaf(child) or (within and _has_forward(child)):
             found.setdefault(child, prefix + name)
         else:
             _list_entries(child, f"{prefix}{name}.", found, within)
@@ -105,7 +149,7 @@ def users(units: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, list[int
         if (module, unit) in seen:
             return
         seen.add((module, unit))
-        for parameter in module._parameters.values():
+        for parameter in (*module._parameters.values(), *vars(module).get(_EXTERNAL, ())):
             if parameter is not None and unit not in (mine := found.setdefault(parameter, [])):
                 mine.append(unit)
         for child in module.children():

@@ -1,0 +1,49 @@
+"""Refusal of ``state_dict()`` and ``load_state_dict()`` while parameters are released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .managed import is_released
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of a module and its submodules refuse released parameters.
+
+    They are not gathered instead: that is collective, and scripts save under ``if rank == 0``. Under
+    ``keep_vars=True`` the result holds the parameters themselves, which the caller can gather.
+    """
+    for part in module.modules():
+        part.register_state_dict_pre_hook(_refuse_read)
+        part.register_load_state_dict_pre_hook(_refuse_write)
+
+
+def _refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Hook before ``state_dict()``."""
+    # transformers reads the names of a model that is built in shards, before an engine has it.
+    named = [] if keep_vars else module.named_parameters()
+    released = [name for name, p in named if is_released(p) and not hasattr(p, "ds_tensor")]
+    if released:
+        raise RuntimeError(
+            f"state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, as "
+            "in stage 3 of ZeRO they are outside of their layer's run: they would be saved as NaN. Call "
+            "engine.module_state_dict() on every rank, or call state_dict() on every rank within "
+            "triax.zero.gathered(module)"
+        )
+
+
+def _refuse_write(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before ``load_state_dict()``."""
+    released = [name for name in _released(module) if prefix + name in state_dict]
+    if released:
+        raise RuntimeError(
+            f"load_state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, "
+            "as in stage 3 of ZeRO they are outside of their layer's run: their new values would be lost. Call it on "
+            "every rank within triax.zero.gathered(module, modifier_rank=0), or load before the engine is made"
+        )
+
+
+def _released(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if is_released(parameter)]
