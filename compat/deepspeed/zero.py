@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ...grid.comm.axis import Axis
-from ...grid.environment import local_rank
 from ...zero.gathered_parameters import gathered
 from ...zero.managed import ZeroParamStatus
 from ...zero.modules.units import register_external_parameter, unregister_external_parameter
 from ...zero.sharded_init import ShardedInit, sharded_parameter
 from ...zero.state_dict_guard import guard_state_dict
+from .accelerator import get_accelerator
 from .arguments import init_distributed
 from .modules import rest_of
 
@@ -81,8 +81,7 @@ class Init(AbstractContextManager[None]):
         )
         group = group or dist.group.WORLD
         axis = Axis("data", dist.get_process_group_ranks(group), dist.get_rank(), group)
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda", local_rank() % gpus) if gpus else torch.device("cpu")
+        device = torch.device(get_accelerator().current_device_name())
         place = remote_device or _offload_param(config_dict_or_path or config)
         store = device if place in (None, "none") else torch.device("cpu" if place == "nvme" else place)
         self._init = ShardedInit(axis, device, store, dtype)
