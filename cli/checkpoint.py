@@ -148,7 +148,10 @@ def prune(
 @checkpoint.command("import")
 def import_(
     source: Annotated[
-        Path, typer.Argument(help="A folder of torch.distributed.checkpoint, or in DeepSpeed's universal format.")
+        Path,
+        typer.Argument(
+            help="A folder of Megatron-LM, of torch.distributed.checkpoint, or DeepSpeed's universal format."
+        ),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")],
     tag: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "imported",
@@ -160,11 +163,23 @@ def import_(
     rename: Annotated[
         list[str] | None, typer.Option(help="OLD=NEW: replace the beginning OLD of names by NEW.")
     ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Megatron: number of tokens, without the rows that pad the vocabulary.")
+    ] = None,
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Read pickles, which may run code: I trust their author.")
     ] = False,
 ) -> None:
-    """Import a torch distributed checkpoint (DCP) or a DeepSpeed universal checkpoint. Both are pickles."""
+    """Import a checkpoint of Megatron-LM, of torch (DCP) or of DeepSpeed (universal). The last two are unpickled."""
+    from ..checkpoint.convert.from_megatron import find_megatron, import_megatron
+
+    try:
+        megatron = find_megatron(source)
+        if megatron is not None:
+            _written(folder / tag, import_megatron(megatron, folder, tag, vocab_size))
+            return
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from error
     source, is_dcp = _foreign(source)
     renames = dict(word.split("=", 1) for word in rename or [] if "=" in word)
     if len(renames) != len(rename or []):
@@ -187,7 +202,11 @@ def import_(
             left = import_universal(source, folder, tag, buffers or [], renames, schedules=DEEPSPEED)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
-    typer.echo(f"{folder / tag} written" + (f"; left out: {', '.join(left)}" if left else ""))
+    _written(folder / tag, left)
+
+
+def _written(path: Path, left: list[str]) -> None:
+    typer.echo(f"{path} written" + (f"; left out: {', '.join(left)}" if left else ""))
 
 
 def _foreign(source: Path) -> tuple[Path, bool]:
@@ -207,7 +226,8 @@ def _foreign(source: Path) -> tuple[Path, bool]:
         )
     raise ConfigError(
         f"{source} is not a checkpoint that can be imported. A checkpoint of torch.distributed.checkpoint has a file "
-        ".metadata, and one in DeepSpeed's universal format has a folder zero."
+        ".metadata, one in DeepSpeed's universal format has a folder zero, and one of Megatron-LM has folders "
+        "mp_rank_00 or a file metadata.json."
     )
 
 

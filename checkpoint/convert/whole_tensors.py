@@ -15,7 +15,14 @@ from ..protocol import Snapshot
 from ..writer import Writer
 
 
-def write_whole(folder: Path, tag: str, snapshot: Snapshot, run: dict[str, Any], origin: str) -> None:
+def write_whole(
+    folder: Path,
+    tag: str,
+    snapshot: Snapshot,
+    run: dict[str, Any],
+    origin: str,
+    model: dict[str, Any] | None = None,
+) -> None:
     """Write unsharded tensors as a checkpoint.
 
     Args:
@@ -23,6 +30,7 @@ def write_whole(folder: Path, tag: str, snapshot: Snapshot, run: dict[str, Any],
         snapshot: the tensors, and the numbers of the optimizer's state. A header is added to it.
         run: counters and schedules of the run, with ``global_steps``.
         origin: the library and the folder from which the tensors were read.
+        model: description of the model, as ``formats.describe`` returns it.
 
     Raises:
         RuntimeError: if the checkpoint could not be written.
@@ -34,6 +42,7 @@ def write_whole(folder: Path, tag: str, snapshot: Snapshot, run: dict[str, Any],
         "grid": {},
         "config": {},
         "dtype": None,
+        "model": model,
         "run": run,
         "client_state": {},
     }
