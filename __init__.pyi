@@ -12,6 +12,7 @@ from .engine.base import Engine as Engine
 from .engine.initialize import initialize as initialize
 from .engine.module_engine import ModuleEngine as ModuleEngine
 from .engine.pipeline_engine import PipelineEngine as PipelineEngine
+from .engine.setup.lora import add_lora as add_lora
 from .engine.snapshot.load_weights import load_weights as load_weights
 from .grid.errors import AgreedError as AgreedError
 from .grid.errors import CheckpointError as CheckpointError
@@ -25,6 +26,9 @@ from .launcher.launch import launch as launch
 from .models.config import GPTConfig as GPTConfig
 from .models.config import LlamaConfig as LlamaConfig
 from .models.gpt import gpt_layers as gpt_layers
+from .models.huggingface.adapters import load_lora as load_lora
+from .models.huggingface.adapters import lora_config as lora_config
+from .models.huggingface.adapters import save_lora as save_lora
 from .models.huggingface.load import config_from_hf as config_from_hf
 from .models.huggingface.load import load_hf as load_hf
 from .models.huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss

@@ -2,9 +2,12 @@
 
 main.py: the command itself, ``triax memory``, and how errors are printed.
 run.py: ``triax run``, a script on many processes or hosts.
+foreign_options.py: options of ``deepspeed`` and ``horovodrun`` that ``triax run`` refuses or ignores, with the reason.
+env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.
 config.py: ``triax config``, a configuration checked and resolved.
 schedule.py: ``triax schedule``, a pipeline schedule verified, simulated and drawn.
 report.py: ``triax report``, an HTML page about a run.
 generate.py: ``triax generate``, text from a prompt.
+data.py: ``triax data``, text made into tokens, shown and verified; tokenizers trained.
 checkpoint.py: ``triax checkpoint``, show, verify, diff, export, import and prune checkpoints.
 """

@@ -82,8 +82,15 @@ def export(
     config: Annotated[
         Path | None, typer.Option(help="For hf: the model's config.json, if the checkpoint does not contain it.")
     ] = None,
+    merge_lora: Annotated[
+        bool,
+        typer.Option("--merge-lora", help="For hf: add LoRA adapters to the weights; default: write them for PEFT."),
+    ] = False,
 ) -> None:
-    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor."""
+    """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.
+
+    This is DeepSpeed's zero_to_fp32: without --dtype, master weights are written as they were saved, in fp32.
+    """
     from ..checkpoint.convert.export import export as write
     from ..checkpoint.convert.formats import export_model, exporter
     from ..checkpoint.format.folder import verify as problems
@@ -98,13 +105,17 @@ def export(
             f"The format safetensors writes one file, but {target} does not end in .safetensors. Give "
             f"{target.with_suffix('.safetensors')}, or --format hf for a folder."
         )
-    if plain and config is not None:
-        raise ConfigError("You gave --config, but it is used only with --format hf. Leave it out, or add --format hf.")
+    if plain and (config is not None or merge_lora):
+        option = "--merge-lora" if merge_lora else "--config"
+        raise ConfigError(f"You gave {option}, but it is used only with --format hf. Leave it out, or add --format hf.")
     reader = _open(path)
     for problem in problems(reader.path, reader.index):
         raise ConfigError(problem)
     snapshot = reader.snapshot
-    written = write(snapshot, target, kept) if make is None else export_model(make, snapshot, target, kept, config)
+    if make is None:
+        written = [*write(snapshot, target, kept)]
+    else:
+        written = [*export_model(make, snapshot, target, kept, config, merge_lora)]
     files = [target] if plain else sorted(target.glob("*.safetensors"))
     typer.echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
 

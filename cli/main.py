@@ -12,6 +12,9 @@ from ..grid.errors import ConfigError
 from ..plan.formulas import BYTES, STATES, ModelStates, model_states
 from .checkpoint import checkpoint
 from .config import config
+from .data import data
+from .env import env
+from .foreign_options import RunCommand
 from .generate import generate
 from .report import report
 from .run import CONTEXT, run
@@ -57,8 +60,10 @@ app.command()(config)
 app.command()(schedule)
 app.command()(generate)
 app.command()(report)
-app.command(context_settings=CONTEXT)(run)
+app.command(cls=RunCommand, context_settings=CONTEXT)(run)
+app.command()(env)
 app.add_typer(checkpoint)
+app.add_typer(data)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,10 +15,20 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ..grid.errors import ConfigError
-from ..launcher.hosts import Hosts, Slots, check_host, limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
+from ..launcher.hosts import (
+    Hosts,
+    Slots,
+    check_host,
+    first_slots,
+    limit_slots,
+    parse_hostfile,
+    parse_nodes,
+    parse_ranks,
+    select,
+)
 from ..launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
 from ..launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
-from ..launcher.worker import Module
+from ..launcher.worker import LOCAL_RANK, Executable, Module
 from ..monitor.trace.merge import recorded
 
 PORT = 29500
@@ -27,6 +38,12 @@ CONTEXT = {
     "allow_extra_args": True,
     "token_normalize_func": lambda option: option.replace("_", "-"),
 }
+_HOST_LIST = re.compile(r"[^,\s]+:\d+(,[^,\s]+:\d+)*")
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_LOCAL_RANK = re.compile(r"""add_argument\(\s*["'](--local[_-]rank)["']""")
+# DeepSpeed's launchers that start the ranks themselves: what to type.
+_STARTERS = dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), "start the script with mpirun -np N python SCRIPT")
+_STARTERS["slurm"] = "start the script with srun -n N python SCRIPT"
 _PRELOAD = ("triax.engine.initialize", "triax.pipe", "triax.tensor_parallel")
 
 
@@ -34,19 +51,29 @@ def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python file to run; with -m, a module. Its own arguments follow.")],
     module: Annotated[bool, typer.Option("-m", "--module", help="Run the script as a module, as python -m.")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="Run the script as a program of its own, not by Python.")
+    ] = False,
     nproc: Annotated[
         str | None,
         typer.Option(
-            *("--nproc", "--nproc-per-node", "--num-gpus"),
+            *("--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators"),
             help="Processes per host: a number, gpu, cpu or auto. Default: the slots in the hostfile, the GPUs, or 1.",
         ),
+    ] = None,
+    np: Annotated[
+        int | None, typer.Option("-np", "--num-proc", min=1, help="Processes on all hosts, as in horovodrun.")
     ] = None,
     nnodes: Annotated[
         str, typer.Option("--nnodes", "--num-nodes", help="Number of hosts; MIN:MAX lets hosts join and leave.")
     ] = "",
     hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", "-H", help="Start on all hosts of this file: `host slots=N` per line.")
-    ] = None,
+        str,
+        typer.Option(
+            *("--hostfile", "-hostfile", "--hosts", "-H"),
+            help="Start on all hosts of this file, `host slots=N` per line, or of this list: host1:2,host2:2.",
+        ),
+    ] = "",
     include: Annotated[str, typer.Option("--include", "-i", help="Only these slots: host1:0,2@host2.")] = "",
     exclude: Annotated[str, typer.Option("--exclude", "-e", help="All but these slots: host1:1@host2.")] = "",
     node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this host, if you start each by hand.")] = None,
@@ -57,11 +84,28 @@ def run(
     launcher: Annotated[
         str, typer.Option(help="How to start commands on hosts: ssh, or a command with {host} and {command} in it.")
     ] = "ssh",
+    launcher_args: Annotated[str, typer.Option(help="Further options of ssh, in quotes.")] = "",
+    ssh_port: Annotated[int | None, typer.Option("--ssh-port", "-p", help="Port of ssh on the hosts.")] = None,
+    no_ssh: Annotated[
+        bool, typer.Option("--no-ssh", help="Start this host of the hostfile only; each has its --node-rank.")
+    ] = False,
+    no_local_rank: Annotated[
+        bool, typer.Option("--no-local-rank", help="Do not pass --local_rank=N to a script that has this option.")
+    ] = False,
+    network_interface: Annotated[
+        str, typer.Option("--network-interface", "--network-interfaces", help="Interface for NCCL and gloo: eth0.")
+    ] = "",
     export: Annotated[
         list[str] | None, typer.Option(help="Environment variable for all ranks, NAME or NAME=VALUE. Repeatable.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Number of restarts after failures.")] = 0,
-    log_dir: Annotated[str, typer.Option(help="Folder for rank-0.log, ...; none: print all here.")] = "runs/logs",
+    log_dir: Annotated[
+        str,
+        typer.Option(
+            *("--log-dir", "--output-filename", "--enable-each-rank-log"),
+            help="Folder for rank-0.log, ...; none: print all here.",
+        ),
+    ] = "runs/logs",
     tee: Annotated[
         str, typer.Option(help="Ranks whose output is also printed here: 0, or 0,3, or all, or none.")
     ] = "0",
@@ -70,11 +114,16 @@ def run(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes."),
+        typer.Option(
+            *("--timeline", "--timeline-filename"),
+            help="Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes.",
+        ),
     ] = None,
     lost_after: Annotated[float, typer.Option(min=3.0, help="Seconds of silence after which a host is lost.")] = 15.0,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for ranks to save and exit after SIGTERM.")] = GRACE,
-    wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts at the start.")] = 600.0,
+    wait: Annotated[
+        float, typer.Option("--wait", "--start-timeout", min=1.0, help="Seconds to wait for all hosts at the start.")
+    ] = 600.0,
     rdzv_backend: Annotated[str, typer.Option(help="Rendezvous backend, as in torchrun: c10d.")] = "",
     rdzv_endpoint: Annotated[str, typer.Option(help="Rendezvous address, as in torchrun: host:29400.")] = "",
     rdzv_id: Annotated[str, typer.Option(help="Name of the job, as in torchrun.")] = "",
@@ -83,16 +132,28 @@ def run(
     driven: Annotated[str, typer.Option("--driven", hidden=True)] = "",
 ) -> None:
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
-    target: Path | Module = Module(script) if module else Path(script)
+    arguments = context.args
+    if not no_python:
+        script, module, arguments = _program(script, module, arguments)
+    target: Path | Module | Executable = Executable(script) if no_python else Module(script) if module else Path(script)
     if isinstance(target, Path) and not target.is_file():
         raise ConfigError(f"There is no file {script}. Give a Python file, or -m and the name of a module.")
+    if isinstance(target, Path) and not no_local_rank:
+        arguments = [*_local_rank(target), *arguments]
     least, most = parse_nodes(nnodes) if nnodes else (1, 1)
     elastic = least != most or (rdzv_backend or "static") != "static" or bool(rdzv_endpoint or rdzv_id or rdzv_conf)
     if master_addr:
         check_host(master_addr, "--master-addr")
     shown = parse_ranks(tee, "--tee")
-    extra = exported_variables(os.environ, export or [], ())
-    slots = _slots(hostfile, include, exclude, nnodes, nproc)
+    named = [f"{name}_SOCKET_IFNAME={network_interface}" for name in ("GLOO", "NCCL") if network_interface]
+    extra = exported_variables(os.environ, [*named, *(export or [])], ())
+    slots = _slots(hostfile, include, exclude, nnodes, nproc, np)
+    if np is not None and slots is None:
+        nproc = str(np)
+    if slots is not None and no_ssh and node_rank is not None and list(slots) != ["localhost"]:
+        node = _node_rank(node_rank, len(slots), str(len(slots)), _first_address(slots, master_addr))
+        master_addr, least, most = _first_address(slots, master_addr), len(slots), len(slots)
+        nnodes, nproc, slots = str(len(slots)), str(len(list(slots.values())[node])), None
     if slots is not None and (elastic or standalone):
         raise ConfigError(
             "--hostfile is a fixed list of hosts. Leave out --standalone, --nnodes MIN:MAX and --rdzv-..."
@@ -112,8 +173,10 @@ def run(
             *(("--threads", str(threads)) if threads else ()),
             *(("--timeline", str(timeline)) if timeline else ()),
         ]
-        program = [*(["-m"] if module else []), script, *context.args]
-        commands = _host_commands(slots, options, program, extra, launcher, select_gpus=bool(include or exclude))
+        options += [*(["--no-python"] if no_python else []), "--no-local-rank"]  # the arguments have it already
+        program = [*(["-m"] if module else []), script, *arguments]
+        template = _template(launcher, launcher_args, ssh_port)
+        commands = _host_commands(slots, options, program, extra, template, select_gpus=bool(include or exclude))
         outcome = run_on_hosts(commands, max_restarts, lost_after, grace)
         print_outcome(outcome)
         raise SystemExit(outcome.code)
@@ -132,12 +195,50 @@ def run(
         _stop_with_driver()
     with recorded(timeline, node_rank or 0) as variables:
         settings["environment"] |= variables
-        outcome = outcome_of(target, *context.args, ranks=_processes(nproc), preload=_PRELOAD, **settings)
+        outcome = outcome_of(target, *arguments, ranks=_processes(nproc), preload=_PRELOAD, **settings)
     if driven:
         print(outcome_line(outcome), file=sys.stderr, flush=True)
     else:
         print_outcome(outcome)
     _exit(outcome.code)
+
+
+def _program(script: str, module: bool, arguments: list[str]) -> tuple[str, bool, list[str]]:
+    """Return the script or module and its arguments. ``python`` before them is left out, as horovodrun takes it.
+
+    Raises:
+        ConfigError: ``python`` has options of its own, or no script.
+    """
+    if not _PYTHON.fullmatch(Path(script).name) or not arguments:
+        return script, module, arguments
+    first, *rest = arguments
+    if first == "-m" and rest:
+        return rest[0], True, rest[1:]
+    if first.startswith("-"):
+        raise ConfigError(f"You wrote {script} {first}, but options of Python have no effect here. Leave {first} out.")
+    return first, module, rest
+
+
+def _local_rank(script: Path) -> list[str]:
+    """Return the option with which ``deepspeed`` tells a script its rank on the host, if the script has this option."""
+    found = _LOCAL_RANK.search(script.read_text(encoding="utf-8", errors="replace"))
+    return [] if found is None else [f"{found[1]}={LOCAL_RANK}"]
+
+
+def _template(launcher: str, arguments: str, port: int | None) -> str:
+    """Return the command that starts a command on a host, with ``{host}`` and ``{command}`` in it.
+
+    Raises:
+        ConfigError: the launcher starts ranks itself, or its options are not known.
+    """
+    if launcher.lower() in _STARTERS:
+        raise ConfigError(f"triax run --launcher {launcher}: {_STARTERS[launcher.lower()]}.")
+    if launcher.lower() not in ("ssh", "pdsh"):
+        if arguments or port is not None:
+            raise ConfigError(f"You gave --launcher {launcher!r} and options of ssh. Write them in the command.")
+        return launcher
+    more = [*(["-p", str(port)] if port is not None else []), *([arguments] if arguments else [])]
+    return SSH.replace("ssh ", " ".join(["ssh", *more, ""]), 1)
 
 
 def _first_address(slots: Slots, master_addr: str) -> str:
@@ -158,7 +259,7 @@ def _host_commands(
         options: options of ``triax run``, equal on every host.
         program: the script and its arguments.
         extra: environment variables of the ranks.
-        launcher: ``ssh``, or a command with ``{host}`` and ``{command}`` in it.
+        launcher: a command with ``{host}`` and ``{command}`` in it.
         select_gpus: True if the slots are indices of GPUs, False if only the number of slots counts.
     """
     commands = {}
@@ -167,8 +268,7 @@ def _host_commands(
         exports = [word for name, value in variables.items() for word in ("--export", f"{name}={value}")]
         words = [sys.executable, "-m", "triax.cli.main", "run", "--node-rank", str(node), "--nproc"]
         words += [str(len(chosen)), *options, *exports, *program]
-        template = SSH if launcher == "ssh" else launcher
-        commands[host] = host_command(template, host, words, exported_variables(os.environ), os.getcwd())
+        commands[host] = host_command(launcher, host, words, exported_variables(os.environ), os.getcwd())
     return commands
 
 
@@ -209,27 +309,37 @@ def _listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _slots(hostfile: Path | None, include: str, exclude: str, nnodes: str, nproc: str | None) -> Slots | None:
-    """Return the slots to use on each host, host -> indices of slots. None if the options name no hosts."""
-    if hostfile is None and not (include or exclude):
+def _slots(hosts: str, include: str, exclude: str, nnodes: str, nproc: str | None, total: int | None) -> Slots | None:
+    """Return the slots to use on each host, host -> indices of slots. None if the options name no hosts.
+
+    Args:
+        hosts: path of a hostfile, or a list as horovodrun takes it, ``host1:2,host2:2``.
+        include, exclude, nnodes, nproc: the options.
+        total: ``-np``, the slots to use on all hosts, the first ones.
+    """
+    if not hosts and not (include or exclude):
         return None
-    if hostfile is None:
-        hosts = {"localhost": _processes(nproc)}
-        nproc = None
-    else:
+    if not hosts:
+        found = {"localhost": _processes(nproc if total is None else str(total))}
+        nproc = total = None
+    elif Path(hosts).exists() or not _HOST_LIST.fullmatch(hosts):
         try:
-            text = hostfile.read_text(encoding="utf-8")
+            text = Path(hosts).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The hostfile {hostfile} cannot be read because of this error: {error}") from error
-        hosts = parse_hostfile(text, str(hostfile))
-    slots = select(hosts, include, exclude)
+            raise ConfigError(f"The hostfile {hosts} cannot be read because of this error: {error}") from error
+        found = parse_hostfile(text, hosts)
+    else:
+        lines = [each.rpartition(":") for each in hosts.split(",")]
+        found = parse_hostfile("\n".join(f"{host} slots={count}" for host, _, count in lines), f"-H {hosts}")
+    slots = select(found, include, exclude)
     if nproc is not None and not nproc.isdecimal():
         raise ConfigError(
             f"You gave --nproc {nproc}, but the hostfile has the slots of each host. Give a number, or leave it out."
         )
     if ":" in nnodes:
         raise ConfigError(f"--nnodes is {nnodes}, but the hostfile is a fixed list. Give a number, or leave it out.")
-    return limit_slots(slots, parse_nodes(nnodes)[0] if nnodes else None, int(nproc) if nproc else None)
+    slots = limit_slots(slots, parse_nodes(nnodes)[0] if nnodes else None, int(nproc) if nproc else None)
+    return slots if total is None else first_slots(slots, total)
 
 
 def _processes(nproc: str | None) -> int:

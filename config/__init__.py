@@ -12,6 +12,7 @@ attention.py: ``sparse_attention``.
 precision.py: ``bf16``, ``fp16``, ``data_types``, ``torch_autocast`` and ``amp``.
 activation_checkpointing.py: ``activation_checkpointing``, recomputation.
 compression.py: ``gradient_compression``.
+lora.py: ``lora``, low-rank adapters.
 local_updates.py: ``local_updates``: local SGD and DiLoCo.
 checkpoint.py: ``checkpoint``.
 monitoring.py: monitors, timeline, FLOPs profiler and communication logger.

@@ -13,6 +13,7 @@ from .base import Section, idle, refused, setting
 from .checkpoint import CheckpointConfig
 from .compression import GradientCompressionConfig
 from .local_updates import LocalUpdatesConfig
+from .lora import LoraConfig
 from .monitoring import CommsLoggerConfig, FlopsProfilerConfig, MonitorConfig, TimelineConfig, WandbConfig
 from .optimizer import OptimizerConfig, SchedulerConfig
 from .parallelism import MoEConfig, PipelineConfig, TensorParallelConfig
@@ -61,6 +62,9 @@ class Config(Section):
     )
     local_updates: LocalUpdatesConfig | None = setting(
         None, "Local SGD and DiLoCo: replicas step separately and synchronize every so many steps; null: off."
+    )
+    lora: LoraConfig | None = setting(
+        None, "Low-rank adapters of linear layers, which alone are trained: docs/lora.md; null: off."
     )
     gradient_compression: GradientCompressionConfig = setting(
         GradientCompressionConfig(), "Compression of the sum of gradients: docs/compression.md."

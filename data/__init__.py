@@ -1,4 +1,21 @@
-"""Training data: the order of samples, and loaders of microbatches.
+"""Training data: text made into tokens on disk, and loaders of microbatches.
 
-dataloader.py   BatchOrder (order by seed and epoch, cut over replicas and microbatches), Loader, RepeatingLoader
+Tokens on disk (``triax data``):
+    sources.py: documents of text files, JSON lines, Parquet and Arrow files, each with its line
+    tokenizer.py: bytes, or a tokenizer of ``tokenizers`` or transformers; its fingerprint; training one
+    chat.py: conversations with a chat template, of which only the assistant's tokens count in the loss
+    tokenization.py: ``tokenize``, on several processes, resumed after an interruption
+    token_file.py: one file of tokens: memory maps of a safetensors file
+    token_folder.py: ``TokenFolder``: the files and their index; checks
+
+Loaders:
+    packing.py: rows of documents: their order in an epoch, and which tokens each row has
+    mixture.py: rows of one set of documents, or of a mixture by weight
+    token_data.py: ``TokenData``: tokenized folders as packed rows, with a held-out part
+    token_loader.py: ``TokenLoader``: its microbatches on one replica, from a place, read ahead by threads
+    dataloader.py: the loader of other data sets: BatchOrder (order by seed and epoch), Loader, RepeatingLoader
 """
+
+from ..grid.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

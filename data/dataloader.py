@@ -16,6 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from ..grid.random import derive
+from .token_data import TokenData
+from .token_loader import TokenLoader
 
 
 class BatchOrder(Sampler[list[int]]):
@@ -234,11 +236,11 @@ def make_loader(
     collate: Callable[[list[Any]], Any] | None = None,
     workers: int = 0,
     pin_memory: bool = False,
-) -> Loader:
+) -> Loader | TokenLoader:
     """Return a loader with microbatches as items.
 
     Args:
-        dataset: with a length, or an ``IterableDataset``.
+        dataset: with a length, or an ``IterableDataset``, or ``TokenData``, whose rows have their own order.
         train, micro, replica, replicas, seed, drop_last: as in ``BatchOrder``.
         collate: makes a microbatch of a list of samples; by default torch's function.
         workers: processes that read ahead; 0: this process reads.
@@ -248,6 +250,12 @@ def make_loader(
         ValueError: less than one global batch of data, or several workers for a stream.
         TypeError: a data set with neither a length nor an order of its own.
     """
+    if isinstance(dataset, TokenData):
+        if collate is not None:
+            raise ValueError(
+                "collate_fn has no samples to collate, because TokenData makes whole batches. Leave it out."
+            )
+        return TokenLoader(dataset, train, micro, replica, replicas, seed, threads=workers or 1, pin_memory=pin_memory)
     options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers, "pin_memory": pin_memory}
     if isinstance(dataset, IterableDataset):
         if workers > 1:

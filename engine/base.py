@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from ..config.config import batch_sizes
 from ..config.schema import Config
-from ..data.dataloader import Loader, make_loader
+from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
 from ..grid.assemble import Shard, assemble
 from ..grid.errors import ConfigError
@@ -302,7 +302,7 @@ class Engine:
         pin_memory: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> Loader:
+    ) -> Loader | TokenLoader:
         """Return a loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
 
         Args:

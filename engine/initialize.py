@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..config.config import batch_sizes
 from ..config.schema import Config
 from ..context.sparse_layers import set_sparse_attention
-from ..data.dataloader import Loader
+from ..data.dataloader import Loader, TokenLoader
 from ..grid import Grid
 from ..grid.errors import ConfigError
 from ..pipe.module import PipelineModule
@@ -28,6 +28,7 @@ from .pipeline_engine import PipelineEngine, training_schedule
 from .setup.arguments import check_grid, choose_grid, config_source
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
+from .setup.lora import add_lora, require_adapters
 from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
 from .setup.rank_consistency import require_same
 from .setup.recomputation import configure_recomputation
@@ -49,7 +50,7 @@ def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.M
     mpu: Any = ...,
     distributed_port: int | None = ...,
     dist_init_required: bool | None = ...,
-) -> tuple[PipelineEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]: ...
+) -> tuple[PipelineEngine, torch.optim.Optimizer | None, DataLoader[Any] | TokenLoader | None, LRScheduler | None]: ...
 
 
 @overload
@@ -68,7 +69,7 @@ def initialize(
     mpu: Any = ...,
     distributed_port: int | None = ...,
     dist_init_required: bool | None = ...,
-) -> tuple[ModuleEngine, torch.optim.Optimizer | None, Loader | None, LRScheduler | None]: ...
+) -> tuple[ModuleEngine, torch.optim.Optimizer | None, Loader | TokenLoader | None, LRScheduler | None]: ...
 
 
 def initialize(
@@ -87,7 +88,7 @@ def initialize(
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
     _classes: tuple[Callable[..., PipelineEngine], Callable[..., ModuleEngine]] = (PipelineEngine, ModuleEngine),
-) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | TokenLoader | None, LRScheduler | None]:
     """Make an engine. Every rank calls this, with the same arguments.
 
     Args:
@@ -126,7 +127,11 @@ def initialize(
         print(json.dumps(resolve_config(checked, batch), indent=2), flush=True)
     schedule, notes = _place_model(model, grid, checked, batch.accumulation)
     _warn(grid, notes)
+    if checked.lora is not None:
+        add_lora(model, checked.lora, grid)
     groups = optimizer_groups(model, optimizer, model_parameters, checked)
+    if hasattr(model, "lora_options"):
+        require_adapters(groups, model)
     make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
     require_same(grid, checked, model, groups, optimizer)

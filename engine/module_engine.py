@@ -26,7 +26,7 @@ from ..grid.agreement import number
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
-from ..grid.random import DropoutState
+from ..grid.random import DropoutState, bind_dropout, set_dropout_samples
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
 from ..pipe.microbatches import require_equal_shapes
@@ -35,7 +35,7 @@ from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
 from .optimizer_step import advance_schedule
-from .setup.module import ModuleOptimizer, bind_dropout, broadcast_weights, describe_loss, set_dropout_samples
+from .setup.module import ModuleOptimizer, broadcast_weights, describe_loss
 from .setup.recomputation import log_profile, recompute_blocks
 
 

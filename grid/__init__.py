@@ -13,11 +13,13 @@
 - ``hang_watch.py``: finds the rank that hangs, with its op and line
 - ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
 - ``environment.py``: environment variables of torchrun, mpirun and srun
+- ``devices.py``: GPUs of this machine as text
 - ``errors.py``: the errors of the library
 - ``json_values.py``: plain Python values in JSON and back, for checkpoints and between ranks, without pickle
 - ``nest.py``: walks over nests of tensors
 - ``autograd.py``: marks in the graph, weak hooks, the casts of autocast
 - ``dtypes.py``: names of dtypes
+- ``source_hashes.py``: hashes of the files of Python modules
 - ``safetensors.py``: writer of safetensors files, tensor by tensor
 - ``lazy.py``: lazy public names of packages
 """

@@ -194,3 +194,8 @@ def _first_host(env: Mapping[str, str]) -> str:
     assert match is not None  # the pattern takes any text that is not empty and starts with a name
     name, first, tail = match.groups()
     return name + (first or "") + (tail or "" if first else "")
+
+
+def socket_interfaces() -> dict[str, str]:
+    """Return the variables that name the network interface of gloo and NCCL, if they are set."""
+    return {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}

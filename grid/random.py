@@ -240,6 +240,33 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
+def bind_dropout(module: nn.Module, seed: int) -> DropoutState | None:
+    """Bind the module's ``triax`` dropouts to a common state, the key of their masks; return that state.
+
+    The result is None if the module has no such dropout.
+    """
+    found = [(name, part) for name, part in module.named_modules() if isinstance(part, Dropout)]
+    state = DropoutState(seed)
+    for name, part in found:
+        part.bind(name, state)
+    return state if found else None
+
+
+def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int) -> None:
+    """Set the keys of the dropout masks: the step, and the indices of the microbatch's samples in the global batch.
+
+    Args:
+        state: the key that the module's dropouts share.
+        inputs: the module's inputs. The size of dim 0 of the first tensor is the number of samples.
+        first: index of the microbatch's first sample in the global batch.
+        step: number of the step.
+    """
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, inputs)
+    state.step = step
+    state.samples = range(first, first + tensors[0].shape[0]) if tensors and tensors[0].dim() else None
+
+
 def uniform(keys: Tensor, elements: Tensor) -> Tensor:
     """Return a number in (0, 1) for each pair of key and element: a hash of the two, equal on every rank.
 

@@ -130,6 +130,19 @@ def limit_slots(slots: Slots, nodes: int | None = None, per_node: int | None = N
     return slots
 
 
+def first_slots(slots: Slots, total: int) -> Slots:
+    """Return the first ``total`` slots, over the hosts in order.
+
+    Raises:
+        ConfigError: there are fewer slots.
+    """
+    every = [(host, slot) for host, found in slots.items() for slot in found]
+    if total > len(every):
+        raise ConfigError(f"-np is {total}, but the hosts have {len(every)} slots: give at most that, or more slots")
+    chosen = every[:total]
+    return {host: tuple(s for h, s in chosen if h == host) for host in dict.fromkeys(host for host, _ in chosen)}
+
+
 def _parse(text: str, every: Slots, option: str) -> Slots:
     """Parse ``host1:0,2@host2``; return {host1: (0, 2), host2: all its slots}."""
     found: Slots = {}

@@ -34,7 +34,7 @@ from ..grid.environment import loopback_interface, loopback_variables, read_envi
 from ..grid.topology import Topology
 from .log_tail import LogTail
 from .temporary_folders import launch_folder
-from .worker import Ends, Failure, LaunchJob, Module, read_ends, read_failures
+from .worker import Ends, Executable, Failure, LaunchJob, Module, read_ends, read_failures
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def launch(
-    target: Callable[..., object] | Path | Module,
+    target: Callable[..., object] | Path | Module | Executable,
     *args: Any,
     ranks: int,
     topology: Topology | None = None,
@@ -88,8 +88,8 @@ def launch(
     | 1 | any other failure |
 
     Args:
-        target: a function at the top level of a module, called as ``target(*args)``; or a script or a module, run
-            with ``args`` as its command line.
+        target: a function at the top level of a module, called as ``target(*args)``; or a script, a module
+            or a program, run with ``args`` as its command line.
         ranks: the number of processes.
         topology: topology of the ranks' grid. If given, messages name a rank as ``rank 5 (pipe 1, data 0, tensor 1)``.
         logs: folder for ``rank-1.log``, ``rank-2.log``, ..., the output of the ranks other than 0. None: all ranks
@@ -106,7 +106,7 @@ def launch(
 
 
 def outcome_of(
-    target: Callable[..., object] | Path | Module,
+    target: Callable[..., object] | Path | Module | Executable,
     *args: Any,
     ranks: int,
     topology: Topology | None = None,

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..grid.hang_watch import timed_out
 
 EVERY = -1  # stands for all ranks
+LOCAL_RANK = "{local-rank}"  # in an argument of a script: stands for each rank's number on its host
 LINGER = 1.5  # seconds that a failing rank waits, so that the launcher notices a killed rank before it
 
 # Messages of a rank whose peer has ended: of gloo, NCCL and the store, in torch 2.11 to 2.13, and of the engine when
@@ -41,10 +42,17 @@ class Module:
 
 
 @dataclass(frozen=True)
+class Executable:
+    """A program that is not run by Python."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class LaunchJob:
     """Function, script or module that the ranks of one host run, with its arguments and settings."""
 
-    target: Callable[..., object] | Path | Module
+    target: Callable[..., object] | Path | Module | Executable
     args: tuple[Any, ...]
     folder: str  # a failing rank writes its `Failure` there, and the agent the number of the attempt
     logs: str | None
@@ -155,16 +163,21 @@ def _wait_for_all_ranks(folder: str, rank: int) -> None:
 
 
 def _run(job: LaunchJob) -> None:
+    if not isinstance(job.target, (Path, Module, Executable)):
+        job.target(*job.args)
+        return
+    args = [str(each).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for each in job.args]
+    if isinstance(job.target, Executable):
+        sys.stdout.flush()
+        os.execvp(job.target.name, [job.target.name, *args])
     if isinstance(job.target, Path):
-        sys.argv = [str(job.target), *map(str, job.args)]
+        sys.argv = [str(job.target), *args]
         sys.path.insert(0, str(job.target.resolve().parent))
         runpy.run_path(str(job.target), run_name="__main__")
-    elif isinstance(job.target, Module):
-        sys.argv = [job.target.name, *map(str, job.args)]  # runpy puts the file's path there
+    else:
+        sys.argv = [job.target.name, *args]  # runpy puts the file's path there
         sys.path.insert(0, os.getcwd())
         runpy.run_module(job.target.name, run_name="__main__", alter_sys=True)
-    else:
-        job.target(*job.args)
 
 
 def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:

@@ -26,7 +26,7 @@ from ..grid.layout import Layout, set_layout
 from ..grid.random import Normal, sharded_parameter
 from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm
 from ..tensor_parallel.regions import all_reduce_copy, copy_all_reduce
 from .packed import packing, token_positions
@@ -263,7 +263,8 @@ class SelfAttention(CausalAttention):
                 group = heads // kv_heads
                 first, last = start // group, (stop - 1) // group + 1
                 self.kv_heads = last - first
-                self.kv = WholeKV(width, kv_heads, dim, slice(first, last), grid=grid, **inward)
+                heads_here = slice(first, last)
+                self.kv = WholeKV(width, kv_heads, dim, heads_here, sequence_parallel, grid=grid, **inward)
                 looks_at = [head // group - first for head in range(start, stop)]
                 share, rest = divmod(self.heads, self.kv_heads)
                 if rest or looks_at != [head // share for head in range(self.heads)]:
@@ -300,6 +301,7 @@ class SelfAttention(CausalAttention):
         # x is gathered, and its gradient reduced, once for q, k and v together.
         pairs = [(self.q.weight, self.q.bias), (weight, bias)]
         queries, pair = column_linears(x, pairs, self.axis, self.sequence_parallel)
+        queries, pair = updated(self.q, queries, x), updated(self.kv, pair, x)
         q = rearrange(queries, "b t (heads dim) -> b heads t dim", dim=self.head_dim)
         k, v = rearrange(pair, "b t (two heads dim) -> two b heads t dim", two=2, dim=self.head_dim)
         return q, k, v
@@ -343,6 +345,7 @@ class WholeKV(nn.Module):
         kv_heads: K, the number of key/value heads of the whole layer.
         head_dim: dim, the width of each head.
         heads: range of the key/value heads that this rank's query heads use.
+        sequence_parallel: the input is this rank's shard of the sequence, which the caller gathers.
         bias: add a bias.
         grid: grid over whose tensor axis the gradients are summed.
         init, bias_init: distributions of the initial weight and bias.
@@ -352,12 +355,15 @@ class WholeKV(nn.Module):
         bias: (2 K dim,), or None.
     """
 
+    adaptable = True  # ``SelfAttention`` adds the updates of adapters
+
     def __init__(
         self,
         width: int,
         kv_heads: int,
         head_dim: int,
         heads: slice,
+        sequence_parallel: bool,
         *,
         grid: Grid,
         bias: bool,
@@ -365,7 +371,8 @@ class WholeKV(nn.Module):
         bias_init: Normal,
     ) -> None:
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.sequence_parallel = heads, head_dim, sequence_parallel
+        self.rows = slice(heads.start * head_dim, heads.stop * head_dim)  # of the keys, and of the values
         rows, partial = 2 * kv_heads * head_dim, grid.tensor.size > 1
         self.weight = sharded_parameter(Layout((rows, width), partial=partial), init, rank=0, size=1)
         self.bias = sharded_parameter(Layout((rows,), partial=partial), bias_init, rank=0, size=1) if bias else None

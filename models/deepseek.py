@@ -20,7 +20,7 @@ from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.random import Normal, sharded_parameter
 from ..pipe.spec import LayerSpec
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm
 from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
 from .attention import CausalAttention
@@ -156,6 +156,8 @@ class ReplicatedLinear(nn.Module):
         weight: (N, K).
     """
 
+    adaptable = True  # the forward pass adds the updates of adapters
+
     def __init__(
         self, in_features: int, out_features: int, *, grid: Grid, init: Normal, sequence_parallel: bool = False
     ) -> None:
@@ -166,7 +168,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the product."""
-        return F.linear(x, self.weight)
+        return updated(self, F.linear(x, self.weight), x)
 
 
 class DeepseekBlock(ResidualBlock):

@@ -174,6 +174,7 @@ class PipelineModule(nn.Module):
         self.ties, self._shared = find_ties(self._list, self._sources, stages)
         # The layers of this rank's stages.
         self._on_meta = device is not None  # they are built without their values, until ``fill``
+        self._changes: list[Callable[[str, nn.Module], object]] = []
         self._placeholders = Placeholders(self._build_layer)
         self.layers = nn.ModuleDict()
         self._build()
@@ -318,6 +319,19 @@ class PipelineModule(nn.Module):
         self._placeholders.keep(self.parameters(), used)
         self._build()
 
+    def change_layers(self, change: Callable[[str, nn.Module], object]) -> None:
+        """Change this rank's layers, and those that ``move`` builds later, for instance to add parameters to them.
+
+        Args:
+            change: called as ``change(name, layer)`` with each layer's name in the whole model, such as ``layers.3``.
+                New parameters get whole-model names.
+        """
+        self._changes.append(change)
+        for source, layer in self.layers.items():
+            change(f"layers.{source}", layer)
+            self._name(int(source), layer)
+        self._record_checksums()
+
     def local_parameters(self) -> list[LocalParameter]:
         """Return this rank's parameters, each once, in the order of the list."""
         stages: dict[nn.Parameter, dict[int, None]] = {}  # the inner dicts are ordered sets
@@ -385,7 +399,6 @@ class PipelineModule(nn.Module):
     def _build(self) -> None:
         """Build this rank's layers that are missing, and name their parameters as in the whole model."""
         self.recompute.forget()
-        keys = {tie.key for tie in self.ties}
         for stage in self.stages:
             for source in self._sources[self.boundaries[stage] : self.boundaries[stage + 1]]:
                 if isinstance(self._list[source], (LayerSpec, nn.Module)) and str(source) not in self.layers:
@@ -393,17 +406,24 @@ class PipelineModule(nn.Module):
                     self.layers[str(source)] = layer
                     if self._on_meta and isinstance(self._list[source], LayerSpec):
                         self._placeholders.replace(source, layer, self.grid.device)
-                    for attribute, parameter in layer.named_parameters():
-                        name, key = self._shared.get((source, attribute), (f"layers.{source}.{attribute}", ""))
-                        key = key or f"layers.{source}"
-                        rename(parameter, name, key if key in keys else None)
-                    for name, module in layer.named_modules():
-                        if isinstance(module, Dropout):
-                            module.bind(f"layers.{source}.{name}", self.dropout_state)
-                        elif isinstance(module, AuxiliaryLayer):
-                            module.bind(f"layers.{source}.{name}".rstrip("."), self.auxiliary)
+                    for change in self._changes:
+                        change(f"layers.{source}", layer)
+                    self._name(source, layer)
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
         self._record_checksums()
+
+    def _name(self, source: int, layer: nn.Module) -> None:
+        """Give a layer's parameters their whole-model names, and bind its dropouts and auxiliary losses."""
+        keys = {tie.key for tie in self.ties}
+        for attribute, parameter in layer.named_parameters():
+            name, key = self._shared.get((source, attribute), (f"layers.{source}.{attribute}", ""))
+            key = key or f"layers.{source}"
+            rename(parameter, name, key if key in keys else None)
+        for name, module in layer.named_modules():
+            if isinstance(module, Dropout):
+                module.bind(f"layers.{source}.{name}", self.dropout_state)
+            elif isinstance(module, AuxiliaryLayer):
+                module.bind(f"layers.{source}.{name}".rstrip("."), self.auxiliary)
 
     def _make(self, source: int) -> nn.Module:
         """Build the layer whose first index is ``source``, or its placeholders.

@@ -103,6 +103,8 @@ def _adopt_meta_tensors(layer_on_meta: nn.Module, layer: nn.Module) -> None:
     """Move a built layer's buffers and tensor attributes into its twin, where that has them on the meta device."""
     twins = dict(layer.named_modules())
     for name, module in layer_on_meta.named_modules():
+        if name not in twins:  # added to the layer after it was built, with values
+            continue
         for mine, theirs in ((module._buffers, twins[name]._buffers), (vars(module), vars(twins[name]))):
             for key, value in mine.items():
                 if key not in ("_parameters", "_buffers", "_modules") and _on_meta(value):

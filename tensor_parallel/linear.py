@@ -35,6 +35,8 @@ class _ParallelLinear(nn.Module):
         sequence_parallel, init, bias_init, device, dtype: as for the layers.
     """
 
+    adaptable = True  # the forward pass adds the updates of adapters: lora.py
+
     def __init__(
         self,
         axis: Axis,
@@ -129,6 +131,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs or, with ``gather_output``, all outputs; shapes as in the class's docstring."""
         y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)  # (..., N / t)
+        y = updated(self, y, x)
         return self._gather(y) if self.gather_output and self.axis.size > 1 else y
 
     def _gather(self, y: Tensor) -> Tensor:
@@ -203,10 +206,11 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the product and sum it over the tensor-parallel ranks; shapes as in the class's docstring."""
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return updated(self, F.linear(x, self.weight, self.bias), x)
         if not self.input_is_parallel:
             x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
         y = reduced(F.linear(x, self.weight), self.axis, self.sequence_parallel)  # (..., N)
+        y = updated(self, y, x)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -227,6 +231,12 @@ def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
             "sequence_parallel=False."
         )
     return reduce_scatter_gather(y, axis, dim=1)
+
+
+def updated(layer: nn.Module, y: Tensor, x: Tensor) -> Tensor:
+    """Return a linear layer's output y for the input x, with the updates of its adapters if it has any (lora.py)."""
+    adapters = layer._modules.get("lora")
+    return y if adapters is None else adapters(y, x)
 
 
 def _shareable(layer: str, what: str, length: int, size: int, unit: int | None) -> None:

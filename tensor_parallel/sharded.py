@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from ..grid.comm.axis import Axis
 from .column import column_linear, column_linears
+from .linear import updated
 from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
 
@@ -31,6 +32,7 @@ class _Linear(nn.Module):
 
     bias: nn.Parameter | None
     together: Together | None = None  # with what is given the same input
+    adaptable = True  # the forward pass adds the updates of adapters: lora.py
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, transposed: bool) -> None:
         super().__init__()
@@ -48,9 +50,8 @@ class _Linear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs (..., n) from the input (..., K), which is equal on every rank."""
-        if self.together is not None:
-            return self.together(self, x)
-        return column_linear(x, *self.used(), self.axis)
+        y = column_linear(x, *self.used(), self.axis) if self.together is None else self.together(self, x)
+        return updated(self, y, x)
 
     def extra_repr(self) -> str:
         """Text that ``print`` shows: this rank's sizes, and the number of shards."""
@@ -127,7 +128,7 @@ class RowSharded(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's product and sum it over the axis: (..., K_local) -> (..., N)."""
-        y = all_reduce_copy(F.linear(x, self.matrix()), self.axis)  # (..., N)
+        y = updated(self, all_reduce_copy(F.linear(x, self.matrix()), self.axis), x)  # (..., N)
         return y if self.bias is None else y + self.bias
 
 

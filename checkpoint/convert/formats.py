@@ -9,8 +9,12 @@ read: function from a name to the whole tensor
 folder: to write to
 dtype: of floating-point tensors; None: their own
 config: a configuration file that the user gave, or None
+merge_lora: True, and given only then, if the products of LoRA adapters are to be added to the weights
 
 which returns the names that it wrote. Its ValueErrors are shown to the user.
+
+The function may have an attribute ``module_names``, a function from a model to the names of its layers in the format:
+see ``module_names``.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ Export = Callable[..., Sequence[str]]
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
     """Return a model's configuration in JSON: that of a Hugging Face model, or the dataclass that its layers are made
-    from, such as ``GPTConfig``; None if there is neither.
+    from, such as ``GPTConfig``; None if there is neither. The options of LoRA adapters are added.
     """
     specs: Any = getattr(module, "specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
@@ -43,10 +47,31 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     if hasattr(config, "to_dict"):
         found = config.to_dict()
         found["architectures"] = found.get("architectures") or [type(inner).__name__]
-        return {"hf": _plain(found), "prefix": prefix}
+        return _with_lora({"hf": _plain(found), "prefix": prefix}, module)
     arguments = (value for spec in specs for value in getattr(spec, "args", ()))
     config = next((value for value in arguments if is_dataclass(value) and not isinstance(value, type)), None)
-    return None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
+    found = None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
+    return _with_lora(found, module)
+
+
+def _with_lora(found: dict[str, Any] | None, module: nn.Module) -> dict[str, Any] | None:
+    """Add the options of the model's LoRA adapters to its description, if it has any."""
+    options: Any = getattr(module, "lora_options", None)
+    return found if options is None else {**(found or {}), "lora": _plain(asdict(options))}
+
+
+def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the names that a format has for a model's layers: from the name of a layer to its names in the format.
+
+    There are several for a layer of several that are fused along their outputs. The result is {} if no format knows
+    the model.
+    """
+    for entry in entry_points(group=_EXPORTS):
+        find = getattr(entry.load(), "module_names", None)
+        found: dict[str, tuple[str, ...]] = {} if find is None else find(module)
+        if found:
+            return found
+    return {}
 
 
 def exporter(name: str) -> Export:
@@ -66,7 +91,12 @@ def exporter(name: str) -> Export:
 
 
 def export_model(
-    export: Export, snapshot: Snapshot, folder: Path, dtype: torch.dtype | None, config: Path | None
+    export: Export,
+    snapshot: Snapshot,
+    folder: Path,
+    dtype: torch.dtype | None,
+    config: Path | None,
+    merge_lora: bool = False,
 ) -> Sequence[str]:
     """Write a checkpoint's weights and buffers in a package's format. One tensor is in memory at a time.
 
@@ -80,7 +110,8 @@ def export_model(
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     model = snapshot.header.get("model")
     try:
-        return export(model, shapes, lambda name: tensors[name].read_all(), folder, dtype, config)
+        merge = {"merge_lora": True} if merge_lora else {}
+        return export(model, shapes, lambda name: tensors[name].read_all(), folder, dtype, config, **merge)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 

@@ -2,6 +2,7 @@
 
 ``RepeatingLoader`` is triax's own, which has DeepSpeed's arguments.
 
+__main__.py: ``python -m triax.compat.deepspeed script.py``: a script that imports deepspeed, as it is.
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.

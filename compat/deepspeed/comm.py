@@ -1,42 +1,11 @@
-"""DeepSpeed's module ``deepspeed.comm``: torch.distributed's collectives under their names, and ``log_summary``."""
+"""DeepSpeed's module ``deepspeed.comm``: ranks, ``log_summary``; by the ledger, torch.distributed's collectives."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import GroupMember as GroupMember
-from torch.distributed import P2POp as P2POp
-from torch.distributed import ProcessGroup as ProcessGroup
-from torch.distributed import ReduceOp as ReduceOp
-from torch.distributed import all_gather as all_gather
-from torch.distributed import all_gather_into_tensor as all_gather_into_tensor
-from torch.distributed import all_gather_object as all_gather_object
-from torch.distributed import all_reduce as all_reduce
-from torch.distributed import all_to_all as all_to_all
-from torch.distributed import all_to_all_single as all_to_all_single
-from torch.distributed import barrier as barrier
-from torch.distributed import batch_isend_irecv as batch_isend_irecv
-from torch.distributed import broadcast as broadcast
-from torch.distributed import broadcast_object_list as broadcast_object_list
-from torch.distributed import destroy_process_group as destroy_process_group
-from torch.distributed import gather as gather
-from torch.distributed import get_process_group_ranks as get_all_ranks_from_group
-from torch.distributed import get_rank as get_rank
-from torch.distributed import get_world_size as get_world_size
-from torch.distributed import group as group
-from torch.distributed import irecv as irecv
-from torch.distributed import is_available as is_available
-from torch.distributed import is_initialized as is_initialized
-from torch.distributed import isend as isend
-from torch.distributed import monitored_barrier as monitored_barrier
-from torch.distributed import new_group as new_group
-from torch.distributed import recv as recv
-from torch.distributed import reduce as reduce
-from torch.distributed import reduce_scatter as reduce_scatter
-from torch.distributed import reduce_scatter_tensor as reduce_scatter_tensor
-from torch.distributed import scatter as scatter
-from torch.distributed import send as send
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...grid.environment import local_rank as get_local_rank
@@ -47,19 +16,7 @@ from .arguments import init_distributed as init_distributed
 from .context import CONTEXT
 from .modules import rest_of
 
-__all__ = ["get_all_ranks_from_group", "get_local_rank"]
-
-allgather_fn = all_gather_into_tensor
-reduce_scatter_fn = reduce_scatter_tensor
-inference_all_reduce = all_reduce
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Return True: torch has it."""
-    return True
-
-
-has_reduce_scatter_tensor = has_all_gather_into_tensor
+__all__ = ["get_local_rank", "init_distributed"]
 
 
 def get_world_group() -> ProcessGroup:

@@ -1,16 +1,15 @@
 """The ledger: every public name of DeepSpeed 0.19, with its place in triax, or the reason why triax does not have it.
 
-``PRESENT``: module of DeepSpeed -> module of triax -> the names that it answers; ``A=B`` where triax's name of A is B.
+``PRESENT``: module of DeepSpeed -> module of triax or torch -> the names that it answers; ``A=B``: its name of A is B.
 ``ABSENT``: module of DeepSpeed -> sentence -> the names that raise it; ``*``: all other names of the module.
 ``ABSENT_MODULES``: module of DeepSpeed -> the sentence that its import raises.
 ``ALIASES``: DeepSpeed's second paths to a module.
 
-docs/deepspeed.md prints the table: ``python -m triax.compat.deepspeed.ledger``.
+docs/deepspeed.md prints the table, which ``markdown`` returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -60,14 +59,17 @@ PRESENT = {
     },
     "checkpoint.utils": {"compat.deepspeed.utils": "clone_tensors_for_torch_save"},
     "comm": {
+        "torch.distributed": (
+            "is_available is_initialized destroy_process_group new_group ProcessGroup ReduceOp GroupMember group P2POp "
+            "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
+            "batch_isend_irecv broadcast broadcast_object_list gather scatter send recv isend irecv monitored_barrier "
+            "reduce reduce_scatter reduce_scatter_tensor get_rank get_world_size allgather_fn=all_gather_into_tensor "
+            "reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce "
+            "get_all_ranks_from_group=get_process_group_ranks has_all_gather_into_tensor=is_available "
+            "has_reduce_scatter_tensor=is_available"
+        ),
         "compat.deepspeed.comm": (
-            "init_distributed log_summary is_available is_initialized destroy_process_group new_group ProcessGroup "
-            "ReduceOp GroupMember group P2POp all_gather all_gather_into_tensor all_gather_object all_reduce "
-            "all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list "
-            "gather scatter send recv isend irecv monitored_barrier reduce reduce_scatter reduce_scatter_fn "
-            "reduce_scatter_tensor inference_all_reduce get_rank get_local_rank get_world_size get_world_group "
-            "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor "
-            "initialize_mesh_device"
+            "init_distributed log_summary get_local_rank get_world_group get_global_rank initialize_mesh_device"
         ),
     },
     "constants": {"compat.deepspeed.configuration": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
@@ -396,7 +398,7 @@ class Place(NamedTuple):
     """Place of a name in triax.
 
     Attributes:
-        module: the module, without ``triax.``.
+        module: the module of triax, without ``triax.``, or of torch.
         name: the name in it.
     """
 
@@ -464,12 +466,26 @@ def names(module: str) -> list[str]:
     return [name.removeprefix(start) for name in found if name.startswith(start) and "." not in name[len(start) :]]
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
-    """Return the table's rows: module of DeepSpeed, names, answer."""
+def markdown() -> str:
+    """Return the ledger as a Markdown table: module of DeepSpeed, names, their place or the reason."""
+    lines = ["| module | names | place in triax, or the reason |", "|---|---|---|"]
     for module in sorted({*PRESENT, *ABSENT, *ABSENT_MODULES}):
-        for place, present in PRESENT.get(module, {}).items():
-            yield module, present, place
-        for sentence, absent in ABSENT.get(module, {}).items():
-            yield module, absent, sentence
-        if module in ABSENT_MODULES:
-            yield module, "*", ABSENT_MODULES[module]
+        shown = f"`deepspeed.{module}`".replace(".`", "`")
+        answers = [(f"`{home(place)}`", names) for place, names in PRESENT.get(module, {}).items()]
+        answers += ABSENT.get(module, {}).items()
+        answers += [(ABSENT_MODULES[module], "*")] if module in ABSENT_MODULES else []
+        for answer, names in answers:
+            listed = (
+                "all others"
+                if names == "*"
+                else ", ".join(f"`{name.replace('=', '` is `')}`" for name in names.split())
+            )
+            listed = "all" if names == "*" and module not in PRESENT and len(answers) == 1 else listed
+            lines.append(f"| {shown} | {listed} | {answer} |")
+            shown = ""
+    return "\n".join(lines)
+
+
+def home(place: str) -> str:
+    """Return the full name of a module of ``PRESENT``."""
+    return place if place.startswith("torch") else f"triax.{place}".rstrip(".")

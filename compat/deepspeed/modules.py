@@ -15,11 +15,11 @@ from importlib.metadata import Distribution, DistributionFinder
 from importlib.metadata._meta import SimplePath
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from . import ledger
 
 PACKAGE = __name__.rpartition(".")[0]  # triax.compat.deepspeed
-TRIAX = PACKAGE.partition(".")[0]
 
 
 def install() -> None:
@@ -50,7 +50,7 @@ def register() -> None:
         sys.meta_path.append(Finder(PACKAGE))  # after the finder of files, which goes first
 
 
-def names_of(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a module from the ledger.
 
     Args:
@@ -59,26 +59,28 @@ def names_of(module: str) -> tuple[Callable[[str], object], Callable[[], list[st
     here = module.removeprefix(PACKAGE).lstrip(".")
     present = sorted(ledger.names(here))
 
-    def get(name: str) -> object:
+    def get(name: str) -> Any:
         return _get(module, here, name)
 
     return get, lambda: present, present
 
 
-def rest_of(module: str) -> tuple[Callable[[str], object], list[str]]:
+def rest_of(module: str) -> tuple[Callable[[str], Any], list[str]]:
     """Make ``__getattr__`` and ``__path__`` of a file, for the names and sub-modules that it does not define itself."""
     return names_of(module)[0], []
 
 
-def _get(module: str, here: str, name: str) -> object:
+def _get(module: str, here: str, name: str) -> Any:
     full = ledger.canonical(f"{here}.{name}".lstrip("."))
     found = ledger.answer(full)
     if found is None and name.startswith("__"):  # Python itself asks for __path__ and the like
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if isinstance(found, ledger.Place):
-        place = importlib.import_module(f"{TRIAX}.{found.module}".rstrip("."))
+        place = importlib.import_module(ledger.home(found.module))
         if (place.__name__, found.name) != (module, name):
-            return getattr(place, found.name) if found.name else place
+            value = getattr(place, found.name)
+            setattr(sys.modules[module], name, value)  # the next time it is found at once
+            return value
     elif isinstance(found, str):
         raise AttributeError(f"deepspeed.{full}: {found}")
     elif ledger.is_module(full):

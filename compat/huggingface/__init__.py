@@ -1,8 +1,9 @@
 """Hugging Face's Trainer over a triax engine: ``triax.Trainer`` and ``triax.TrainingArguments``.
 
-arguments.py: ``TrainingArguments``: transformers' own, with ``triax=``, a configuration in DeepSpeed's dialect.
+arguments.py: ``TrainingArguments``: transformers' own, with ``triax=`` (DeepSpeed's dialect) and ``grid=``.
 auto_values.py: the configuration's "auto" values, filled in from the arguments and the model.
 trainer.py: ``Trainer``: transformers' loop; the engine runs forward, backward and step, and writes checkpoints.
+pipeline.py: the model's layers over pipe stages, batches for them, and their weights back in the model.
 state_dict.py: the model's full state dict on rank 0, gathered from ZeRO and tensor shards, for ``save_model``.
 """
 

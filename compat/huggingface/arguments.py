@@ -5,11 +5,13 @@ The file is imported at the first use of the class, because it imports transform
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...config.json_comments import parse
 from ...grid import Grid
-from ...grid.errors import ConfigError
+from ...grid.errors import ConfigError, describe
 from .auto_values import AutoValues, missing_extra
 
 try:
@@ -17,6 +19,10 @@ try:
     import transformers
 except ImportError as missing:
     raise missing_extra(missing) from missing
+
+from .pipeline import check_arguments
+
+_AXES = ("pipe", "data", "tensor")
 
 # Arguments without effect on a triax engine, and what to do instead.
 _REFUSED = {
@@ -36,26 +42,37 @@ _REFUSED = {
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` with ``triax=``, the configuration; see docs/huggingface.md.
+    """``transformers.TrainingArguments`` with ``triax=``, the configuration, and ``grid=``; see docs/huggingface.md.
 
-    The grid is made in the constructor, before transformers makes a process group. Its tensor axis has the size
-    ``tensor_parallel.autotp_size`` (or ``tp_size``), and the data axis has the remaining factor of the number of
-    processes. Without a launcher it has one process.
+    The grid is made in the constructor, before transformers makes a process group. Without a launcher it has one
+    process.
 
     Attributes:
         triax: a dict, the path of a JSON file, or JSON. ``deepspeed=`` is accepted in its place: its value is moved to
             ``triax``, and the package DeepSpeed is not needed. None: all values come from the other arguments.
+        grid: sizes of axes, such as ``{"pipe": 2, "data": 2}`` (or this as JSON), or a ``triax.Grid``. Sizes that are
+            missing come from the configuration's ``pipeline.stages`` and ``tensor_parallel.autotp_size`` (or
+            ``tp_size``), and the data axis has the remaining factor of the number of processes. As an attribute it is
+            the ``triax.Grid``.
         auto_values: the configuration, with the "auto" values filled in from the arguments.
 
     Raises:
-        ConfigError: the configuration cannot be read; an argument has no effect here; transformers and triax count
-            different numbers of processes.
+        ConfigError: the configuration cannot be read; an argument has no effect here, or not with a pipe axis;
+            transformers and triax count different numbers of processes.
     """
 
     triax: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Configuration in DeepSpeed's dialect: a dict, a JSON file's path, or JSON."},
     )
+
+    if TYPE_CHECKING:
+        grid: Any = None  # sizes or a Grid as an argument, a Grid as an attribute
+        _grid: Grid | None = None
+    else:
+        grid: dict[str, Any] | str | None = field(
+            default=None, metadata={"help": "Sizes of the grid's axes pipe, data and tensor: a dict or JSON."}
+        )
 
     _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "triax"]  # noqa: RUF012 (as in the base class)
 
@@ -74,11 +91,14 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(
                 "load_best_model_at_end reads triax's checkpoints, which save_only_model leaves out: give one of them"
             )
-        tensor = self.auto_values.tensor
-        if tensor > 1 and self.train_sampling_strategy == "batch_rebalance":
+        sizes = _sizes(self._grid_sizes, self.auto_values)
+        pipe, tensor = sizes.get("pipe", 1), sizes.get("tensor", 1)
+        if pipe > 1:
+            check_arguments(self, pipe, tensor)
+        if max(pipe, tensor) > 1 and self.train_sampling_strategy == "batch_rebalance":
             raise ConfigError(
                 "train_sampling_strategy='batch_rebalance' divides samples among all processes, but tensor ranks "
-                "need the same samples: use another strategy, or leave tensor_parallel out"
+                "and pipe ranks need the same samples: use another strategy, or a grid without these axes"
             )
         stage3 = self.auto_values.get("zero_optimization.stage") == 3
         if self.use_liger_kernel and (tensor > 1 or stage3):
@@ -87,7 +107,6 @@ class TrainingArguments(transformers.TrainingArguments):
                 f"use_liger_kernel=True with {what}: its loss reads the head's weight directly, of which a rank has a "
                 "shard: leave it out, or use 1 tensor rank and stage 0, 1 or 2"
             )
-        self._grid: Grid | None = None
         if self.grid.device.type == "cpu":
             self.use_cpu = True  # else accelerate treats each process of a machine without a GPU as a run of its own
         super().__post_init__()
@@ -103,22 +122,74 @@ class TrainingArguments(transformers.TrainingArguments):
                 "run or torchrun"
             )
         config: Any = self.accelerator_config
-        if config.split_batches or (tensor > 1 and config.dispatch_batches):
+        if config.split_batches or (max(pipe, tensor) > 1 and config.dispatch_batches):
             raise ConfigError(
-                "accelerator_config: split_batches, and with tensor ranks dispatch_batches, would change which samples "
-                "a replica gets: leave them out"
+                "accelerator_config: split_batches, and with tensor or pipe ranks dispatch_batches, would change which "
+                "samples a replica gets: leave them out"
             )
         # The engine finds the last backward pass itself: the loop must not look for a DDP module's no_sync.
         config.gradient_accumulation_kwargs = {**(config.gradient_accumulation_kwargs or {}), "sync_each_batch": True}
         self.auto_values.from_arguments(self, self.grid.data.size)
 
     @property
-    def grid(self) -> Grid:
-        """Grid of the run, made at the first use. Collective."""
-        if self._grid is None:
-            device = "cpu" if self.use_cpu else None
-            self._grid = Grid(tensor=self.auto_values.tensor, device=device, timeout=float(self.ddp_timeout))
-        return self._grid
+    def place_model_on_device(self) -> bool | None:
+        """False with a pipe axis: the whole model stays in host memory, and each rank builds its stages from it."""
+        return False if self.grid.pipe.size > 1 else super().place_model_on_device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as transformers does; the grid as the sizes of its axes."""
+        found: dict[str, Any] = super().to_dict()
+        found["grid"] = {axis: self.grid.topology.sizes[axis] for axis in _AXES}
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_grid": None}  # process groups cannot be pickled: a copy makes its own grid
+
+    def _get_grid(self) -> Grid:
+        """Grid of the run, made at the first use. Collective."""
+        if self._grid is None:
+            sizes: dict[str, Any] = _sizes(self._grid_sizes, self.auto_values)
+            device = "cpu" if self.use_cpu else None
+            self._grid = Grid(**sizes, device=device, timeout=float(self.ddp_timeout))
+        return self._grid
+
+    def _set_grid(self, given: Any) -> None:
+        self._grid = given if isinstance(given, Grid) else None
+        self._grid_sizes: Any = given
+        if self._grid is not None:
+            sizes = self._grid.topology.sizes
+            self._grid_sizes = {axis: sizes[axis] for axis in _AXES}
+            if self._grid.context.size > 1 or self._grid.expert.size > 1:
+                raise ConfigError(
+                    "grid= has a context or an expert axis, which the Trainer does not use: give pipe, data and tensor"
+                )
+
+
+def _sizes(given: Any, values: AutoValues) -> dict[str, int]:
+    """Return the sizes of axes that ``grid=`` and the configuration ask for.
+
+    Raises:
+        ConfigError: another axis, a size that is no positive number, or two sizes that differ.
+    """
+    given = parse(given, "given as JSON") if isinstance(given, str) else given
+    sizes: dict[str, int] = dict(given) if isinstance(given, Mapping) else {}
+    wrong = [f"{key} = {describe(size)}" for key, size in sizes.items() if not _is_size(key, size)]
+    if wrong or not isinstance(given, Mapping | None):
+        what = ", ".join(wrong) or f"a {type(given).__name__}"
+        raise ConfigError(f'grid= has {what}: give whole numbers for pipe, data and tensor, such as {{"pipe": 2}}')
+    stages = values.get("pipeline.stages")
+    for axis, key, wanted in (
+        ("pipe", "pipeline.stages", stages if _is_size("pipe", stages) else 1),
+        ("tensor", "tensor_parallel.autotp_size", values.tensor),
+    ):
+        if wanted > 1 and sizes.setdefault(axis, wanted) != wanted:
+            raise ConfigError(f"{key} is {wanted}, but grid= has {axis}={sizes[axis]}: give the size in one of them")
+    return sizes
+
+
+def _is_size(axis: Any, size: Any) -> bool:
+    return axis in _AXES and isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
+# A property beside the field: the argument is sizes, the attribute is the grid.
+TrainingArguments.grid = property(TrainingArguments._get_grid, TrainingArguments._set_grid)

@@ -6,7 +6,8 @@ trainer.train()
 
 The loop, logging, callbacks, evaluation and the rotation of checkpoints are transformers' own. The methods replaced are
 those that its DeepSpeed integration replaces: forward, backward and step; saving and loading; with a tensor axis, the
-division of samples among processes. The file is imported at the first use of the class: it imports transformers.
+division of samples among processes. With a pipe axis, a step's microbatches are collected, and the engine's
+``train_batch`` runs them. The file is imported at the first use of the class: it imports transformers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...config.schema import Config
 from ...engine.initialize import initialize
 from ...engine.module_engine import ModuleEngine
+from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup.check import read_config
 from ...grid.errors import ConfigError
 from ...optim import schedulers
@@ -36,6 +39,7 @@ try:
     from accelerate.utils.memory import clear_device_cache
 
     from .arguments import TrainingArguments
+    from .pipeline import TrainerLoss, check_trainer, copy_weights, optimizer_of, pairs, pipeline_module
 except ImportError as missing:
     raise missing_extra(missing) from missing
 
@@ -46,7 +50,7 @@ _REPLACED = (
     *("_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm", "_build_accelerator_args", "get_tp_size"),
     *("_get_dataloader", "evaluation_loop", "predict", "log", "floating_point_ops", "_track_num_input_tokens", "_save"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
-    *("_load_rng_state", "call_model_init", "create_accelerator_and_postprocess"),
+    *("_load_rng_state", "call_model_init", "create_accelerator_and_postprocess", "prediction_step", "compute_loss"),
 )
 if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
     raise ImportError(
@@ -65,7 +69,7 @@ class EngineOptimizer(AcceleratedOptimizer):
     step_was_skipped = False
     _is_accelerate_prepared = True  # ``Accelerator.prepare`` does not wrap it
 
-    def __init__(self, engine: ModuleEngine) -> None:
+    def __init__(self, engine: ModuleEngine | PipelineEngine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
         self.engine = engine
 
@@ -73,29 +77,33 @@ class EngineOptimizer(AcceleratedOptimizer):
         """Do nothing: ``Trainer.training_step`` has stepped."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Zero the engine's gradients."""
-        self.engine.zero_grad()
+        """Zero the engine's gradients; a ``train_batch`` begins without gradients anyway."""
+        if isinstance(self.engine, ModuleEngine):
+            self.engine.zero_grad()
 
 
 class Trainer(transformers.Trainer):
-    """``transformers.Trainer`` over a grid with a data axis (replicas) and a tensor axis; see docs/huggingface.md.
+    """``transformers.Trainer`` over a grid of replicas, tensor ranks and pipe stages; see docs/huggingface.md.
 
     Args:
         model, args, others, options: as transformers.Trainer; ``args`` must be ``triax.TrainingArguments``.
 
     Attributes:
         grid: the ranks.
-        engine: engine that trains ``model``; None before the first ``train`` or ``evaluate``.
+        engine: engine that trains ``model``; None before the first ``train`` or ``evaluate``. With a pipe axis it has
+            layers of its own, and ``model``, in host memory, gets their weights when ``train`` ends.
 
     Raises:
         TypeError: ``args`` are transformers' own class.
+        ConfigError: the model, or a method of a subclass, cannot run over the grid's pipe stages.
     """
 
     args: TrainingArguments
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    engine: ModuleEngine | None = None
+    engine: ModuleEngine | PipelineEngine | None = None
+    _trained: Any = None  # the model that the engine was made of
     _checked: Config | None = None
     _handle: EngineOptimizer | None = None
     _evaluated: int | None = None  # samples of an evaluation whose speed is not logged yet
@@ -103,9 +111,19 @@ class Trainer(transformers.Trainer):
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **options: Any) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, TrainingArguments):
-            raise TypeError(f"args are a {type(args).__module__}.TrainingArguments: pass triax.TrainingArguments(...)")
+            raise TypeError(
+                f"args are a {type(args).__module__}.{type(args).__name__}: pass triax.TrainingArguments(...), or a "
+                "dataclass that inherits from both"
+            )
         self.grid = args.grid
+        self._pipelined = self.grid.pipe.size > 1
+        self._copies = self.grid.size // self.grid.replicas  # ranks that get the same samples
+        self._microbatches: list[Any] = []
+        self._uses_count: bool | None = None  # the loss depends on num_items_in_batch; None: not known yet
         super().__init__(model, args, *others, **options)
+        if self._pipelined:
+            check_trainer(self, self.grid.pipe.size)
+            vars(self)["prediction_step"] = self._predict_on_stages  # also in place of TRL's method
 
     def create_accelerator_and_postprocess(self) -> None:
         """Call transformers' method, and remove its argument num_steps, which the next call would refuse."""
@@ -119,13 +137,17 @@ class Trainer(transformers.Trainer):
         """Shard the model, then train. Sharding comes first because transformers adds hooks to modules (NEFTune)."""
         if self.model_init is None:  # else call_model_init makes and shards the model
             self._sharded(self.model)
-        return super().train(*args, **options)
+        self._microbatches = []
+        output = super().train(*args, **options)
+        if isinstance(self.engine, PipelineEngine):
+            copy_weights(self.engine, self.model, everywhere=True)
+        return output
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make the model as transformers does; within ``train``, shard it."""
         model: Any = super().call_model_init(trial)
         in_train = getattr(self, "is_in_train", False)  # __init__ calls this method before it sets the attribute
-        return self._sharded(model.to(self.grid.device)) if in_train else model
+        return self._sharded(model if self._pipelined else model.to(self.grid.device)) if in_train else model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._checked = self._configuration(max_steps)
@@ -137,7 +159,7 @@ class Trainer(transformers.Trainer):
         Raises:
             ConfigError: both the configuration and the Trainer's arguments have an optimizer.
         """
-        if self.engine is None or self.engine.optimizer is None or self.engine.module is not self.model:
+        if self.engine is None or self.engine.optimizer is None or self._trained is not self.model:
             self.engine = self._engine()
             self._handle = EngineOptimizer(self.engine)
         elif self._checked is not None:  # keep the optimizer; clipping follows the arguments, as in transformers
@@ -166,9 +188,12 @@ class Trainer(transformers.Trainer):
         """Return the checked configuration, filled in from the arguments; for evaluation only if steps is None."""
         width = hidden_size(getattr(self.model, "config", None))
         self.args.auto_values.from_arguments(self.args, self.grid.data.size)
-        return read_config(self.args.auto_values.from_run(self.args, width, steps))
+        found = self.args.auto_values.from_run(self.args, width, steps)
+        if self._pipelined and self.args.activation_checkpointing:
+            found.setdefault("activation_checkpointing", {"enabled": True})  # the stages' layers, not the model's
+        return read_config(found)
 
-    def _engine(self) -> ModuleEngine:
+    def _engine(self) -> ModuleEngine | PipelineEngine:
         """Return a new engine that trains the model."""
         if self._checked is None:
             raise RuntimeError("the optimizer depends on the length of the run: call train(), which makes it")
@@ -178,9 +203,19 @@ class Trainer(transformers.Trainer):
             given = super().create_optimizer()
         elif self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ConfigError("both the configuration and the Trainer's arguments have an optimizer: give one of them")
-        trained = None if given is not None else [p for p in self.model.parameters() if p.requires_grad]
+        return self._made(config, given)
+
+    def _made(self, config: Config, given: Any = None) -> ModuleEngine | PipelineEngine:
+        """Return an engine of the model, with an optimizer over the model's parameters if one is given."""
+        self._trained = module = self.model
+        engine: Any
+        if self._pipelined:
+            steps, counts_first = self.args.gradient_accumulation_steps, not self._loss_shifts_labels
+            module = pipeline_module(self.model, self.grid, config, steps, counts_first)
+            given = None if given is None else optimizer_of(given, self.model, module)
+        trained = None if given is not None else [p for p in module.parameters() if p.requires_grad]
         engine, *_ = initialize(
-            model=self._sharded(self.model), optimizer=given, model_parameters=trained, config=config, grid=self.grid
+            model=self._sharded(module), optimizer=given, model_parameters=trained, config=config, grid=self.grid
         )
         return engine
 
@@ -194,10 +229,9 @@ class Trainer(transformers.Trainer):
         return model
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if self.engine is None or self.engine.module is not self.model:
-            config = self._configuration(None)  # evaluation alone
-            self.engine = initialize(model=self._sharded(self.model), config=config, grid=self.grid)[0]
-        return self.engine
+        if self.engine is None or self._trained is not self.model:
+            self.engine = self._made(self._configuration(None))  # evaluation alone
+        return self.engine.module if isinstance(self.engine, PipelineEngine) else self.engine
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -214,6 +248,8 @@ class Trainer(transformers.Trainer):
         """
         engine, handle = self.engine, self._handle
         assert engine is not None and handle is not None
+        if isinstance(engine, PipelineEngine):
+            return self._step_on_stages(engine, handle, inputs)
         engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
         engine.train()
         handle.train()
@@ -238,6 +274,87 @@ class Trainer(transformers.Trainer):
         detached: Tensor = loss.detach()
         return detached
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as transformers does; the loss of a model that ignores ``num_items_in_batch`` as a mean.
+
+        transformers takes such a loss for a sum divided by that number. It multiplies it by the number of replicas, and
+        does not divide it by the number of microbatches.
+        """
+        if self._uses_count is None and num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            self._uses_count = self._loss_uses_count(model, inputs, num_items_in_batch)
+        if self._uses_count is False:
+            self.model_accepts_loss_kwargs, num_items_in_batch = False, None
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @torch.no_grad()
+    def _loss_uses_count(self, model: Any, inputs: Any, count: Any) -> bool | None:
+        """Return True if the loss changes with ``num_items_in_batch``, None if no rank's loss is a number. Collective.
+
+        Two forward passes without dropout, once in a run; for causal language models none.
+        """
+        if self._loss_shifts_labels or self.compute_loss_func is not None:
+            return True
+        training = self.model.training
+        model.eval()
+        compute: Any = super().compute_loss
+        once, again = (compute(model, dict(inputs), num_items_in_batch=number) for number in (count, 2 * count))
+        model.train(training)
+        flags = torch.tensor([bool(once.isfinite()) and bool(once), bool(once != again)], dtype=torch.int64)
+        self.grid.world.all_reduce(flags, op="max")
+        known, changed = map(bool, flags.tolist())
+        return changed if known else None
+
+    def _step_on_stages(self, engine: PipelineEngine, handle: EngineOptimizer, inputs: Any) -> Tensor:
+        """Keep a microbatch, and after the last one of a step run ``train_batch``.
+
+        Returns:
+            The loss of the step over all replicas, 0-dim, after the last microbatch; 0 before.
+        """
+        self._microbatches.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        microbatches, self._microbatches = self._microbatches, []
+        if len(microbatches) != engine.batch.accumulation:  # the last step of an epoch
+            engine.set_train_batch_size(engine.batch.micro * self.grid.replicas * len(microbatches))
+        self.model.train()
+        handle.train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        self._copy_schedule()
+        skipped = engine.skipped_steps
+        loss = engine.train_batch(pairs(microbatches))
+        handle.step_was_skipped = engine.skipped_steps > skipped
+        return loss.to(self.args.device)
+
+    def _predict_on_stages(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Run ``eval_batch`` on a batch, in place of ``prediction_step``.
+
+        Returns:
+            The loss over all replicas, logits and labels, as transformers' ``prediction_step``. Logits are sent to all
+            stages, unless ``prediction_loss_only`` is set.
+        """
+        engine, inputs = self.engine, self._prepare_inputs(inputs)
+        assert isinstance(engine, PipelineEngine)
+        self.model.eval()
+        labels, loss, logits = inputs.get("labels"), None, None
+        batch, counts, training_loss = pairs([inputs]), labels is not None, engine.module.loss_fn
+        if type(self).prediction_step is not transformers.Trainer.prediction_step:  # TRL's own, with its own mean
+            engine.module.loss_fn = TrainerLoss()
+        try:
+            if not prediction_loss_only:
+                loss, (logits,) = engine.eval_batch(batch, True, compute_loss=counts, num_micro_batches=1)
+            elif counts:
+                loss = engine.eval_batch(batch, num_micro_batches=1)
+        finally:
+            engine.module.loss_fn = training_loss
+        loss = None if loss is None else loss.to(self.args.device, torch.get_default_dtype())
+        return loss, logits, None if prediction_loss_only else labels
+
     def _copy_schedule(self) -> None:
         """Copy learning rates and other options to the engine's optimizer, if the schedule sets another's."""
         schedule, handle = self.lr_scheduler, self._handle
@@ -249,7 +366,7 @@ class Trainer(transformers.Trainer):
         if not isinstance(count, Tensor):
             return count
         if not self.args.average_tokens_across_devices:
-            count = count * self.grid.tensor.size  # not summed over the tensor ranks, but divided by them
+            count = count * self._copies  # not summed over the ranks with equal samples, but divided by them
         # An integer: the engine casts floating-point inputs to the dtype of the weights.
         return count.round().long()
 
@@ -262,20 +379,20 @@ class Trainer(transformers.Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # the engine casts
 
-    # ----------------------------------------------------------------- samples, with tensor ranks
+    # -------------------------------------------------------------- samples, with tensor or pipe ranks
 
     def get_tp_size(self) -> int:
-        """Return the number of processes that get the same samples, which is the size of the tensor axis."""
-        return self.grid.tensor.size
+        """Return the number of processes that get the same samples: tensor ranks times pipe stages."""
+        return self._copies
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
-        if self.grid.tensor.size == 1:
+        if self._copies == 1:
             return loader
         base: Any = getattr(loader, "base_dataloader", loader)
         seeded = base.worker_init_fn
         if isinstance(seeded, partial) and "rank" in seeded.keywords:
-            # Seeded by process, tensor ranks would draw different masks. The wrapped loader starts the workers.
+            # Seeded by process, ranks of one replica would draw different masks. The wrapped loader starts the workers.
             base.worker_init_fn = partial(seeded, rank=self.grid.data.rank)
         shards: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
         for shard in shards:
@@ -284,28 +401,28 @@ class Trainer(transformers.Trainer):
                 shard.num_processes, shard.process_index = self.grid.data.size, self.grid.data.rank
                 return loader
         raise ConfigError(
-            "an IterableDataset is read by one process and divided among all, but tensor ranks need the same samples: "
-            'pass accelerator_config={"dispatch_batches": False}'
+            "an IterableDataset is read by one process and divided among all, but tensor ranks and pipe ranks need the "
+            'same samples: pass accelerator_config={"dispatch_batches": False}'
         )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as transformers does. Samples that all ranks of a tensor-parallel group have count once."""
-        if self.grid.tensor.size > 1:
+        """Evaluate as transformers does. Samples that all ranks of a replica have count once."""
+        if self._copies > 1:
             if self.args.eval_use_gather_object:
-                raise ConfigError("eval_use_gather_object would count the samples of each tensor rank: leave it out")
+                raise ConfigError("eval_use_gather_object would count each sample on several ranks: leave it out")
             self.gather_function = self._gather
         output = super().evaluation_loop(*args, **kwargs)
         self._evaluated = output.num_samples
         return output
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as transformers does; steps that tensor ranks share count once."""
+        """Predict as transformers does; steps that the ranks of a replica share count once."""
         output: Any = super().predict(*args, **kwargs)
         self._count_steps_once(output.metrics)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as transformers does; steps of an evaluation that tensor ranks share count once."""
+        """Log as transformers does; steps of an evaluation that the ranks of a replica share count once."""
         self._count_steps_once(logs)
         super().log(logs, start_time)
 
@@ -321,12 +438,13 @@ class Trainer(transformers.Trainer):
                 metrics[key] = round(metrics[key] * steps / max(counted, 1), 3)
 
     def _gather(self, data: Any) -> Any:
-        """Gather tensors from all replicas, from the first rank of each tensor-parallel group. Collective.
+        """Gather tensors from all replicas, from the first rank of each. Collective.
 
         The samples that pad the last batch are left out.
         """
         state = self.accelerator.gradient_state
-        firsts = [rank for rank in range(self.grid.size) if not self.grid.topology.coordinate(rank).tensor]
+        where = [self.grid.topology.coordinate(rank) for rank in range(self.grid.size)]
+        firsts = [rank for rank, each in enumerate(where) if not (each.tensor or each.pipe)]
         cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def once(everyone: Tensor) -> Tensor:
@@ -339,21 +457,23 @@ class Trainer(transformers.Trainer):
         """Return this rank's share of the model's FLOPs, because transformers sums them over all processes.
 
         transformers counts from this rank's parameters. The count is divided by their share of the whole model, and by
-        the size of the tensor axis.
+        the number of ranks that have the same samples.
         """
         share = getattr(self.model, "triax_parameter_share", 1.0)
-        return super().floating_point_ops(inputs) / (share * self.grid.tensor.size)
+        return super().floating_point_ops(inputs) / (share * self._copies)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         seen = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + seen // self.grid.tensor.size
+        self.state.num_input_tokens_seen = before + seen // self._copies
 
     # ------------------------------------------------------------------------------------------- saving
 
     def _save(self, output_dir: str | None = None, state_dict: dict[Any, Any] | None = None) -> None:
-        if state_dict is None and self.engine is not None:
+        if isinstance(self.engine, PipelineEngine):
+            copy_weights(self.engine, self.model, everywhere=False)
+        elif state_dict is None and self.engine is not None:
             state_dict = full_state_dict(self.engine)
         super()._save(output_dir, state_dict)
 

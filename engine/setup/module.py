@@ -1,4 +1,4 @@
-"""Setup of a plain module's engine: its optimizer, equal weights on all replicas, and dropout's random key."""
+"""Setup of a plain module's engine: its optimizer, and equal weights on all replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
-from ...grid.nest import map_tensors
-from ...grid.random import Dropout, DropoutState
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 
 
@@ -46,33 +44,6 @@ class ModuleOptimizer(ZeroModuleOptimizer):
         factor, without = self._next
         self._next = None
         self.apply(factor, set(without))
-
-
-def bind_dropout(module: nn.Module, seed: int) -> DropoutState | None:
-    """Bind the module's ``triax`` dropouts to a common state, the key of their masks; return that state.
-
-    The result is None if the module has no such dropout.
-    """
-    found = [(name, part) for name, part in module.named_modules() if isinstance(part, Dropout)]
-    state = DropoutState(seed)
-    for name, part in found:
-        part.bind(name, state)
-    return state if found else None
-
-
-def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int) -> None:
-    """Set the keys of the dropout masks: the step, and the indices of the microbatch's samples in the global batch.
-
-    Args:
-        state: the key that the module's dropouts share.
-        inputs: the module's inputs. The size of dim 0 of the first tensor is the number of samples.
-        first: index of the microbatch's first sample in the global batch.
-        step: number of the step.
-    """
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, inputs)
-    state.step = step
-    state.samples = range(first, first + tensors[0].shape[0]) if tensors and tensors[0].dim() else None
 
 
 @torch.no_grad()

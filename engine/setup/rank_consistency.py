@@ -6,10 +6,7 @@ numbers. Ranks first compare one hash of these, so that ranks that agree send a 
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import platform
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 from ...config.schema import Config
 from ...grid import Grid, layout_of
 from ...grid.agreement import require_equal
+from ...grid.source_hashes import file_hash, source_hashes
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.choose import FILES
 
@@ -28,7 +26,6 @@ Facts = dict[str, str]  # name, as messages have it -> value
 _MAY_DIFFER = ("dump_state", "log_level")
 # Each host may have its own disk, and only rank 0 writes these outputs.
 _PATHS = ("nvme_path", "output_path", "output_file", "job_name")
-_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, optimizer: Any) -> None:
@@ -45,7 +42,7 @@ def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, opti
     common["the optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
     kinds, sources = layers(model)
     loss = getattr(getattr(model, "loss_fn", None), "__module__", None)
-    common |= {**kinds, **code({*sources, loss} if loss else sources)}
+    common |= {**kinds, **source_hashes({*sources, loss} if loss else sources)}
     require_equal(grid, grid.world, common)
     # Stages hold different layers, and tensor ranks different shards: replicas are those that hold the same.
     require_equal(grid, grid.data_context, parameters(model, groups))
@@ -62,7 +59,7 @@ def settings(config: Config) -> Facts:
                     walk(f"{prefix}.{key}" if prefix else str(key), inner)
         elif prefix == "pipeline.schedule" and value.endswith(FILES) and (file := Path(value)).is_file():
             # Each host may have the file at another path.
-            found["the file that pipeline.schedule names"] = _hash(value, file.stat().st_mtime_ns)
+            found["the file that pipeline.schedule names"] = file_hash(value, file.stat().st_mtime_ns)
         elif not prefix.endswith(_PATHS):
             found[prefix] = repr(value)
 
@@ -80,16 +77,6 @@ def layers(model: nn.Module) -> tuple[Facts, set[str]]:
     return {name: kind.__qualname__ for name, kind in kinds.items()}, {kind.__module__ for kind in kinds.values()}
 
 
-def code(modules: set[str]) -> Facts:
-    """Return hashes of the files of Python modules, of the program's own file, and of triax."""
-    found = {"triax": _package()}
-    for name in sorted({*modules, "__main__"}):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name.partition(".")[0] not in ("torch", "triax") and Path(file).is_file():
-            found[Path(file).name] = _hash(file, Path(file).stat().st_mtime_ns)
-    return found
-
-
 def parameters(model: nn.Module, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> Facts:
     """Return shape, dtype and parameter group of each parameter on this rank."""
     group_of = {p: i for i, (_, listed) in enumerate(groups) for p in listed}
@@ -102,18 +89,3 @@ def parameters(model: nn.Module, groups: Iterable[tuple[dict[str, Any], list[nn.
 def _description(parameter: Tensor, group: int | None) -> str:
     kind = f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
     return f"{kind}{'' if parameter.requires_grad else ', frozen'}{'' if group is None else f', group {group}'}"
-
-
-@functools.cache
-def _package() -> str:
-    """Return a hash of triax's own files. It is computed once, because a process does not load the files again."""
-    digest = hashlib.sha256()
-    folders = (each.parent for each in _PACKAGE.glob("*/__init__.py"))  # tests, examples and benchmarks have none
-    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-@functools.cache
-def _hash(file: str, date: int) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]

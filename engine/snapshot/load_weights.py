@@ -68,6 +68,11 @@ def load_weights(
             'PipelineModule(..., device="meta"), which is built shard by shard'
         )
     with agreed(grid):
+        if not hasattr(module, "lora_options") and any(".lora." in name for name in tensors):
+            raise ValueError(
+                f"{folder} has LoRA adapters, but the model has none: call triax.add_lora(model, config['lora']) with "
+                "the configuration of that run, or merge them by triax checkpoint export --format hf --merge-lora"
+            )
         unfit = [n for n, (layout, _) in targets.items() if n not in tensors or tensors[n].shape != layout.shape]
         if unfit and strict:
             raise ValueError(

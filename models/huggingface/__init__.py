@@ -6,6 +6,8 @@ load.py: ``load_hf`` and ``config_from_hf``.
 reader.py: reader of the weights in a folder or a live model; each rank reads only its slices.
 save.py: ``save_hf``, which gathers one tensor at a time.
 folder_writer.py: a folder of safetensors files and its index, written one tensor at a time.
+adapters.py: PEFT's adapters: ``save_lora``, ``load_lora``, ``lora_config``.
+merge.py: products of adapters, which are added to weights.
 export.py: a checkpoint as a folder for ``from_pretrained``.
 pipeline_layers.py: ``hf_layers``, transformers' own blocks over pipeline stages.
 """

@@ -11,24 +11,30 @@ import torch
 from torch import Tensor
 
 from ...grid import Layout
+from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
+from .adapters import write_adapters
 from .config import expert_count, layer_count, to_hf
 from .folder_writer import FolderWriter
+from .merge import is_factor, updates
 from .names import Entry, expand, names_of
-from .save import Held, parts_of, write_parts
+from .save import Held, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def export(
+def _export(
     model: Mapping[str, Any] | None,
     tensors: Shapes,
     read: Callable[[str], Tensor],
     folder: Path,
     dtype: torch.dtype | None = None,
     config: Path | None = None,
+    merge_lora: bool = False,
 ) -> list[str]:
-    """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors.
+    """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors; or for PEFT.
+
+    A checkpoint with adapters becomes PEFT's folder, with the adapters alone, unless they are merged.
 
     Args:
         model: the model's description in the checkpoint, which is the content of ``config.json`` or the fields of a
@@ -38,6 +44,7 @@ def export(
         folder: the folder to write to. Weights of an earlier model in this folder are removed.
         dtype: dtype of the written weights. If None, each tensor keeps its dtype.
         config: content of a ``config.json`` that is used in place of ``model``.
+        merge_lora: write all weights, and add the products of the adapters to them.
 
     Returns:
         Hugging Face's names of the tensors that were written.
@@ -47,21 +54,40 @@ def export(
             says what to do.
     """
     written, prefix = _config(model, config)
+    options = None if model is None or "lora" not in model else LoraOptions(**model["lora"])
+    if merge_lora and options is None:
+        raise ValueError("the checkpoint has no LoRA adapters to merge. Leave out --merge-lora.")
     if prefix is None:
         entries = expand(names_of(written.get("model_type")), layer_count(written), expert_count(written))
     else:
         entries = {name: Entry((name.removeprefix(prefix),)) for name in tensors}
+    conv1d = transposed_layers(written) if options is not None else set()
+    factors = {name: read(name) for name in tensors if is_factor(name)}
+    if options is not None and not merge_lora:
+        return write_adapters(folder, options, factors, names_of_layers(entries), conv1d, dtype, None)
     plan = {
         name: parts_of(name, Held(Layout(shape, name), kind, 0), entries, dtype if kind.is_floating_point else None)
         for name, (shape, kind) in tensors.items()
+        if name not in factors
     }
     announced = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
     writer = FolderWriter(folder, written, announced)
     for name, parts in plan.items():
         if parts:
-            write_parts(writer, read(name), parts, entries[name])
+            added = updates(name, entries[name], factors, 1.0 if options is None else options.scaling, conv1d)
+            write_parts(writer, read(name), parts, entries[name], added)
     writer.close()
     return [*announced]
+
+
+class _HuggingFace:
+    """The format ``hf``: writes a checkpoint's weights, and tells transformers' names of a model's layers."""
+
+    __call__ = staticmethod(_export)
+    module_names = staticmethod(linear_names)
+
+
+export = _HuggingFace()
 
 
 def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[str, Any], str | None]:

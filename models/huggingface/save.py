@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from itertools import groupby
@@ -17,6 +17,7 @@ from ...grid.agreement import agreed
 from ..config import TransformerConfig
 from .config import expert_count, layer_count, to_hf
 from .folder_writer import FolderWriter
+from .merge import is_factor, updates
 from .names import Entry, Names, expand, names_of
 
 
@@ -41,6 +42,7 @@ def save_hf(
     grid: Grid | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
+    merge_lora: bool = False,
 ) -> None:
     """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors. Collective.
 
@@ -56,18 +58,23 @@ def save_hf(
         grid: the grid of a module that has no attribute with its grid.
         dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
         max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
+        merge_lora: add the products of the model's adapters to the weights. ``save_lora`` writes the adapters.
 
     Raises:
-        ValueError: the model's configuration, its grid or a name is unknown. The message says what to pass.
+        ValueError: the model's configuration, its grid or a name is unknown, or the model has adapters and
+            ``merge_lora`` is not set. The message says what to pass.
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
     module, grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
-    lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]] = getattr(model, "gathered", None) or (
-        lambda parameters: nullcontext()
-    )
     writer, failure = None, None
+    options = getattr(module, "lora_options", None)
     with agreed(grid, None):
         own = named(module)
+        if options is not None and not merge_lora:
+            raise ValueError(
+                "the model has LoRA adapters, which the model of config.json does not have. Pass merge_lora=True to "
+                "add them to the weights, or write them alone with triax.save_lora(model, path)."
+            )
         for name, parameter in own.items():
             released = parameter.numel() > 1 and not any(parameter.stride())
             if parameter.is_meta or (released and not hasattr(model, "gathered")):
@@ -75,36 +82,67 @@ def save_hf(
                     f"{name} has no values, because ZeRO stage 3 or an engine holds them. Pass the engine, "
                     "save_hf(engine, path), or call save_hf within zero.gathered(module)."
                 )
-        written = _config(module, config)
+        written = written_config(module, config)
         entries = entries_of(module, names, written)
         buffers = named_buffers(module)
         values: dict[str, Tensor] = {**own, **{name: b for name, b in buffers.items() if name in entries}}
-        held = _everything(values, grid)
+        held = held_everywhere(values, grid)
         if stray := [n for n, b in buffers.items() if n.endswith("correction_bias") and n not in entries and b.any()]:
             raise ValueError(
                 f"{stray[0]} is not 0, but Hugging Face's {written.get('model_type')} has no bias for the selection of "
                 "experts. Train without balance='bias', or write a family that has it, deepseek_v3."
             )
-        plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items()}
+        plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items() if not is_factor(name)}
         if grid.rank == 0:
             tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
             writer = FolderWriter(Path(path), written, tensors, max_file_bytes)
-    for _, layer in groupby(held, key=lambda name: name.split(".")[:2]):
-        group = list(layer)
-        mine = [own[name] for name in group if held[name].owner == grid.pipe.rank and name in own]
-        with lend(mine) if mine else nullcontext():
-            for name in group:
-                whole = _whole(values.get(name), held[name], grid)
-                if writer is not None and whole is not None and failure is None and plan[name]:
-                    try:
-                        write_parts(writer, whole, plan[name], entries[name])
-                    except Exception as error:  # the others wait in the next collective: they hear of it at the end
-                        failure = error
+    factors: dict[str, Tensor] = {}
+    transposed = transposed_layers(written) if options is not None else set[str]()
+    for name, whole in whole_tensors(model, values, held, grid):
+        if writer is None or whole is None or failure is not None:
+            continue
+        try:
+            if is_factor(name):
+                factors[name] = whole
+            elif plan[name]:
+                scaling = 1.0 if options is None else options.scaling
+                added = updates(name, entries[name], factors, scaling, transposed)
+                write_parts(writer, whole, plan[name], entries[name], added)
+        except Exception as error:  # the others wait in the next collective: they hear of it at the end
+            failure = error
     with agreed(grid, None):
         if writer is not None:
             writer.close()
         if failure is not None:
             raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
+
+
+def whole_tensors(
+    model: Any, values: Mapping[str, Tensor], held: Mapping[str, Held], grid: Grid
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the name and the unsharded tensor of each parameter, in order, a layer's adapters first. Collective.
+
+    Args:
+        model: an engine or a module.
+        values: name -> this rank's shard.
+        held: name -> description, of the parameters of all ranks.
+        grid: the grid.
+
+    Yields:
+        Name, and on rank 0 the unsharded tensor, which may change when the iteration goes on unless it is a factor of
+        an adapter; on other ranks a tensor or None, which is not used.
+    """
+    lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]] = getattr(model, "gathered", None) or (
+        lambda parameters: nullcontext()
+    )
+    for _, layer in groupby(held, key=lambda name: name.split(".")[:2]):
+        group = sorted(layer, key=lambda name: not is_factor(name))
+        here = [values[name] for name in group if held[name].owner == grid.pipe.rank and name in values]
+        mine = [value for value in here if isinstance(value, nn.Parameter)]
+        with lend(mine) if mine else nullcontext():
+            for name in group:
+                whole = _whole(values.get(name), held[name], grid)
+                yield name, whole.clone() if whole is not None and is_factor(name) else whole
 
 
 def module_and_grid(model: Any, grid: Grid | None, call: str) -> tuple[nn.Module, Grid]:
@@ -146,6 +184,40 @@ def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]
     return expand(names, layer_count(config), expert_count(config))
 
 
+def linear_names(module: nn.Module, names: Names | None = None) -> dict[str, tuple[str, ...]]:
+    """Return the name of each layer with a weight -> its names in transformers' model, one for each fused part.
+
+    The result is {} if transformers has no such model. ``names`` is a table of the caller, or None.
+    """
+    try:
+        entries = entries_of(module, names, written_config(module, None))
+    except ValueError:
+        return {}
+    return names_of_layers(entries)
+
+
+def names_of_layers(entries: Mapping[str, Entry]) -> dict[str, tuple[str, ...]]:
+    """Return the name of each layer with a weight -> its names in transformers' model, of a model's ``entries``."""
+    ending = ".weight"
+    return {
+        ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.theirs)
+        for ours, entry in entries.items()
+        if ours.endswith(ending) and entry.theirs and not entry.per_expert
+    }
+
+
+def transposed_layers(config: Mapping[str, Any]) -> set[str]:
+    """Return transformers' names of the layers that keep their weight as (inputs, outputs): a ``Conv1D``.
+
+    ``config`` is the content of ``config.json``.
+    """
+    try:
+        entries = expand(names_of(config.get("model_type")), layer_count(config), expert_count(config))
+    except ValueError:
+        return set()
+    return {name.removesuffix(".weight") for entry in entries.values() if entry.transposed for name in entry.theirs}
+
+
 def hugging_face(module: Any) -> tuple[Any, str]:
     """Return the Hugging Face model in a module, and the prefix of the names of its parameters.
 
@@ -178,7 +250,7 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {} if hugging_face(module)[0] is not None or wrapping(module) is not None else dict(module.named_buffers())
 
 
-def _everything(own: Mapping[str, Tensor], grid: Grid) -> dict[str, Held]:
+def held_everywhere(own: Mapping[str, Tensor], grid: Grid) -> dict[str, Held]:
     """Return name -> description of the parameters of all pipe ranks, in order. Collective over the pipe axis."""
     mine = [(name, astuple(layout_of(p)), p.dtype) for name, p in own.items()]
     held: dict[str, Held] = {}
@@ -188,7 +260,7 @@ def _everything(own: Mapping[str, Tensor], grid: Grid) -> dict[str, Held]:
     return held
 
 
-def _config(module: nn.Module, config: Any) -> dict[str, Any]:
+def written_config(module: nn.Module, config: Any) -> dict[str, Any]:
     """Return the content of the ``config.json`` to write, without the dtype: ``config`` or, if None, the model's.
 
     Raises:
@@ -276,13 +348,21 @@ def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
 
 
 def write_parts(
-    writer: FolderWriter, whole: Tensor, parts: list[tuple[str, tuple[int, ...], torch.dtype]], entry: Entry
+    writer: FolderWriter,
+    whole: Tensor,
+    parts: list[tuple[str, tuple[int, ...], torch.dtype]],
+    entry: Entry,
+    added: Sequence[Tensor | None],
 ) -> None:
-    """Cut an unsharded parameter into the tensors that ``parts_of`` lists, and write them in order."""
+    """Cut an unsharded parameter into the tensors that ``parts_of`` lists, and write them in order.
+
+    ``added`` has for each of them a tensor that is added to it, or None.
+    """
     lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
     if entry.per_expert:
         pieces = [piece for expert in whole for piece in expert.split(lengths[: entry.per_expert])]
     else:
         pieces = list(whole.split(lengths)) if whole.dim() else [whole]
-    for (theirs, _, dtype), piece in zip(parts, pieces, strict=True):
+    for (theirs, _, dtype), piece, more in zip(parts, pieces, added, strict=True):
+        piece = piece if more is None else (piece + more).to(piece.dtype)
         writer.write(theirs, (piece.t() if entry.transposed else piece).to(dtype))

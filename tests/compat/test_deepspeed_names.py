@@ -56,6 +56,31 @@ def test_libraries_find_deepspeed_and_its_version(installed: None) -> None:
     adapter.install()  # a second call does nothing
 
 
+def test_a_script_runs_as_it_is(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside.py").write_text("value = 3\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import argparse, beside, deepspeed\nfrom deepspeed.ops.adam import FusedAdam\n"
+        "parser = argparse.ArgumentParser()\nparser.add_argument('--local_rank', type=int, default=-1)\n"
+        "parser = deepspeed.add_config_arguments(parser)\nargs = parser.parse_args()\n"
+        "print(deepspeed.__name__, FusedAdam.__name__, beside.value)\n"
+        "print(args.local_rank, args.deepspeed_config, __name__)\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["-m", str(script), "--deepspeed_config", "file.json"])
+    run = importlib.import_module("triax.compat.deepspeed.__main__").main
+    run()
+    assert capsys.readouterr().out.split() == [adapter.__name__, "FusedAdam", "3", "1", "file.json", "__main__"]
+    del sys.modules["beside"]
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit, match=r"no script was given: write python -m triax\.compat\.deepspeed script\.py"):
+        run()
+
+
 def test_install_refuses_to_replace_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     with pytest.raises(ImportError, match=r"after DeepSpeed itself was imported.*at the top of the script"):
@@ -120,7 +145,7 @@ def test_the_ledger_holds_places_and_sentences() -> None:
             for name in names.split():
                 theirs, _, ours = name.partition("=")
                 assert theirs not in absent, f"{module}.{theirs} has two answers"
-                found = importlib.import_module(f"triax.{place}".rstrip("."))
+                found = importlib.import_module(ledger.home(place))
                 assert hasattr(found, ours or theirs), f"{place} has no {ours or theirs}"
     sentences = {sentence for each in ledger.ABSENT.values() for sentence in each} | {*ledger.ABSENT_MODULES.values()}
     assert all(len(sentence.split()) >= 4 and not sentence.endswith(".") for sentence in sentences)

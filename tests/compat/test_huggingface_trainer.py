@@ -81,11 +81,13 @@ def model_of(case: str) -> Any:
     return getattr(transformers, model)(getattr(transformers, config)(**sizes))
 
 
-def trainer_of(case: str, out: str, replicas: int, config: Any = None, **options: Any) -> Any:
+def trainer_of(
+    case: str, out: str, replicas: int, config: Any = None, model: Any = None, data: Any = None, **options: Any
+) -> Any:
     """Trainer of the same run on a number of replicas; transformers' own Trainer without a configuration."""
     import transformers
 
-    model = model_of(case)
+    model = model_of(case) if model is None else model
     common: dict[str, Any] = {
         "output_dir": out,
         "per_device_train_batch_size": BATCH // replicas,
@@ -109,7 +111,8 @@ def trainer_of(case: str, out: str, replicas: int, config: Any = None, **options
     else:
         common["triax"] = config
         kinds = (triax.Trainer, triax.TrainingArguments)
-    trainer = kinds[0](model=model, args=kinds[1](**common), train_dataset=Text(), eval_dataset=Text(16, 100))
+    train, held_out = data or (Text(), Text(16, 100))
+    trainer = kinds[0](model=model, args=kinds[1](**common), train_dataset=train, eval_dataset=held_out)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -359,6 +362,38 @@ def test_other_arguments_act_as_ever(
             assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
         assert found["tokens"] == wanted["tokens"]
         assert found["flos"] == pytest.approx(wanted["flos"], rel=1e-9)
+
+
+class Classes(Text):
+    """Rows with one label each."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {"input_ids": row["input_ids"], "labels": row["input_ids"][0] % 2}
+
+
+def classified(out: str, replicas: int, accumulation: int, config: Any) -> dict[str, list[float]]:
+    """An encoder whose loss is a mean over its samples, whatever ``num_items_in_batch`` is."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))  # 2 classes
+    options: dict[str, Any] = {"per_device_train_batch_size": 8 // replicas // accumulation, "max_steps": 4}
+    options |= {"gradient_accumulation_steps": accumulation, "eval_steps": 2, "save_strategy": "no"}
+    trainer = trainer_of("gpt2", out, replicas, config, model=model, data=(Classes(32), Classes(8, 100)), **options)
+    trainer.train()
+    return told(trainer)
+
+
+def test_a_loss_that_ignores_the_number_of_items(ranks: Any, tmp_path: Path) -> None:
+    """transformers' DDP multiplies such a loss by the replicas, and does not divide it by the microbatches."""
+    (wanted,) = ranks(1, classified, str(tmp_path), 1, 1, None)
+    for count, accumulation, stage in ((2, 2, 3), (1, 4, 0)):
+        for found in ranks(count, classified, str(tmp_path), count, accumulation, zero(stage)):
+            for key in ("loss", "grad_norm", "eval_loss"):
+                assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
 
 
 def twice(out: str, replicas: int, config: Any) -> Any:

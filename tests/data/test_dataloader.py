@@ -31,7 +31,9 @@ def numbers() -> list[int]:
 
 
 def loader(data: Any = None, train: int = TRAIN, replica: int = 0, replicas: int = 1, **options: Any) -> Loader:
-    return make_loader(numbers() if data is None else data, train, MICRO, replica, replicas, 3, **options)
+    made = make_loader(numbers() if data is None else data, train, MICRO, replica, replicas, 3, **options)
+    assert isinstance(made, Loader)
+    return made
 
 
 def taken(source: Any, count: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from triax.cli.foreign_options import IDLE, REFUSED
 from triax.cli.main import app
 from triax.grid.environment import Environment, read_environment
 from triax.grid.errors import ConfigError
@@ -176,9 +177,86 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
     assert said in str(result.exception)
 
 
-# ---------------------------------------------------------------------------------------------------- two hosts
+# ------------------------------------------------------------------------------ deepspeed's and horovodrun's options
 
 ELSEWHERE = "env HOST={host} sh -c {command}"  # a host that is this one
+TOLD = """
+import argparse, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--steps", type=int)
+args = parser.parse_args()
+print("told", args.local_rank, args.steps, os.environ["RANK"], os.environ["WORLD_SIZE"], flush=True)
+"""
+
+
+def logged(folder: Path, *words: str, **more: str) -> list[str]:
+    """Run ``triax run`` in a folder; return what its ranks print, in order."""
+    done = subprocess.run(
+        [*TRIAX, "run", *words], cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, **more}
+    )
+    assert done.returncode == 0, done.stderr
+    found = sorted((folder / "runs" / "logs").glob("rank-*.log"))
+    return [line for path in found for line in path.read_text().splitlines()]
+
+
+@pytest.mark.exhaustive
+def test_horovodruns_command_line(tmp_path: Path) -> None:
+    """``-np``, ``-H``, ``python`` before the script, and the local rank that scripts with this option get."""
+    (tmp_path / "train.py").write_text(TOLD)
+    words = ["-np", "2", "-H", "localhost:3", "--gloo", "--cycle-time-ms", "2", "python", "train.py", "--steps", "7"]
+    assert logged(tmp_path, *words) == ["told 0 7 0 2", "told 1 7 1 2"]
+
+
+@pytest.mark.exhaustive
+def test_deepspeeds_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TOLD)
+    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=1\n")
+    words = ["--num_gpus", "2", "--master_port", str(free_port()), "--no_local_rank", "--quiet", "train.py"]
+    assert logged(tmp_path, *words) == ["told -1 None 0 2", "told -1 None 1 2"]
+    words = ["--hostfile", "hosts", "--launcher", ELSEWHERE, "--master_addr", "127.0.0.1"]
+    words += ["--master_port", str(free_port()), "train.py", "--steps", "1"]
+    assert logged(tmp_path, *words) == ["told 0 1 0 3", "told 1 1 1 3", "told 0 1 2 3"]
+    found = logged(tmp_path, "--no_python", "--num_gpus", "2", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert found == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = CliRunner()
+    for name, instead in REFUSED.items():
+        result = runner.invoke(app, ["run", name, "script.py"])
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception) == f"triax run has no {name}: {instead}."
+    for name, (values, why) in IDLE.items():
+        result = runner.invoke(app, ["run", name, *["1"] * values, "nowhere.py"])
+        assert "There is no file nowhere.py" in str(result.exception)
+        assert caplog.messages[-1] == f"triax run: {name} does nothing: {why}"
+    for words, said in (
+        (["--launcher", "openmpi", "--hostfile", "hosts"], "start the script with mpirun"),
+        (["--launcher", "docker", "--ssh-port", "1", "--hostfile", "hosts"], "Write them in the command"),
+        (["-np", "9", "-H", "a:2,b:2"], "-np is 9, but the hosts have 4 slots"),
+        (["-H", "a:2,a:2"], "a is listed twice"),
+        (["-H", "a,b"], "The hostfile a,b cannot be read"),
+        (["--no_ssh", "--node_rank", "5", "-H", "a:2,b:2"], "hosts count from 0 to 1"),
+    ):
+        (tmp_path / "hosts").write_text("a slots=2\n")
+        (tmp_path / "script.py").touch()
+        given = [str(tmp_path / "hosts") if word == "hosts" else word for word in words]
+        result = runner.invoke(app, ["run", *given, str(tmp_path / "script.py")])
+        assert isinstance(result.exception, ConfigError), result.output
+        assert said in str(result.exception)
+    result = runner.invoke(app, ["run", "python", "-O", "script.py"])
+    assert "options of Python have no effect here" in str(result.exception)
+
+
+def test_environment_report() -> None:
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 0
+    for word in ("triax", "torch", "gloo", "cores", "tensorboard", "mpirun"):
+        assert word in result.output
+
+
+# ---------------------------------------------------------------------------------------------------- two hosts
 
 
 def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -> None:

@@ -192,7 +192,9 @@ def test_constraints_pin_what_pyproject_asks_for() -> None:
     pins = {pin.name.lower(): pin.specifier for pin in map(Requirement, (x for x in lines if x and x[0] != "#"))}
     extras = PROJECT["project"]["optional-dependencies"]
     asked = [Requirement(x) for x in [*PROJECT["project"]["dependencies"], *extras["plot"], *extras["test"]]]
-    asked += [Requirement(x) for x in [*extras["lint"], *extras["hf"], *PROJECT["build-system"]["requires"]]]
+    asked += [
+        Requirement(x) for x in [*extras["lint"], *extras["hf"], *extras["data"], *PROJECT["build-system"]["requires"]]
+    ]
     assert len(asked) > 10
     for need in asked:
         (pin,) = pins[need.name.lower()]

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -577,7 +578,12 @@ def programs() -> dict[str, str]:
 def run_program(source: str, sizes: list[str], folder: str) -> None:
     os.chdir(folder)
     sys.argv = ["program.py", *sizes]
-    exec(compile(source, "docs/huggingface.md", "exec"), {"__name__": "__main__"})
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = module = types.ModuleType("__main__")  # classes that are pickled are found there
+    try:
+        exec(compile(source, "docs/huggingface.md", "exec"), vars(module))
+    finally:
+        sys.modules["__main__"] = main
 
 
 @pytest.mark.parametrize(
@@ -586,6 +592,8 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         ("finetune.py", ["2", "2", "2"]),
         ("finetune.py", []),
         ("trainer.py", ["1", "2", "1"]),
+        ("stages_trainer.py", ["2"]),
+        pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
         ("experts.py", ["1", "1", "2", "2"]),
         ("stages.py", ["2", "2"]),
         ("mistral.py", []),
@@ -601,5 +609,15 @@ def test_the_docs_programs_run(ranks: Any, tmp_path: Path, name: str, sizes: lis
 
 def test_the_docs_programs_are_all_run() -> None:
     assert list(programs()) == [
-        *("trainer.py", "finetune.py", "experts.py", "stages.py", "mistral.py", "shard.py", "plan.py"),
+        *(
+            "trainer.py",
+            "stages_trainer.py",
+            "sft.py",
+            "finetune.py",
+            "experts.py",
+            "stages.py",
+            "mistral.py",
+            "shard.py",
+            "plan.py",
+        ),
     ]

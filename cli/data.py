@@ -1,0 +1,192 @@
+"""``triax data``: text made into tokens on disk, shown and verified; tokenizers trained."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..grid.errors import ConfigError, CorruptError
+
+if TYPE_CHECKING:
+    from ..data.token_folder import TokenFolder
+
+data = typer.Typer(name="data", help="Tokenize text, and show and verify tokens.", no_args_is_help=True)
+
+Sources = Annotated[
+    list[Path],
+    typer.Argument(help="Text files, .jsonl, .parquet and .arrow files, or folders of them.", metavar="SOURCE"),
+]
+Out = Annotated[Path, typer.Option(help="Folder to write.")]
+Where = Annotated[Path, typer.Argument(help="Folder that triax data tokenize wrote.")]
+Key = Annotated[
+    str | None, typer.Option(help="Name of the text in .jsonl, or of the column. Default: text, or messages.")
+]
+Split = Annotated[str, typer.Option(help="Documents of a text file: the file, each line, or each paragraph.")]
+Format = Annotated[
+    str | None, typer.Option(help="Format of all files: text, jsonl, parquet or arrow. Default: by name.")
+]
+
+
+@data.command()
+def tokenize(
+    sources: Sources,
+    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizer.json, or a folder of transformers.")],
+    out: Out,
+    processes: Annotated[int, typer.Option(min=0, help="Number of processes. 0: one for each core.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Conversations: loss on the assistant's tokens only.")] = False,
+    key: Key = None,
+    split: Split = "file",
+    format: Format = None,
+    end: Annotated[
+        str | None, typer.Option(help="Token that ends a document, or none. Default: the tokenizer's own.")
+    ] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out documents that are empty or not valid, and count them.")
+    ] = False,
+) -> None:
+    """Tokenize text into a folder. After an interruption, the same command goes on where it was."""
+    from ..data.sources import find_sources
+    from ..data.tokenization import cores
+    from ..data.tokenization import tokenize as run
+
+    _, left = find_sources(sources, format)
+    begin = last = time.perf_counter()
+
+    def show_progress(done: int, of: int) -> None:
+        nonlocal last
+        if done < of and time.perf_counter() - last > 2:
+            last = time.perf_counter()
+            typer.echo(f"{done} of {of} pieces, {last - begin:.0f} s", err=True)
+
+    try:
+        made = run(
+            [*sources],
+            tokenizer,
+            out,
+            processes=processes or cores(),
+            key=key,
+            chat=chat,
+            split=split,
+            format=format,
+            end=end,
+            skip_bad=skip_bad,
+            progress=show_progress,
+        )
+    except (CorruptError, OSError) as error:
+        raise ConfigError(_line(error)) from error
+    if left:
+        typer.echo(f"left out files: {', '.join(f'{count} {reason}' for reason, count in left.items())}", err=True)
+    if made.bad:
+        typer.echo(f"left out {made.bad} documents; the first: {made.first_bad}", err=True)
+    index = made.folder.index
+    if index.tokenizer.end is None and index.kind == "text":
+        typer.echo("nothing ends a document, because the tokenizer names no such token; give one by --end", err=True)
+    seconds = time.perf_counter() - begin
+    how = f"in {seconds:.1f} s" if made.pieces else "there already"
+    typer.echo(f"{out}: {index.tokens:,} tokens in {index.documents:,} documents, {how}")
+
+
+@data.command()
+def show(
+    path: Where,
+    document: Annotated[int | None, typer.Option(min=0, help="Print this document, from 0, and its source.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer to print a document with. Default: the one that made the tokens.")
+    ] = None,
+) -> None:
+    """Show a folder of tokens: its tokenizer, sizes and lengths of documents; or the text of one document."""
+    import numpy as np
+
+    folder = _open(path)
+    index, made = folder.index, folder.index.tokenizer
+    if document is not None:
+        _show_document(folder, document, tokenizer)
+        return
+    size = sum(file.bytes for file in index.files)
+    typer.echo(f"{path}: {index.tokens:,} tokens in {index.documents:,} documents, {len(index.files)} files")
+    typer.echo(f"{size / 1e6:.3f} MB, tokens as {index.dtype}, {index.kind}")
+    typer.echo(f"tokenizer {made.name}: {made.vocab_size} entries, fingerprint {made.fingerprint[:12]}, end {made.end}")
+    typer.echo(f"largest token {folder.largest}")
+    lengths = np.diff(folder.starts)
+    low, middle, high = (int(np.quantile(lengths, at, method="nearest")) for at in (0, 0.5, 1))
+    typer.echo(f"documents of {low:,} to {high:,} tokens, median {middle:,}")
+    if index.kind == "chat":
+        counted = sum(int(file.counted.sum(dtype=np.int64)) for file in folder.files if file.counted is not None)
+        typer.echo(f"{counted:,} tokens count in the loss")
+
+
+@data.command()
+def verify(path: Where) -> None:
+    """Compare every byte with its checksum. Damaged files are named, and the exit code is 1."""
+    try:
+        folder = _open(path)
+        problems = [*folder.verify()]
+    except ConfigError as error:
+        problems = [str(error)]
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        raise typer.Exit(1)
+    files = folder.index.files
+    size = sum(file.bytes for file in files)
+    typer.echo(f"{path}: {len(files)} files, {size / 1e6:.3f} MB, all as they were written")
+
+
+@data.command("train-tokenizer")
+def train_tokenizer(
+    sources: Sources,
+    out: Out,
+    vocab_size: Annotated[
+        int, typer.Option(help="Number of tokens: 256 bytes, the end of a document, merges.")
+    ] = 32000,
+    key: Key = None,
+    split: Split = "file",
+    format: Format = None,
+) -> None:
+    """Train a byte-level BPE tokenizer on text, and write a folder that transformers can load too."""
+    from ..data.sources import Reading, find_sources
+    from ..data.tokenizer import train_tokenizer as train
+
+    found, _ = find_sources(sources, format)
+    made = train(found, Reading(key or "text", False, split), vocab_size, out).facts
+    if made.vocab_size < vocab_size:
+        typer.echo(f"the text has only {made.vocab_size} tokens to learn, fewer than {vocab_size}", err=True)
+    typer.echo(f"{out}: {made.vocab_size} tokens, of {len(found)} files; fingerprint {made.fingerprint[:12]}")
+
+
+def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:
+    from ..data.tokenizer import open_tokenizer
+
+    tokens, origin, counted = folder.document(number), folder.origin(number), folder.counted(number)
+    tokenizer = open_tokenizer(name or folder.index.tokenizer.name)
+    folder.check_tokenizer(tokenizer.facts)
+    typer.echo(f"document {number}, {origin}: {len(tokens):,} tokens", err=True)
+    if counted is None:
+        typer.echo(tokenizer.decode(tokens.tolist()))
+        return
+    bold = sys.stdout.isatty()
+    edges = [0, *(i for i in range(1, len(counted)) if counted[i] != counted[i - 1]), len(counted)]
+    for start, stop in pairwise(edges):
+        text = tokenizer.decode(tokens[start:stop].tolist())
+        typer.echo(typer.style(text, bold=True) if bold and counted[start] else text, nl=False)
+    typer.echo()
+    typer.echo(f"{Counter(counted.tolist())[1]:,} tokens count in the loss{' (bold)' if bold else ''}", err=True)
+
+
+def _open(path: Path) -> TokenFolder:
+    from ..data.token_folder import TokenFolder
+
+    try:
+        return TokenFolder(path)
+    except (CorruptError, OSError) as error:
+        raise ConfigError(_line(error)) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

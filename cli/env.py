@@ -1,0 +1,99 @@
+"""``triax env``: versions, devices and backends of this machine, and what is missing for which feature."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+# Package -> what needs it, and how to install it.
+_OPTIONAL = {
+    "tensorboard": ("the section tensorboard of a configuration", "pip install 'triax[tensorboard]'"),
+    "wandb": ("the section wandb of a configuration", "pip install wandb"),
+    "transformers": ("Hugging Face's models and triax.Trainer", "pip install 'triax[hf]'"),
+    "accelerate": ("Hugging Face's Accelerate after compat.deepspeed.install()", "pip install accelerate"),
+    "datasets": ("Hugging Face's data sets", "pip install datasets"),
+    "matplotlib": ("triax schedule --plot", "pip install 'triax[plot]'"),
+}
+# Command -> what needs it.
+_COMMANDS = {
+    "ssh": "triax run --hostfile, on several hosts",
+    "mpirun": "mpirun python train.py, in place of triax run",
+    "srun": "srun python train.py, in place of triax run",
+}
+
+
+def env() -> None:
+    """Print versions, devices and backends, and what is missing for which feature (DeepSpeed's ds_report)."""
+    out = Console(soft_wrap=True, highlight=False, markup=False)
+    for title, rows in (("Versions", _versions()), ("Devices", _devices()), ("Backends", _backends())):
+        table = Table(title=title, title_justify="left", show_header=False)
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    table = Table("part", "here", "needed for", "to install", title="Optional parts", title_justify="left")
+    for part in _optional():
+        table.add_row(*part)
+    out.print(table)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    from ..grid import VERSION
+
+    yield "triax", f"{VERSION}, in {Path(__file__).resolve().parent.parent}"
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    for package in ("torch", "numpy", "safetensors", "pydantic"):
+        yield package, _version(package) or "missing"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from ..grid.devices import gpu_descriptions
+    from ..launcher.launch import cores
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield "CPU", f"{cores()} cores for this process, {memory / 2**30:.1f} GiB memory, {torch.get_num_threads()} threads"
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        yield "/dev/shm", f"{shutil.disk_usage(shared).free / 2**30:.1f} GiB free, for data loader processes and NCCL"
+    yield from gpu_descriptions()
+
+
+def _backends() -> Iterator[tuple[str, str]]:
+    import torch.distributed as dist
+
+    from ..grid.environment import socket_interfaces
+
+    yield "torch.distributed", "available" if dist.is_available() else "missing: only one process can run"
+    for name, there, use in (
+        ("gloo", dist.is_gloo_available(), "collectives on CPUs"),
+        ("nccl", dist.is_nccl_available(), "collectives on GPUs"),
+        ("mpi", dist.is_mpi_available(), "not used by triax"),
+    ):
+        yield name, f"{'available' if there else 'not in this torch'}: {use}"
+    named = socket_interfaces()
+    yield "network interface", ", ".join(f"{k}={v}" for k, v in named.items()) or "chosen by address"
+
+
+def _optional() -> Iterator[tuple[str, str, str, str]]:
+    for package, (use, install) in _OPTIONAL.items():
+        version = _version(package)
+        yield package, version or "missing", use, "" if version else install
+    for command, use in _COMMANDS.items():
+        path = shutil.which(command)
+        yield command, path or "missing", use, ""
+    yield "kernels", "none to build", "triax is plain PyTorch: no extension is compiled", ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,90 @@
+"""Conversations as tokens, by the tokenizer's chat template. Only the assistant's tokens count in the loss.
+
+The assistant's tokens are those that the template itself marks with ``{% generation %}``. A template without these
+marks is rendered up to each message of the assistant: what the message adds to the text, after the prompt for it, is
+the assistant's, with the token that ends the turn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..grid.errors import ConfigError
+from .sources import BadDocument
+from .token_file import Array
+from .tokenizer import BYTES, load_transformers
+
+
+class ChatTemplate:
+    """Chat template of a folder's tokenizer.
+
+    Args:
+        folder: the tokenizer's folder, for transformers.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or cannot say which characters a token stands for.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        if str(folder) == BYTES or not Path(folder).is_dir():
+            raise ConfigError(
+                f"{folder} has no chat template. Give the folder of a tokenizer of transformers that has one."
+            )
+        self._tokenizer = load_transformers(Path(folder))
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"{folder} has no chat template. Add a file chat_template.jinja there, or give another tokenizer."
+            )
+        if not self._tokenizer.is_fast:
+            raise ConfigError(
+                f"{folder} has no fast tokenizer, which conversations need. Give one with tokenizer.json."
+            )
+        self._marks = (
+            "{% generation" in self._tokenizer.chat_template or "{%- generation" in self._tokenizer.chat_template
+        )
+
+    @property
+    def text(self) -> str:
+        """The template."""
+        return str(self._tokenizer.chat_template)
+
+    def encode(self, messages: list[dict[str, Any]]) -> tuple[Array, Array] | BadDocument:
+        """Return the tokens of a conversation, and for each 1 if it counts in the loss, else 0: integers (T,) each."""
+        import jinja2
+
+        try:
+            ids, counted = self._by_marks(messages) if self._marks else self._by_prompts(messages)
+        except BadDocument as error:
+            return error
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            return BadDocument(f"the chat template refuses the messages ({' '.join(str(error).split())[:200]})")
+        if not counted.any():
+            return BadDocument("no message is the assistant's, so that no token would count in the loss")
+        return ids, counted
+
+    def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
+        found = self._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], np.uint8)
+
+    def _by_prompts(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
+        whole = self._render(messages)
+        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids = np.asarray(found["input_ids"], np.int64)
+        begins = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        counted = np.zeros(len(ids), np.uint8)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = self._render(messages[:number], prompt=True), self._render(messages[: number + 1])
+                if not (whole.startswith(after) and after.startswith(before)):
+                    raise BadDocument(
+                        f"the chat template changes message {number + 1} after later ones, so that its tokens are not "
+                        "known; mark them in the template with {% generation %}"
+                    )
+                counted[(begins >= len(before)) & (begins < len(after))] = 1
+        return ids, counted
+
+    def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))

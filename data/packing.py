@@ -1,0 +1,267 @@
+"""Rows of packed documents: the order of documents in each epoch, and the tokens, labels and documents of each row.
+
+Two ways to fill rows of T tokens:
+
+cut     Documents follow one another in an order drawn for each epoch. One that reaches the end of a row goes on in the
+        next row, as another document. Nothing is padded but the end of the epoch's last row.
+whole   No document is cut, unless it is longer than a row: rows are filled by best fit decreasing, once, and padded at
+        their ends. An epoch draws the order of the rows.
+
+In both, an epoch has every token of every document once, as an input. The number of rows is the same in each epoch, so
+row n of the run is row n mod R of epoch n div R. Orders depend on (seed, epoch) alone: they are sorted hashes, equal on
+every machine and with every version of numpy and torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..grid.errors import CorruptError
+from ..grid.random import derive
+from .token_file import Array
+from .token_folder import TokenFolder
+
+IGNORED = -100  # label of a token that no token follows, or that does not count
+PACKINGS = ("cut", "whole")
+
+
+class _Epoch(NamedTuple):
+    """Order of one epoch: the pieces of documents, and which of them each row has."""
+
+    order: Array  # (pieces,): numbers of pieces in the order of the epoch
+    ends: Array  # (pieces,): cut: token of the epoch at which each of them ends; whole: unused
+    rows: Array  # whole: (rows + 1,), first of ``order`` in each row; cut: empty
+
+
+class _Pieces(NamedTuple):
+    """Pieces of documents in some rows, one after another: (n,) each."""
+
+    row: Array  # among the rows that were asked for
+    number: Array  # within the row
+    start: Array  # first token, through all folders
+    stop: Array  # its end
+    last: Array  # end of its document
+
+
+class DocumentRows:
+    """Rows of the documents of one or more folders, endlessly, epoch after epoch.
+
+    Args:
+        folders: the folders, whose documents count as one set.
+        chosen: for each folder the numbers of its documents that are used.
+        length: T, the number of tokens in a row.
+        seed: seed of the orders; None: the documents' own order, in each epoch.
+        packing: ``cut`` or ``whole``.
+
+    Attributes:
+        count: R, the number of rows in an epoch.
+        documents, tokens: numbers of documents and tokens in an epoch.
+    """
+
+    def __init__(
+        self, folders: Sequence[TokenFolder], chosen: Sequence[Array], length: int, seed: int | None, packing: str
+    ) -> None:
+        self._folders, self.length, self._seed = folders, length, seed
+        self._files = [(folder, number, file) for folder in folders for number, file in enumerate(folder.files)]
+        self._tokens = [file.tokens for _, _, file in self._files]
+        self._counted = [file.counted for _, _, file in self._files]
+        self._is_chat = any(counted is not None for counted in self._counted)
+        self._largest = np.asarray([folder.index.files[number].largest for folder, number, _ in self._files])
+        self._first = np.cumsum(
+            [0, *(len(tokens) for tokens in self._tokens)]
+        )  # first token of each file, through all folders
+        bases = np.cumsum([0, *(folder.index.tokens for folder in folders)])
+        starts, stops = [], []
+        for folder, base, numbers in zip(folders, bases, chosen, strict=False):
+            starts.append(folder.starts[numbers] + base)
+            stops.append(folder.starts[numbers + 1] + base)
+        self._starts, self._stops = np.concatenate(starts), np.concatenate(stops)  # of pieces
+        self._last = self._stops  # end of each piece's document
+        self.documents = len(self._starts)
+        self.tokens = int((self._stops - self._starts).sum())
+        self._epochs: dict[int, _Epoch] = {}
+        self._lock = threading.Lock()
+        if packing == "whole":
+            self._split_long()
+            sizes, order = self._stops - self._starts, self._order("packing", len(self._starts))
+            self._bin_rows, self._bin_order = best_fit(sizes, order, length)
+            self.count = len(self._bin_rows) - 1
+        else:
+            self._bin_rows = self._bin_order = np.empty(0, np.int64)
+            self.count = -(-self.tokens // length)
+
+    def fill(self, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array) -> None:
+        """Write rows into a batch of zeros, int64 (B, T) each.
+
+        Args:
+            rows: numbers of the rows, from the beginning of the run: (n,).
+            slots: where in the batch each of them goes: (n,).
+            ids: the tokens.
+            labels: for each token the next one of its document, even if that is in another row; ``IGNORED`` for the
+                last token of a document, for padding, and where the next token does not count in the loss.
+            documents: number of the document within the row; padding is a document of its own.
+
+        Raises:
+            CorruptError: a file has a token that the index does not state.
+        """
+        epochs = rows // self.count
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            self._fill(epoch, rows[chosen] % self.count, slots[chosen], ids, labels, documents)
+
+    def _fill(self, epoch: int, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array) -> None:
+        length, pieces = self.length, self._pieces(epoch, rows)
+        files = np.searchsorted(self._first, pieces.start, "right") - 1
+        sizes = pieces.stop - pieces.start
+        places = np.cumsum(sizes) - sizes  # in the rows one after another, without padding
+        firsts = np.flatnonzero(pieces.number == 0)  # of each row
+        places += (slots * length - places[firsts])[pieces.row]
+        begins = pieces.start - self._first[files]
+        flat_ids, flat_labels, flat_documents = ids.reshape(-1), labels.reshape(-1), documents.reshape(-1)
+        counts = np.ones(ids.size + 1, np.uint8) if self._is_chat else None
+        copies = (each.tolist() for each in (files, begins, begins + sizes, places, places + sizes, pieces.number))
+        for file, begin, end, place, after, number in zip(*copies, strict=True):
+            flat_ids[place:after] = self._tokens[file][begin:end]
+            flat_documents[place:after] = number
+            if counts is not None and (counted := self._counted[file]) is not None:
+                counts[place:after] = counted[begin:end]
+        if ids.max() > self._largest.max():
+            self._find_damage(pieces, files)
+        labels[slots, :-1] = ids[slots, 1:]
+        if counts is not None:
+            flat_labels[counts[1:] == 0] = IGNORED
+        last = places + sizes - 1
+        flat_labels[last] = IGNORED
+        for piece in np.flatnonzero(pieces.stop < pieces.last).tolist():  # goes on in another row
+            file, after = int(files[piece]), int(begins[piece] + sizes[piece])
+            counted = self._counted[file]
+            if counted is None or counted[after]:
+                flat_labels[last[piece]] = self._tokens[file][after]
+        ends = last[np.append(firsts[1:], len(last)) - 1] + 1
+        for slot, end, number in zip(slots.tolist(), ends.tolist(), np.bincount(pieces.row).tolist(), strict=True):
+            if end < (slot + 1) * length:  # padding
+                flat_documents[end : (slot + 1) * length] = number
+                flat_labels[end : (slot + 1) * length] = IGNORED
+
+    def _pieces(self, epoch: int, rows: Array) -> _Pieces:
+        """Return the pieces of documents in rows of an epoch."""
+        order, ends, bounds = self._epoch(epoch)
+        if len(bounds):
+            low, high = bounds[rows], bounds[rows + 1]
+        else:
+            begin = rows * self.length
+            end = np.minimum(begin + self.length, self.tokens)
+            low, high = np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end, "left") + 1
+        row = np.repeat(np.arange(len(rows)), high - low)
+        number = np.arange(len(row)) - (np.cumsum(high - low) - (high - low))[row]
+        places = low[row] + number
+        piece = order[places]
+        start, stop, last = self._starts[piece], self._stops[piece], self._last[piece]
+        if not len(bounds):
+            start = np.maximum(start, last - (ends[places] - begin[row]))
+            stop = np.minimum(last, last - (ends[places] - end[row]))
+        return _Pieces(row, number, start, stop, last)
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        with self._lock:
+            if epoch not in self._epochs:
+                kept = {number: found for number, found in self._epochs.items() if number == epoch - 1}
+                self._epochs = {**kept, epoch: self._draw(epoch)}
+            return self._epochs[epoch]
+
+    def _draw(self, epoch: int) -> _Epoch:
+        if len(self._bin_rows):
+            rows = self._order(epoch, self.count)
+            sizes = np.diff(self._bin_rows)[rows]
+            firsts = np.cumsum([0, *sizes])
+            inside = np.arange(firsts[-1]) - np.repeat(firsts[:-1], sizes)
+            return _Epoch(self._bin_order[np.repeat(self._bin_rows[rows], sizes) + inside], rows, firsts)
+        order = self._order(epoch, self.documents)
+        return _Epoch(order, np.cumsum((self._stops - self._starts)[order]), np.empty(0, np.int64))
+
+    def _order(self, epoch: int | str, count: int) -> Array:
+        if self._seed is None:
+            return np.arange(count)
+        return np.argsort(hashes(derive(self._seed, "data", epoch), count), kind="stable")
+
+    def _split_long(self) -> None:
+        """Cut documents that are longer than a row into pieces of a row."""
+        counts = -(-(self._stops - self._starts) // self.length)
+        piece = np.repeat(np.arange(len(counts)), counts)
+        inside = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._last = self._stops[piece]
+        self._starts = self._starts[piece] + inside * self.length
+        self._stops = np.minimum(self._starts + self.length, self._last)
+
+    def _find_damage(self, pieces: _Pieces, files: Array) -> None:
+        """Raise the error about the document that has a token which the index does not state."""
+        for start, stop, number in zip(pieces.start.tolist(), pieces.stop.tolist(), files.tolist(), strict=True):
+            folder, file, _ = self._files[number]
+            first = int(self._first[number])
+            found, stated = int(self._tokens[number][start - first : stop - first].max()), int(self._largest[number])
+            if found > stated:
+                document = folder.document_of(start - first + int(folder.first_token[file]))
+                raise CorruptError(
+                    f"{folder.path} is damaged: document {document} ({folder.origin(document)}) has the token {found}, "
+                    f"but the index states {stated} as the largest. Run triax data verify {folder.path}."
+                )
+
+
+def hashes(seed: int, count: int) -> Array:
+    """Return a hash of (seed, i) for each i below ``count``: SplitMix64 (Steele et al. 2014), uint64 (count,)."""
+    with np.errstate(over="ignore"):
+        x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x ^= x >> np.uint64(shift)
+            x *= np.uint64(factor)
+        return x ^ (x >> np.uint64(31))
+
+
+def best_fit(lengths: Array, order: Array, room: int) -> tuple[Array, Array]:
+    """Pack pieces into rows by best fit decreasing: the longest first, each into the fullest row that has room for it.
+
+    All pieces of one length, and all rows with one room, are treated at once.
+
+    Args:
+        lengths: (n,), from 1 to ``room``.
+        order: (n,), a permutation: the order among pieces of equal length.
+        room: tokens in a row.
+
+    Returns:
+        (rows + 1,), first piece of each row; and the pieces in the order of the rows, (n,).
+    """
+    by_length = order[np.argsort(-lengths[order], kind="stable")]
+    distinct, counts = np.unique(lengths, return_counts=True)
+    open_rows: dict[int, list[Array]] = {}  # room that is left -> rows
+    rooms = 0  # bit r is set if ``open_rows`` has r
+    chosen = np.empty(len(lengths), np.int64)  # row of each of ``by_length``
+    rows = at = 0
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        stop = at + count
+        while at < stop:
+            if fitting := rooms >> length:
+                left = length + (fitting & -fitting).bit_length() - 1
+                found = np.concatenate(open_rows.pop(left))
+                rooms ^= 1 << left
+                taken, kept = found[: stop - at], found[stop - at :]
+                if len(kept):
+                    open_rows[left] = [kept]
+                    rooms |= 1 << left
+                each = 1
+            else:
+                each = min(room // length, stop - at)  # pieces that a new row takes of this length
+                left = room
+                taken = np.arange(rows, rows + (stop - at) // each)
+                rows += len(taken)
+            chosen[at : at + len(taken) * each] = np.repeat(taken, each)
+            at += len(taken) * each
+            left -= length * each
+            if left:
+                open_rows.setdefault(left, []).append(taken)
+                rooms |= 1 << left
+    by_row = np.argsort(chosen, kind="stable")
+    return np.concatenate([[0], np.cumsum(np.bincount(chosen, minlength=rows))]), by_length[by_row]

@@ -1,0 +1,195 @@
+"""Loader of packed rows: the microbatches of one replica, from a place that any grid resumes from, read by threads.
+
+Global batch k has rows k * ``train`` to (k + 1) * ``train`` of the run, on every grid. A replica takes a contiguous
+part of them, and its microbatches parts of that. So a microbatch is a function of its number: threads make the next
+ones while the model computes, and a place is the number of a row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..grid.errors import ConfigError
+from .mixture import Rows
+from .packing import IGNORED
+
+Batch = tuple[Any, Tensor]  # ((ids, documents), labels), or (ids, labels)
+
+
+class PackedData(Protocol):
+    """Protocol: the members of ``TokenData`` that a loader uses."""
+
+    length: int
+    document_mask: bool
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    def rows(self, seed: int) -> Rows: ...
+
+
+class TokenLoader:
+    """Iterator over the microbatches of one replica: ``((ids, documents), labels)``, int64 (micro, T) each.
+
+    ``train_batch`` takes it as it is. Without ``document_mask`` an item is ``(ids, labels)``. Labels are the next
+    tokens of the same document; -100 where there is none, or where it does not count in the loss.
+
+    Args:
+        data: the rows.
+        train, micro: rows in a global batch, and in a microbatch.
+        replica, replicas: this replica's number, and the number of replicas.
+        seed: seed of the order of documents.
+        threads: threads that make microbatches ahead; 0: the caller's thread makes them.
+        epochs: number of epochs, after which the iterator ends; rows without labels fill its last global batch. None:
+            it never ends.
+        pin_memory: copy microbatches to pinned memory, for a GPU.
+
+    Attributes:
+        dataset: the data.
+        rows: the rows for the seed: ``rows.count`` of them are an epoch.
+        seeks: number of times that the place was set.
+
+    Raises:
+        ConfigError: batch sizes that do not divide, or epochs of a mixture.
+    """
+
+    def __init__(
+        self,
+        data: PackedData,
+        train: int,
+        micro: int,
+        replica: int = 0,
+        replicas: int = 1,
+        seed: int = 0,
+        *,
+        threads: int = 1,
+        epochs: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        if micro < 1 or replicas < 1 or train < 1 or train % (micro * replicas):
+            raise ConfigError(
+                f"A global batch of {train} rows is not a multiple of {replicas} replicas with microbatches of {micro} "
+                f"rows. Give a multiple of {max(1, micro * replicas)}."
+            )
+        if not 0 <= replica < replicas:
+            raise ConfigError(f"replica is {replica}, but there are replicas 0 to {replicas - 1}.")
+        self.dataset = data
+        self.rows = data.rows(seed)
+        if epochs is not None and self.rows.is_mixture:
+            raise ConfigError("A mixture has no epochs, because its members end at different rows. Leave epochs out.")
+        self._train, self._micro, self._seed = train, micro, seed
+        self._share = train // replicas
+        self._first_row = replica * self._share
+        self._per_batch = self._share // micro  # microbatches of a global batch
+        self._end = None if epochs is None else epochs * self.rows.count
+        self._start = 0  # row at which the microbatches are counted
+        self._read = 0  # microbatches since
+        self._ahead: deque[Future[Batch]] = deque()
+        self._threads, self._pin_memory = threads, pin_memory
+        self._pool: ThreadPoolExecutor | None = None
+        self.seeks = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._is_over(self._read):
+            self.close()
+            raise StopIteration
+        if not self._threads:
+            found = self._make(self._start, self._read)
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(self._threads, "triax data")
+            while len(self._ahead) < 2 * self._threads and not self._is_over(self._read + len(self._ahead)):
+                self._ahead.append(self._pool.submit(self._make, self._start, self._read + len(self._ahead)))
+            found = self._ahead.popleft().result()
+        self._read += 1
+        return found
+
+    def __len__(self) -> int:
+        """Return the number of microbatches in an epoch, or in ``epochs``, the last global batch included."""
+        rows = self.rows.count if self._end is None else self._end
+        return -(-rows // self._train) * self._per_batch
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that were read, with the fraction of the present one; of a mixture, of all members together."""
+        return self._row() / self.rows.count
+
+    def seek(self, step: int) -> None:
+        """Go to the microbatches of a step, counted from 0 with the present batch size."""
+        self._go(step * self._train)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, for JSON: the first row of the next global batch, or of the one that was read in part.
+
+        It also has the seed and the facts on which the rows depend, which ``load_state_dict`` compares.
+        """
+        return {"row": self._row(), "seed": self._seed, **self.dataset.facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place. The grid and the batch sizes may differ from those of the run that saved it.
+
+        Raises:
+            ConfigError: a place of other data, another row length or another seed.
+        """
+        row = state.get("row")
+        if type(row) is not int or not 0 <= row < 2**62:
+            raise ConfigError(f"The row of the place is {row!r}, but it must be a number from 0 on.")
+        for key, mine in (("seed", self._seed), *self.dataset.facts.items()):
+            if key not in state or state[key] != mine:
+                raise ConfigError(
+                    f"The place is of data with {key} {state.get(key)}, but here it is {mine}, which makes other rows. "
+                    "Give the former, or start from the first row."
+                )
+        self._go(row)
+
+    def advance(self, microbatches: int) -> None:
+        """Advance the place by microbatches that other ranks read, so that all ranks save the same place."""
+        self._drop()
+        self._read += microbatches
+
+    def close(self) -> None:
+        """End the threads. The next item starts them again."""
+        self._drop()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _row(self) -> int:
+        return self._start + self._read // self._per_batch * self._train
+
+    def _go(self, row: int) -> None:
+        self._drop()
+        self._start, self._read = row, 0
+        self.seeks += 1
+
+    def _drop(self) -> None:
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+
+    def _is_over(self, microbatch: int) -> bool:
+        return self._end is not None and self._start + microbatch // self._per_batch * self._train >= self._end
+
+    def _make(self, start: int, microbatch: int) -> Batch:
+        """Make a microbatch of this replica: its number counts from the row ``start``."""
+        batch, part = divmod(microbatch, self._per_batch)
+        first = start + batch * self._train + self._first_row + part * self._micro
+        shape = (self._micro, self.dataset.length)
+        ids, labels, documents = (np.zeros(shape, np.int64) for _ in range(3))
+        count = self._micro if self._end is None else min(max(self._end - first, 0), self._micro)
+        labels[count:] = IGNORED
+        if count:
+            self.rows.fill(first, count, ids, labels, documents)
+        made = [torch.from_numpy(each) for each in (ids, documents, labels)]
+        if self._pin_memory:
+            made = [each.pin_memory() for each in made]
+        return ((made[0], made[1]) if self.dataset.document_mask else made[0]), made[2]

@@ -1,0 +1,45 @@
+"""LoRA: adapters on the layers of a model that the configuration names, and nothing else trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ...checkpoint.convert.formats import module_names
+from ...config.lora import LoraConfig
+from ...grid import Grid
+from ...grid.errors import ConfigError
+from ...tensor_parallel.lora import LoraOptions, add_adapters
+from .arguments import Groups
+
+
+def add_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], grid: Grid | None = None) -> None:
+    """Freeze a model, and add low-rank adapters to its linear layers (docs/lora.md). Collective.
+
+    ``triax.initialize`` calls it for the configuration's section ``lora``. Call it before, if you make the optimizer or
+    parameter groups yourself, or for a model without an engine.
+
+    Args:
+        model: a ``PipelineModule``, or any other module on its device.
+        config: the section ``lora``: rank, alpha, targets, rslora.
+        grid: the grid of a module that is not a ``PipelineModule``; by default every process is a replica.
+
+    Raises:
+        ConfigError: on every rank, if a target names no layer, or a layer that cannot be adapted.
+    """
+    section = config if isinstance(config, LoraConfig) else LoraConfig(**config)
+    grid = getattr(model, "grid", None) or grid or Grid()
+    options = LoraOptions(**section.model_dump(), seed=getattr(model, "seed", 0))
+    add_adapters(model, options, module_names(model), grid)
+
+
+def require_adapters(groups: Groups, model: nn.Module) -> None:
+    """Check that the parameters to train contain the adapters, which are the model's only trained parameters."""
+    given = {parameter for _, listed in groups for parameter in listed}
+    if any(parameter.requires_grad and parameter not in given for parameter in model.parameters()):
+        raise ConfigError(
+            "the parameters to train were taken from the model before initialize added the adapters of lora: call "
+            "triax.add_lora(model, config['lora']) first, or leave model_parameters and optimizer out"
+        )

@@ -1,0 +1,214 @@
+"""PEFT's adapters in and out: ``save_lora``, ``load_lora``, ``lora_config``, and the adapters of a checkpoint.
+
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, whose names are those of transformers' layers:
+
+    triax   layers.1.attention.kv.lora.v_proj.A
+    PEFT    base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ...grid import Grid, layout_of
+from ...grid.agreement import agreed
+from ...grid.safetensors import TensorStream
+from ...tensor_parallel.lora import LoraOptions, add_adapters
+from .merge import is_factor, layer_of
+from .names import Names
+from .save import (
+    held_everywhere,
+    linear_names,
+    module_and_grid,
+    named,
+    transposed_layers,
+    whole_tensors,
+    written_config,
+)
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Settings of PEFT that change what an adapter computes or trains -> the values that triax has.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layers_to_transform": (None,),
+    "exclude_modules": (None,),
+    "target_parameters": (None,),
+    "trainable_token_indices": (None,),
+}
+
+
+def save_lora(
+    model: Any,
+    path: str | Path,
+    *,
+    names: Names | None = None,
+    grid: Grid | None = None,
+    dtype: torch.dtype | None = None,
+    base_model: str | None = None,
+) -> None:
+    """Write a model's adapters to a folder that PEFT loads, ``PeftModel.from_pretrained(model, path)``. Collective.
+
+    Args:
+        model: an ``Engine``, or a module with adapters.
+        path: path of the folder, which is created.
+        names: table of parameter names as in ``load_hf``, for models of other families.
+        grid: the grid of a module that has no attribute with its grid.
+        dtype: dtype of the written factors; None: their own.
+        base_model: name or path of the frozen model, which PEFT's ``AutoPeftModel`` loads.
+
+    Raises:
+        ValueError: the model has no adapters.
+        RuntimeError: rank 0 could not write. The error is raised on every rank.
+    """
+    module, grid = module_and_grid(model, grid, "save_lora(module, path, grid=grid)")
+    options = getattr(module, "lora_options", None)
+    if options is None:
+        raise ValueError("the model has no adapters: give initialize a section lora, or save weights with save_hf")
+    own = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
+    found = dict(whole_tensors(model, own, held_everywhere(own, grid), grid))
+    with agreed(grid, None):
+        if grid.rank == 0:
+            factors = {name: whole for name, whole in found.items() if whole is not None}
+            layers = linear_names(module, names)
+            transposed = transposed_layers(written_config(module, None)) if layers else set[str]()
+            write_adapters(Path(path), options, factors, layers, transposed, dtype, base_model)
+
+
+def write_adapters(
+    folder: Path,
+    options: LoraOptions,
+    factors: Mapping[str, Tensor],
+    layers: Mapping[str, tuple[str, ...]],
+    transposed: set[str],
+    dtype: torch.dtype | None,
+    base_model: str | None,
+) -> list[str]:
+    """Write whole factors as PEFT's folder, on one process.
+
+    Args:
+        folder: the folder, which is created.
+        options: rank, scaling and targets.
+        factors: triax's name -> factor.
+        layers: name of a layer -> transformers' names of the layers that it is; a layer without an entry keeps its own.
+        transposed: names of transformers' layers that keep their weight as (inputs, outputs).
+        dtype: dtype of the written factors; None: their own.
+        base_model: name or path of the frozen model.
+
+    Returns:
+        PEFT's names of the tensors.
+    """
+    written: dict[str, Tensor] = {}
+    adapted = set()
+    for name, value in factors.items():
+        layer, factor = layer_of(name, layers)
+        adapted.add(layer)
+        written[f"base_model.model.{layer}.lora_{factor}.weight"] = value if dtype is None else value.to(dtype)
+    every = {name for several in layers.values() for name in several} | adapted
+    config = {
+        "peft_type": "LORA",
+        "task_type": None if base_model is None else "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": options.rank,
+        "lora_alpha": int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
+        "use_rslora": options.rslora,
+        "target_modules": _shortest(adapted, every),
+        "fan_in_fan_out": bool(adapted & transposed),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "init_lora_weights": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    announced = {name: (tuple(value.shape), value.dtype) for name, value in written.items()}
+    with closing(TensorStream(folder / _WEIGHTS, announced, checksums=False)) as stream:
+        for name, value in written.items():
+            stream.write(name, value.contiguous())
+    return [*written]
+
+
+def _shortest(adapted: set[str], every: set[str]) -> list[str]:
+    """Return the last words of the adapted layers' names if no other layer has them, else the whole names."""
+    ends = {name.rpartition(".")[2] for name in adapted}
+    return sorted(ends if all(name in adapted for name in every if name.rpartition(".")[2] in ends) else adapted)
+
+
+def lora_config(path: str | Path) -> dict[str, Any]:
+    """Return the section ``lora`` of a configuration for the adapter in PEFT's folder.
+
+    Raises:
+        ValueError: the adapter has a setting that triax does not have, such as DoRA.
+    """
+    config = json.loads((Path(path) / _CONFIG).read_text())
+    for key, allowed in _SUPPORTED.items():
+        if config.get(key, allowed[0]) not in allowed:
+            raise ValueError(
+                f"{Path(path) / _CONFIG} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
+                f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
+            )
+    return {
+        "rank": config["r"],
+        "alpha": config["lora_alpha"],
+        "targets": config["target_modules"],
+        "rslora": bool(config.get("use_rslora", False)),
+    }
+
+
+def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: Grid | None = None) -> None:
+    """Load PEFT's adapter into a model. Collective.
+
+    Args:
+        path: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        into: an ``Engine`` with the section ``lora`` that ``lora_config(path)`` returns; or a module with its weights,
+            which gets the adapters if it has none.
+        names: table of parameter names as in ``load_hf``, for models of other families.
+        grid: the grid of a module that has no attribute with its grid.
+
+    Raises:
+        ValueError: the model has other adapters than the folder, or the folder has a setting that triax does not have.
+    """
+    folder = Path(path)
+    module, grid = module_and_grid(into, grid, "load_lora(path, module, grid=grid)")
+    with agreed(grid, None):
+        settings = lora_config(folder)
+        options = LoraOptions(**settings, seed=getattr(module, "seed", 0))
+        layers = linear_names(module, names)
+        own = getattr(module, "lora_options", None)
+        if own is None and isinstance(into, nn.Module):
+            own = options
+        if own is None or (own.rank, own.scaling) != (options.rank, options.scaling):
+            raise ValueError(
+                f"{folder} has an adapter of rank {options.rank} and scaling {options.scaling:g}, but the model has "
+                f"{'none' if own is None else f'rank {own.rank} and scaling {own.scaling:g}'}. Make the engine with "
+                "config={'lora': triax.lora_config(path), ...}."
+            )
+    if not hasattr(module, "lora_options"):
+        add_adapters(module, options, layers, grid)
+    mine = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
+    theirs = {name: "base_model.model.{}.lora_{}.weight".format(*layer_of(name, layers)) for name in mine}
+    everywhere = set[str]().union(*grid.pipe.all_gather_json(sorted(theirs.values())))
+    with agreed(grid, None), safe_open(folder / _WEIGHTS, framework="pt") as file, torch.no_grad():
+        stored = set(file.keys())
+        missing, unused = sorted(set(theirs.values()) - stored), sorted(stored - everywhere)
+        if missing or unused:
+            raise ValueError(
+                f"{folder / _WEIGHTS} {'lacks' if missing else 'also has'} {', '.join((missing or unused)[:4])}. Give "
+                "the engine the targets of the adapter, config={'lora': triax.lora_config(path), ...}."
+            )
+        for name, parameter in mine.items():
+            layout = layout_of(parameter)
+            value = layout.shard(file.get_tensor(theirs[name]), grid.tensor.rank, grid.tensor.size)
+            getattr(into, "assign", lambda p, v: p.copy_(v))(parameter, value)

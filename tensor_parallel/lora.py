@@ -1,0 +1,289 @@
+"""LoRA: low-rank updates of frozen linear layers (Hu et al. 2021, arXiv:2106.09685), sharded like the layers.
+
+A layer y = x W^T computes y + s (x A^T) B^T, with A (r, inputs), B (outputs, r) and s = alpha / r. Only A and B are
+trained. Both factors follow the weight's layout:
+
+    layer               A                           B                           reduced over the tensor axis
+    column-parallel     replicated                  sharded like W's outputs    backward: the gradient of x A^T
+    row-parallel        sharded like W's inputs     replicated                  forward: x A^T
+    replicated          replicated                  replicated                  nothing
+
+So each message has r channels. Under sequence parallelism a replicated factor sees this rank's tokens only, and its
+gradient is partial.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..grid import Grid
+from ..grid.agreement import agreed
+from ..grid.comm.axis import Axis
+from ..grid.errors import ConfigError
+from ..grid.layout import Layout, layout_of
+from ..grid.random import Normal, Uniform, seeded, sharded_parameter
+from .column import column_linear
+from .embedding import VocabParallelHead
+from .linear import reduced
+
+ALL_LINEAR = "all-linear"
+_HEAD = "lm_head"  # transformers' name of the output layer, which all-linear leaves out
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Options of LoRA.
+
+    Attributes:
+        rank: r, the number of channels between A and B.
+        alpha: the update is scaled by alpha / r, or by alpha / sqrt(r) with ``rslora``.
+        targets: names of the layers to adapt, or the last parts of their names, such as ``q_proj``; or one regular
+            expression for whole names; or ``all-linear``, all linear layers but the output layer.
+        rslora: see ``alpha`` (Kalajdzievski 2023, arXiv:2312.03732).
+        seed: seed of the initial weights.
+    """
+
+    rank: int
+    alpha: float
+    targets: Sequence[str] | str = ALL_LINEAR
+    rslora: bool = False
+    seed: int = 0
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the update B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def matching(self, name: str) -> set[str]:
+        """Return the targets that match a layer's name."""
+        if isinstance(self.targets, str):
+            return {self.targets} if re.fullmatch(self.targets, name) else set()
+        return {target for target in self.targets if name == target or name.endswith(f".{target}")}
+
+
+class Adapter(nn.Module):
+    """Factors A and B of the update of one linear layer, or of one of several layers that are fused along the outputs.
+
+    Args:
+        a, b: layouts of the factors.
+        axis: the tensor axis.
+        scaling: s, the factor of the update.
+        sequence_parallel: the layer takes or returns this rank's shard of the sequence.
+        rows: range of B's rows that this rank multiplies by, if B is replicated and the layer computes only these.
+        seed: keys of the initial A. B starts at 0, so that the model starts as it was.
+        like: the layer's weight, whose device and dtype the factors take.
+
+    Attributes:
+        A: (r, K), or (r, K / t) in a row-parallel layer.
+        B: (N, r), or (N / t, r) in a column-parallel layer.
+
+    Shape:
+        the layer's input on this rank -> the update of the layer's output on this rank.
+    """
+
+    def __init__(
+        self,
+        a: Layout,
+        b: Layout,
+        axis: Axis,
+        scaling: float,
+        sequence_parallel: bool,
+        rows: slice | None,
+        seed: tuple[int, str],
+        like: Tensor,
+    ) -> None:
+        super().__init__()
+        self.axis, self.scaling, self.sequence_parallel, self.rows = axis, scaling, sequence_parallel, rows
+        self._row, self._column = a.sharded, b.sharded or rows is not None
+        make = partial(sharded_parameter, rank=axis.rank, size=axis.size, device=like.device, dtype=like.dtype)
+        with seeded(*seed):
+            self.A = make(a, Uniform(1 / math.sqrt(a.shape[1])))
+            self.B = make(b, Normal(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute s (x A^T) B^T."""
+        inner = F.linear(x, self.A)  # (..., r)
+        if self._row and self.axis.size > 1:
+            inner = reduced(inner, self.axis, self.sequence_parallel)
+        inner = inner * self.scaling
+        if self._column:
+            b = self.B if self.rows is None else self.B[self.rows]
+            return column_linear(inner, b, None, self.axis, self.sequence_parallel)
+        return F.linear(inner, self.B)
+
+    def extra_repr(self) -> str:
+        """Text that ``print`` shows: whole sizes, and the number of shards."""
+        a, b = layout_of(self.A).shape, layout_of(self.B).shape
+        return f"{a[1]} -> {a[0]} -> {b[0]}, scaling={self.scaling:g}, tensor={self.axis.size}"
+
+
+class Adapters(nn.Module):
+    """Adapters of one layer: one for the whole layer, or one for each adapted part of its outputs.
+
+    Args:
+        found: name -> adapter.
+        parts: for each part of the layer's outputs on this rank, its length and the name of its adapter or None.
+    """
+
+    def __init__(self, found: Mapping[str, Adapter], parts: Sequence[tuple[int, str | None]]) -> None:
+        super().__init__()
+        for name, adapter in found.items():
+            self.add_module(name, adapter)
+        self.parts = tuple(parts)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the layer's output y with the updates that belong to the input x."""
+        pieces = y.split([length for length, _ in self.parts], dim=-1) if len(self.parts) > 1 else (y,)
+        updated = [
+            piece if name is None else piece + self.get_submodule(name)(x)
+            for piece, (_, name) in zip(pieces, self.parts, strict=True)
+        ]
+        return torch.cat(updated, dim=-1) if len(updated) > 1 else updated[0]
+
+
+def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str, ...]], grid: Grid) -> None:
+    """Freeze a model, and add adapters to the layers that the targets name. Collective.
+
+    Args:
+        model: a module, or a ``PipelineModule``, whose layers are changed one by one (``change_layers``).
+        options: rank, scaling, targets and seed. They become the model's attribute ``lora_options``.
+        names: as for ``adapt``.
+        grid: the model's grid.
+
+    Raises:
+        ConfigError: on every rank, if a target matches no layer, or one that cannot be adapted; or if the model has
+            adapters with other options.
+    """
+    before = getattr(model, "lora_options", None)
+    if before is not None:
+        if before != options:
+            raise ConfigError(f"the model has adapters of {before}, but lora asks for {options}: give equal options")
+        return
+    matched: set[str] = set()
+    with agreed(grid, ConfigError):
+        if hasattr(model, "change_layers"):
+            model.change_layers(lambda name, layer: matched.update(adapt(layer, name, options, names, grid.tensor)))
+        else:
+            matched.update(adapt(model, "", options, names, grid.tensor))
+    found = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
+    targets = (options.targets,) if isinstance(options.targets, str) else options.targets
+    missing = [target for target in targets if target not in found]
+    if missing:
+        known = [name for several in names.values() for name in several]
+        known = known or [name for name, layer in model.named_modules() if _linear(layer)]
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in known)
+        raise ConfigError(
+            f"lora.targets has {', '.join(map(repr, missing))}, but no layer has such a name. Name layers by the ends "
+            f"of their names, such as {', '.join([*ends][:12])}, or write 'all-linear'"
+        )
+    model.lora_options = options
+
+
+def adapt(
+    module: nn.Module, prefix: str, options: LoraOptions, names: Mapping[str, tuple[str, ...]], axis: Axis
+) -> set[str]:
+    """Freeze a module's parameters, and add trained adapters to the linear layers that the targets name.
+
+    Args:
+        module: a model, or one layer of a ``PipelineModule``.
+        prefix: the module's name in the whole model; empty for the whole model itself.
+        options: rank, scaling, targets and seed.
+        names: name of a linear layer in the whole model -> its names in another library's model, one for each part
+            that is fused along the outputs. A target may match these too. An adapter has the last word of such a name.
+        axis: the tensor axis.
+
+    Returns:
+        The targets that matched.
+
+    Raises:
+        ValueError: a target names a layer that has no adapters, or a layer whose fused parts cannot be told apart.
+    """
+    module.requires_grad_(False)
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    matched: set[str] = set()
+    for path, layer in [*module.named_modules()]:
+        own = ".".join(filter(None, (prefix, path)))
+        parts = names.get(own, (own,))
+        chosen: list[str | None] = []
+        for part in parts:
+            if options.targets == ALL_LINEAR:
+                last = layer is head or isinstance(layer, VocabParallelHead) or part.rpartition(".")[2] == _HEAD
+                found = {ALL_LINEAR} if _linear(layer) and not last else set()
+            else:
+                found = options.matching(own) | options.matching(part)
+            chosen.append(part.rpartition(".")[2] if found else None)
+            matched |= found
+        if any(chosen) and "lora" not in layer._modules:
+            if not _linear(layer):
+                raise ValueError(
+                    f"lora.targets names {own}, a {type(layer).__name__}, but LoRA adapts linear layers. Name linear "
+                    "layers, such as the last parts of their names, or write 'all-linear'."
+                )
+            layer.add_module("lora", _adapters(layer, own, chosen, options, axis))
+            if not hasattr(layer, "adaptable"):
+                layer.register_forward_hook(_add_update)
+    return matched
+
+
+def _linear(layer: nn.Module) -> bool:
+    return hasattr(layer, "adaptable") or isinstance(layer, nn.Linear) or _conv1d(layer)
+
+
+def _conv1d(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+    updated: Tensor = layer.lora(y, args[0])  # type: ignore[operator]
+    return updated
+
+
+def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraOptions, axis: Axis) -> Adapters:
+    """Return the adapters of one layer, whose layouts follow that of its weight.
+
+    Args:
+        layer: the layer.
+        own: its name in the whole model.
+        chosen: for each fused part of its outputs, the name of the adapter or None.
+        options: rank, scaling and seed.
+        axis: the tensor axis.
+    """
+    layout, rows = layout_of(layer.weight), getattr(layer, "rows", None)
+    transposed = _conv1d(layer) or getattr(layer, "transposed", False)
+    outputs, inputs = layout.shape[::-1] if transposed else layout.shape
+    column = layout.shard_dim == (1 if transposed else 0)
+    lengths = layout.parts if column and layout.parts is not None else (outputs,)
+    if rows is not None and len(chosen) > 1:  # fused, of equal lengths
+        lengths = (outputs // len(chosen),) * len(chosen)
+    if len(chosen) > 1 and len(chosen) != len(lengths):
+        raise ValueError(
+            f"{own} has {len(chosen)} layers fused along its outputs, but its weight is sharded in {len(lengths)} "
+            "parts, so that an adapter of one of them has no shard of its own. Leave it out of lora.targets."
+        )
+    sequence = bool(getattr(layer, "sequence_parallel", False)) and axis.size > 1
+    a = Layout((options.rank, inputs), partial=sequence or (layout.partial and rows is None))
+    if layout.sharded and not column:
+        a = Layout((options.rank, inputs), shard_dim=1, unit=layout.unit)
+    found, parts = {}, []
+    fused = [(sum(lengths), layout.parts)] if len(chosen) == 1 else [(length, None) for length in lengths]
+    for name, (length, inner) in zip(chosen, fused, strict=True):
+        b = Layout((length, options.rank), partial=a.partial or (rows is not None and axis.size > 1))
+        if column:
+            b = replace(layout, shape=(length, options.rank), name="", shard_dim=0, parts=inner)
+        elif a.sharded:
+            b = Layout((length, options.rank), partial=sequence)
+        if name is not None:
+            seed = (options.seed, f"{own}.lora.{name}")
+            found[name] = Adapter(a, b, axis, options.scaling, sequence, rows, seed, layer.weight)
+        here = b.local_shape(axis.rank, axis.size)[0] if rows is None else rows.stop - rows.start
+        parts.append((here, name))
+    return Adapters(found, parts)

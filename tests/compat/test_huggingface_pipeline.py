@@ -1,0 +1,398 @@
+"""triax.Trainer on a pipe axis against transformers' own Trainer on one process, in float64: losses, norms, folders."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import triax
+from triax.grid.errors import ConfigError
+
+STEPS, BATCH, ACCUMULATION = 20, 4, 2  # the batch of all replicas
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GPT2: dict[str, Any] = {"vocab_size": 53, "n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4}
+_GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0} | _NO_TOKENS
+_LLAMA: dict[str, Any] = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3}
+_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32} | _NO_TOKENS
+_BERT: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+_BERT |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CASES = {"gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2), "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA)}
+
+
+class Text(Dataset[dict[str, list[int]]]):
+    """Rows of unlike lengths: 44 of them are 5 steps of 2 microbatches, and one of 1."""
+
+    def __init__(self, length: int = 44, first: int = 0) -> None:
+        self.length, self.first = length, first
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if not 0 <= index < self.length:
+            raise IndexError
+        place = self.first + index
+        ids = [(7 * place + (1 + place % 3) * step) % 53 for step in range(5 + place % 8)]
+        return {"input_ids": ids, "labels": [-100] * (place % 4) + ids[place % 4 :]}
+
+
+def padded(rows: list[dict[str, list[int]]], left: bool = False) -> dict[str, Tensor]:
+    """Pad on the right, with a mask."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    whole = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    more = {key: [[value] * (longest - len(row[key])) for row in whole] for key, value in fill.items()}
+    return {
+        key: torch.tensor([extra + row[key] if left else row[key] + extra for row, extra in zip(whole, more[key])])
+        for key in fill
+    }
+
+
+def exact_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """transformers' loss rounds the logits to fp32; this one does not."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return F.cross_entropy(logits, labels, reduction="sum") / count
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compute in float64, with RMSNorms that do not round to fp32 as transformers' do."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return y
+
+    kind: Any = LlamaRMSNorm
+    rounds, kind.forward = kind.forward, forward
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        kind.forward = rounds
+        torch.set_default_dtype(torch.float32)
+
+
+def model_of(case: str = "gpt2") -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config, model, sizes = CASES[case]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+
+
+def trainer_of(
+    out: str, replicas: int, triax_options: dict[str, Any] | None, case: str = "gpt2", **options: Any
+) -> Any:
+    """Trainer of the same run on any grid; transformers' own if ``triax_options`` is None."""
+    import transformers
+
+    common: dict[str, Any] = {
+        "output_dir": out,
+        "per_device_train_batch_size": BATCH // replicas,
+        "per_device_eval_batch_size": BATCH // replicas,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+        "save_steps": 10,
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | options
+    data: dict[str, Any] = {"train_dataset": Text(), "eval_dataset": Text(16, 100), "data_collator": padded}
+    if triax_options is None:
+        arguments = transformers.TrainingArguments(use_cpu=True, **common)
+        trainer: Any = transformers.Trainer(model_of(case), arguments, compute_loss_func=exact_loss, **data)
+    else:
+        if "grid" not in triax_options:
+            data["compute_loss_func"] = exact_loss
+        trainer = triax.Trainer(model_of(case), triax.TrainingArguments(**triax_options, **common), **data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+@exact()
+def run(
+    out: str, replicas: int, triax_options: dict[str, Any] | None, resume: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train in float64 and evaluate; what was logged, predictions, and the model's weights when it ends."""
+    trainer = trainer_of(out, replicas, triax_options, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    history = trainer.state.log_history
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    found: dict[str, Any] = {key: [row[key] for row in history if key in row] for key in keys}
+    found["predicted"] = trainer.predict(Text(8, 200)).predictions
+    trainer.save_model(f"{out}/last")
+    found["weights"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return found
+
+
+def near(found: dict[str, Any], wanted: dict[str, Any], steps: int = STEPS) -> None:
+    for key, count in (("loss", steps), ("grad_norm", steps), ("learning_rate", steps), ("eval_loss", 2)):
+        assert len(found[key]) == len(wanted[key]) == count, key
+        assert found[key] == pytest.approx(wanted[key], rel=1e-10, abs=1e-12), key
+    assert found["predicted"].shape == wanted["predicted"].shape
+    for index in range(8):  # logits of padding have no meaning
+        length = len(Text(8, 200)[index]["input_ids"])
+        assert abs(found["predicted"][index, :length] - wanted["predicted"][index, :length]).max() < 1e-8
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def exported(folder: str) -> dict[str, Tensor]:
+    """Read a folder as transformers does."""
+    import transformers
+
+    reader: Any = transformers.AutoModelForCausalLM
+    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    return dict(model.state_dict())
+
+
+def two_by_two(stage: int, **sections: Any) -> dict[str, Any]:
+    return {"grid": {"pipe": 2, "data": 2}, "triax": {"zero_optimization": {"stage": stage}, **sections}}
+
+
+SHORT = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
+
+
+def test_two_stages_then_one_process(ranks: Any, tmp_path: Path) -> None:
+    """The checkpoint resumes without a pipe axis, and the folder is transformers' own."""
+    (wanted,) = ranks(1, run, str(tmp_path / "plain"), 1, None, **SHORT)
+    out = str(tmp_path / "out")
+    for found in ranks(2, run, out, 1, {"grid": {"pipe": 2}}, timeout=120, **SHORT):
+        near(found, wanted, 6)
+    for name, value in exported(f"{out}/last").items():
+        torch.testing.assert_close(value, wanted["weights"].get(name, value), rtol=0, atol=1e-9, msg=name)
+    (found,) = ranks(1, run, str(tmp_path / "again"), 1, {"triax": {}}, resume=f"{out}/checkpoint-3", **SHORT)
+    near(found, wanted, 6)
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Any, tmp_path_factory: Any) -> Any:
+    """transformers' own run on one process, once a case."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(case: str) -> dict[str, Any]:
+        if case not in known:
+            (known[case],) = ranks(1, run, str(tmp_path_factory.mktemp(case)), 1, None, case=case, timeout=240)
+        return known[case]
+
+    return of
+
+
+# Each run is resumed on the next line's grid, in its stage and with its schedule.
+GRIDS: list[tuple[int, dict[str, Any]]] = [
+    (2, two_by_two(1)),
+    (1, {"triax": {}}),
+    (2, two_by_two(3, pipeline={"schedule": "zb-v"})),
+    (2, {"triax": {"zero_optimization": {"stage": 2}}}),
+    (2, two_by_two(2, pipeline={"schedule": "interleaved"})),
+    (
+        1,
+        {
+            "grid": {"pipe": 3},
+            "triax": {"pipeline": {"stages": 3, "schedule": "gpipe"}},
+            "activation_checkpointing": True,
+        },
+    ),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("first", range(len(GRIDS)))
+def test_pipe_2_x_data_2_and_other_grids(ranks: Any, plain: Any, tmp_path: Path, case: str, first: int) -> None:
+    """20 steps equal transformers' to 1e-10, and the second half of them again on another grid."""
+    resume = None
+    for number in (first, (first + 1) % len(GRIDS)):
+        replicas, options = GRIDS[number]
+        stages = options.get("grid", {}).get("pipe", 1)
+        out = str(tmp_path / str(number))
+        job = {"case": case, "resume": resume, "timeout": 240}
+        for found in ranks(stages * replicas, run, out, replicas, options, **job):
+            near(found, plain(case))
+        for name, value in exported(f"{out}/last").items():
+            torch.testing.assert_close(value, plain(case)["weights"].get(name, value), rtol=0, atol=1e-9, msg=name)
+        resume = f"{out}/checkpoint-10"
+
+
+def others(out: str, stage: int) -> dict[str, Any]:
+    """Evaluation first, a model that is made by ``train``, the best checkpoint at the end, and narrow weights."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    common: dict[str, Any] = {**SHORT, **best, "bf16": True}
+    trainer = trainer_of(out, 2, two_by_two(stage), **common)
+    first = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{out}/before")
+    trainer.model_init = model_of
+    trainer.train()
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    return {"first": first, "losses": losses, "again": trainer.evaluate()["eval_loss"], "dtype": trainer.model.dtype}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation_first_best_model_and_bf16(ranks: Any, tmp_path: Path, stage: int) -> None:
+    out = str(tmp_path / "out")
+    for found in ranks(4, others, out, stage, timeout=240):
+        assert found["losses"][0] < found["first"] and found["dtype"] == torch.bfloat16
+        assert found["again"] == pytest.approx(max(found["losses"][-2:]), abs=1e-6)
+    start, saved = model_of().state_dict(), exported(f"{out}/before")
+    assert all(torch.equal(saved[name].float(), value) for name, value in start.items())
+
+
+class Loss(triax.Trainer):
+    """A Trainer with a loss of its own."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
+def refused(out: str, left: bool) -> list[str]:
+    """Return the messages of what cannot run over two stages."""
+    import transformers
+
+    def complaint(make: Any) -> str:
+        with pytest.raises((ConfigError, RuntimeError)) as error:
+            make()
+        return str(error.value)
+
+    args = triax.TrainingArguments(out, grid={"pipe": 2}, report_to="none", max_steps=1, disable_tqdm=True)
+    config = transformers.GPT2Config(**_GPT2)
+    found = [
+        complaint(lambda: Loss(model_of(), args)),
+        complaint(lambda: triax.Trainer(model_of(), args, compute_loss_func=exact_loss)),
+        complaint(lambda: triax.Trainer(transformers.GPT2ForSequenceClassification(config), args)),
+        complaint(lambda: triax.Trainer(transformers.BertForMaskedLM(transformers.BertConfig(**_BERT)), args)),
+    ]
+    rows = triax.Trainer(model_of(), args, train_dataset=Text(), data_collator=lambda rows: padded(rows, left=True))
+    return [*found, complaint(rows.train)]
+
+
+def test_what_stages_cannot_run_is_said_before_training(ranks: Any, tmp_path: Path) -> None:
+    out = str(tmp_path)
+    for options, message in (
+        ({"grid": {"pipe": 2}, "neftune_noise_alpha": 1.0}, "neftune_noise_alpha is not supported with pipe=2"),
+        ({"grid": {"pipe": 2}, "label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported with pipe=2"),
+        ({"grid": {"pipe": 2, "tensor": 2}}, "tensor=2 is not supported with pipe=2"),
+        ({"triax": {"pipeline": {"stages": 2}}, "average_tokens_across_devices": False}, "not supported with pipe=2"),
+        ({"grid": {"pipe": 2}, "triax": {"pipeline": {"stages": 3}}}, "pipeline.stages is 3, but grid= has pipe=2"),
+        ({"grid": {"pipes": 2}}, "grid= has pipes = 2: give whole numbers"),
+        ({"grid": '{"pipe": 0}'}, "grid= has pipe = 0: give whole numbers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            triax.TrainingArguments(out, **options)
+    for found in ranks(2, refused, out, True):
+        own, function, classes, family, padding = found
+        assert "Loss.compute_loss runs the whole model" in own and "compute_loss_func is not supported" in function
+        assert "must be a GPT2LMHeadModel" in classes and "cannot be cut into pipe=2 stages" in family
+        assert "pad on the right" in padding
+
+
+def test_arguments_with_a_grid_travel(tmp_path: Path) -> None:
+    import transformers
+
+    kind: Any = triax.TrainingArguments
+    words = ["--output_dir", str(tmp_path), "--grid", '{"data": 1}', "--report_to", "none"]
+    (parsed,) = transformers.HfArgumentParser(kind).parse_args_into_dataclasses(words)
+    assert parsed.grid.size == 1 and parsed.to_dict()["grid"] == {"pipe": 1, "data": 1, "tensor": 1}
+    assert pickle.loads(pickle.dumps(parsed)).grid.size == 1 and '"grid"' in parsed.to_json_string()
+    given = triax.TrainingArguments(str(tmp_path), grid=parsed.grid, report_to="none")
+    assert given.grid is parsed.grid
+
+
+# ------------------------------------------------------------------------------------------ TRL's SFTTrainer
+
+
+@exact()
+def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: str | None = None) -> dict[str, Any]:
+    """Run ``SFTTrainer`` in float64, on text and a tokenizer of letters; without options, TRL's own."""
+    import os
+
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1")  # no telemetry
+    import datasets  # type: ignore[import-untyped]
+    import tokenizers
+    import transformers
+    from trl import SFTConfig, SFTTrainer
+
+    @dataclass
+    class Cfg(SFTConfig, triax.TrainingArguments): ...
+
+    class Tr(SFTTrainer, triax.Trainer): ...
+
+    Cfg.__qualname__, globals()["Cfg"] = "Cfg", Cfg  # checkpoints pickle the arguments
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    letters = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="."))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps"]
+    rows = datasets.Dataset.from_list([{"text": f"{a} {b}"} for a in words for b in words][:44])
+    common: dict[str, Any] = {
+        "output_dir": out,
+        "per_device_train_batch_size": BATCH // replicas,
+        "per_device_eval_batch_size": BATCH // replicas,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+        "save_steps": 10,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    kinds: tuple[Any, Any] = (SFTTrainer, SFTConfig) if options is None else (Tr, Cfg)
+    args = kinds[1](**common, **({"use_cpu": True} if options is None else options))
+    data: dict[str, Any] = {
+        "train_dataset": rows,
+        "eval_dataset": rows.select(range(16)),
+        "processing_class": tokenizer,
+    }
+    if "grid" not in (options or {}):  # TRL's own loss rounds to fp32
+        data["compute_loss_func"] = exact_loss
+    trainer = kinds[0](model_of("llama"), args=args, **data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    found: dict[str, Any] = {key: [row[key] for row in trainer.state.log_history if key in row] for key in keys}
+    trainer.save_model(f"{out}/last")
+    return found
+
+
+@pytest.mark.exhaustive
+def test_trls_sft_trainer(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, fine_tuned, str(tmp_path / "plain"), 1, None, timeout=240)
+    out = str(tmp_path / "out")
+    for count, replicas, options, resume in (
+        (4, 2, two_by_two(1), None),
+        (1, 1, {"triax": {}}, f"{out}/checkpoint-10"),
+        (2, 2, {"triax": {"zero_optimization": {"stage": 3}}}, None),
+    ):
+        where = out if resume is None else f"{out}-again"
+        for found in ranks(count, fine_tuned, where, replicas, options, resume, timeout=240):
+            if "grid" not in options and replicas > 1:  # TRL takes the mean of each replica's mean
+                found["eval_loss"] = wanted["eval_loss"]
+            for key, values in wanted.items():
+                assert found[key] == pytest.approx(values, rel=1e-10, abs=1e-12), (key, options)
+        assert (Path(where) / "last" / "tokenizer.json").is_file() and exported(f"{where}/last")

@@ -1,0 +1,420 @@
+"""LoRA on any grid against PEFT on one process, in float64: losses, gradients, factors; adapters in and out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import triax
+from triax.grid import Grid
+from triax.models.layers import NextTokenLoss
+
+from paths import DOCS
+from readme_blocks import programs
+
+Sizes = tuple[int, int, int]  # pipe, data, tensor
+Run = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, int]]
+
+VOCAB, MICRO, STEPS, LR = 61, 4, 2, 1e-2
+EPS = 1e-3  # of AdamW: with 1e-8 it multiplies the last bits of tiny gradients by 1e8
+_SIZES = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 8}
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_LLAMA = {**_SIZES, **_NO_TOKENS, "max_position_embeddings": 32, "vocab_size": VOCAB, "num_key_value_heads": 2}
+_GPT2 = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 8, "resid_pdrop": 0.0, "vocab_size": VOCAB}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "qwen2": ("Qwen2ForCausalLM", _LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", _GPT2 | _NO_TOKENS | {"embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+}
+# PEFT's names of the keys: both libraries take them.
+SOME = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
+EVERY = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
+
+
+def make(case: str) -> Any:
+    """A random model in float64 in which no bias is 0 and no norm 1."""
+    import transformers
+
+    architecture, options = MODELS[case]
+    cls = getattr(transformers, architecture)
+    torch.manual_seed(3)
+    model = cls(cls.config_class(**options)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return exact(model)
+
+
+def exact(model: Any) -> Any:
+    """The model with norms in float64: transformers computes RMSNorm in float32."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = partial(F.rms_norm, normalized_shape=(32,), weight=norm.weight, eps=norm.variance_epsilon)
+    return model
+
+
+def saved(folder: Path, case: str) -> Path:
+    make(case).save_pretrained(folder)
+    return folder
+
+
+def batch(replica: int, step: int, index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * index + replica)
+    ids = torch.randint(VOCAB, (2, 9), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def engine_of(
+    folder: Path,
+    sizes: Sizes,
+    lora: dict[str, Any] | None,
+    stage: int = 2,
+    schedule: str = "zb-v",
+    sequence_parallel: bool = False,
+    device: str | None = None,
+    micro: int = MICRO,
+    **config: Any,
+) -> Any:
+    grid = Grid(*sizes)
+    module = triax.PipelineModule(
+        triax.load_hf(folder, sequence_parallel=sequence_parallel),
+        grid=grid,
+        loss_fn=NextTokenLoss(grid, VOCAB),
+        chunks=2 if schedule == "zb-v" else 1,
+        dtype=torch.float64,
+        device=device,
+    )
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01, "eps": EPS}},
+        "zero_optimization": {"stage": stage},
+        "pipeline": {"schedule": schedule},
+        **({} if lora is None else {"lora": lora}),
+        **config,
+    }
+    return triax.initialize(model=module, config=settings)[0]
+
+
+def step(engine: Any, number: int, micro: int = MICRO) -> float:
+    return engine.train_batch(iter([batch(engine.grid.data.rank, number, i) for i in range(micro)])).item()
+
+
+def factors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if ".lora." in name}
+
+
+def train(folder: Path, sizes: Sizes, lora: dict[str, Any], out: Path | None = None, **options: Any) -> Run:
+    """Losses, the factors at the start, the gradients of the last step, the factors at the end, bytes held."""
+    engine = engine_of(folder, sizes, lora, **options)
+    start = factors(engine.gather())
+    losses = [step(engine, number) for number in range(STEPS)]
+    if out is not None:
+        triax.save_lora(engine, out / "adapter")
+        triax.save_hf(engine, out / "merged", merge_lora=True)
+    return losses, start, engine.gather("gradients"), factors(engine.gather()), engine.memory_report()["held"]
+
+
+def theirs(name: str, case: str) -> str:
+    """PEFT's name of a factor of triax's."""
+    if not name.startswith("layers."):
+        return f"base_model.model.{name.partition('.lora.')[0]}.lora_{name[-1]}.default.weight"
+    _, block, *middle, part, factor = name.removesuffix(".weight").split(".")
+    if case == "gpt2":
+        inside = {"attention": "attn", "mlp": "mlp"}[middle[0]]
+        return f"base_model.model.transformer.h.{int(block) - 2}.{inside}.{part}.lora_{factor}.default.weight"
+    inside = {"attention": "self_attn", "mlp": "mlp"}[middle[0]]
+    return f"base_model.model.model.layers.{int(block) - 1}.{inside}.{part}.lora_{factor}.default.weight"
+
+
+def peft_model(case: str, lora: dict[str, Any], start: dict[str, Tensor]) -> Any:
+    """PEFT's model with these factors."""
+    import peft
+
+    model = peft.get_peft_model(make(case), peft.LoraConfig(**lora))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert set(trained) == {theirs(name, case) for name in start}
+    with torch.no_grad():
+        for name, value in start.items():
+            trained[theirs(name, case)].copy_(value)
+    return model
+
+
+def reference(case: str, lora: dict[str, Any], start: dict[str, Tensor], replicas: int) -> Run:
+    """PEFT's run over the same batches, on one process."""
+    model = peft_model(case, lora, start)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=0.01, eps=EPS)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        rows = [batch(replica, number, i) for replica in range(replicas) for i in range(MICRO)]
+        ids, labels = (torch.cat(each) for each in zip(*rows, strict=True))
+        loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    ours = {theirs(name, case): name for name in start}
+    gradients = {ours[name]: p.grad for name, p in trained.items()}
+    return losses, start, gradients, {ours[name]: p.detach() for name, p in trained.items()}, {}
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=batch(0, 9, 0)[0]).logits
+    return logits
+
+
+def loaded_by_peft(case: str, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(make(case), folder)
+
+
+def loaded(folder: Path) -> Any:
+    import transformers
+
+    return exact(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+
+
+def close(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+GPT2_SOME = SOME | {"target_modules": ["c_attn", "mlp.c_proj"]}
+SWEEP: list[tuple[Sizes, str, dict[str, Any], dict[str, Any]]] = [  # grid, model, lora, options
+    ((1, 1, 1), "llama", EVERY, {"stage": 0, "schedule": "1f1b"}),
+    ((1, 2, 2), "gpt2", EVERY, {"stage": 3, "schedule": "1f1b"}),
+    ((2, 2, 1), "gpt2", EVERY, {"stage": 3, "schedule": "gpipe", "device": "meta"}),
+    ((2, 2, 2), "gpt2", GPT2_SOME, {"stage": 2, "schedule": "zb-v"}),
+    ((2, 1, 4), "qwen2", EVERY, {"stage": 1, "schedule": "zb-h1"}),
+    ((1, 1, 4), "qwen2", SOME, {"stage": 1, "schedule": "1f1b", "sequence_parallel": True}),
+    ((2, 2, 2), "llama", EVERY, {"stage": 3, "schedule": "zb-v", "device": "meta"}),
+    ((2, 1, 2), "llama", EVERY, {"stage": 1, "schedule": "zb-v", "sequence_parallel": True}),
+    ((1, 2, 4), "llama", EVERY, {"stage": 2, "schedule": "1f1b", "sequence_parallel": True}),
+    ((4, 2, 1), "llama", SOME, {"stage": 2, "schedule": "1f1b"}),
+    ((2, 1, 2), "llama", EVERY, {"stage": 1, "schedule": "1f1b", "activation_checkpointing": {"interval": 1}}),
+]
+CASES: list[Any] = [
+    ((2, 2, 2), "llama", SOME, {"stage": 2, "schedule": "zb-v"}),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in SWEEP),
+]
+
+
+@pytest.mark.parametrize(("sizes", "case", "lora", "options"), CASES)
+def test_a_run_equals_pefts_on_one_process(
+    ranks: Callable[..., list[Any]],
+    tmp_path: Path,
+    sizes: Sizes,
+    case: str,
+    lora: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    pipe, data, tensor = sizes
+    folder = saved(tmp_path / "model", case)
+    runs: list[Run] = ranks(pipe * data * tensor, train, folder, sizes, lora, tmp_path, **options)
+    losses, start, gradients, end, _ = runs[0]
+    wanted = reference(case, lora, start, data)
+    assert losses == pytest.approx(wanted[0], rel=1e-10)
+    close(gradients, wanted[2])
+    close(end, wanted[3])
+    assert all(run[0] == losses for run in runs)
+    logits = logits_of(peft_model(case, lora, end))
+    assert (logits - logits_of(make(case))).abs().max() > 1e-3
+    torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
+
+
+def parallelized(folder: Path, sizes: Sizes, lora: dict[str, Any], stage: int) -> Run:
+    """As ``train``, of transformers' own model under ``parallelize`` in a plain loop."""
+    import transformers
+
+    grid = Grid(*sizes)
+    model = exact(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+    triax.parallelize(model, grid)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01, "eps": EPS}},
+        "zero_optimization": {"stage": stage},
+        "lora": lora,
+    }
+    engine, *_ = triax.initialize(model=model, config=settings, grid=grid)
+    start, losses = factors(engine.gather()), []
+    for number in range(STEPS):
+        total = 0.0
+        for index in range(MICRO):
+            ids, labels = batch(grid.data.rank, number, index)
+            loss = F.cross_entropy(engine(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+            engine.backward(loss)
+            total += loss.item() / MICRO / grid.data.size
+            engine.step()
+        losses.append(total)
+    return losses, start, engine.gather("gradients"), factors(engine.gather()), {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("case", "tensor", "data", "stage"), [("gpt2", 2, 1, 1), ("llama", 2, 2, 3), ("qwen2", 4, 1, 2)]
+)
+def test_a_parallelized_model_equals_pefts(
+    ranks: Any, tmp_path: Path, case: str, tensor: int, data: int, stage: int
+) -> None:
+    folder = saved(tmp_path / "model", case)
+    runs = ranks(tensor * data, parallelized, folder, (1, data, tensor), EVERY, stage)
+    _, start, gradients, end, _ = runs[0]
+    wanted = reference(case, EVERY, start, data)
+    assert [sum(each) for each in zip(*(run[0] for run in runs[::tensor]), strict=True)] == pytest.approx(
+        wanted[0], rel=1e-10
+    )
+    close(gradients, wanted[2])
+    close(end, wanted[3])
+
+
+def test_only_adapters_have_gradients_and_optimizer_state(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Bytes by kind, of fp32 training in ZeRO stage 1 on two replicas: the formulas of the adapters' sizes alone."""
+    folder = saved(tmp_path / "model", "llama")
+    (_, start, gradients, _, held), _ = ranks(2, train, folder, (1, 2, 1), SOME, stage=1, schedule="1f1b")
+    elements = sum(tensor.numel() for tensor in start.values())
+    assert elements == 2 * 4 * (2 * 32 + (32 + 8) + (32 + 44) + (44 + 32))  # layers x r x (inputs + outputs)
+    assert gradients.keys() == start.keys()
+    assert held["gradients"] == elements * 8
+    assert held["optimizer"] - 2 * elements // 2 * 8 in range(65)  # two moments of half; alignment, and a step
+
+
+def save_then_go_on(folder: Path, out: Path, sizes: Sizes, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    engine = engine_of(folder, sizes, SOME, **options)
+    step(engine, 0, engine.batch.accumulation)
+    engine.save_checkpoint(out, tag="all")
+    engine.save_checkpoint(out, tag="adapters", exclude_frozen_parameters=True)
+    return step(engine, 1, engine.batch.accumulation), factors(engine.gather())
+
+
+def resume(folder: Path, out: Path, tag: str, sizes: Sizes, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    engine = engine_of(folder, sizes, SOME, **options)
+    engine.load_checkpoint(out, tag=tag, load_module_strict=tag == "all")
+    return step(engine, 1, engine.batch.accumulation), factors(engine.gather())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tag", ["all", "adapters"])
+def test_a_checkpoint_resumes_on_another_grid(ranks: Callable[..., list[Any]], tmp_path: Path, tag: str) -> None:
+    """Also one of the adapters alone, over the same frozen weights."""
+    folder, out = saved(tmp_path / "model", "llama"), tmp_path / "checkpoints"
+    loss, end = ranks(4, save_then_go_on, folder, out, (2, 1, 2), stage=1)[0]
+    again, found = ranks(2, resume, folder, out, tag, (1, 1, 2), stage=1, schedule="1f1b")[0]
+    assert again == pytest.approx(loss, rel=1e-10)
+    close(found, end)
+
+
+def exchange(folder: Path, adapter: Path, out: Path, sizes: Sizes) -> float:
+    """PEFT's adapter into an engine, and out again."""
+    engine = engine_of(folder, sizes, triax.lora_config(adapter), stage=3, schedule="1f1b")
+    triax.load_lora(adapter, engine)
+    triax.save_lora(engine, out)
+    plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid, dtype=torch.float64)
+    triax.load_lora(adapter, plain)
+    if sizes[0] == 1:
+        logits = triax.tensor_parallel.gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
+        torch.save(logits.detach(), out.with_suffix(".pt"))
+    return engine.eval_batch(iter([batch(0, 9, 0)] * MICRO)).item()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
+def test_an_adapter_of_peft_is_loaded_and_written(ranks: Any, tmp_path: Path, case: str, sizes: Sizes) -> None:
+    import peft
+    from safetensors.torch import load_file
+
+    folder, adapter, out = saved(tmp_path / "model", case), tmp_path / "peft", tmp_path / "ours"
+    torch.manual_seed(1)
+    targets = ["v_proj", "o_proj", "up_proj"] if case == "llama" else ["attn.c_proj", "c_fc"]
+    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(make(case), lora)
+    model.save_pretrained(str(adapter))
+    found = ranks(sizes[0] * sizes[1] * sizes[2], exchange, folder, adapter, out, sizes)[0]
+    logits, labels = logits_of(model), batch(0, 9, 0)[1]
+    assert found == pytest.approx(F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item(), rel=1e-10)
+    if sizes[0] == 1:
+        torch.testing.assert_close(torch.load(out.with_suffix(".pt")), logits, rtol=0, atol=1e-10)
+    mine, theirs = (load_file(each / "adapter_model.safetensors") for each in (out, adapter))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_checkpoint_is_exported_for_peft_and_merged(ranks: Any, tmp_path: Path, case: str) -> None:
+    from typer.testing import CliRunner
+
+    from triax.cli.main import app
+
+    folder, out = saved(tmp_path / "model", case), tmp_path / "checkpoints"
+    lora = EVERY if case == "llama" else GPT2_SOME
+    end = ranks(4, save_only, folder, out, (2, 1, 2), lora)[0]
+    for words in (["adapter"], ["merged", "--merge-lora"]):
+        target = [str(tmp_path / words[0]), "--format", "hf", *words[1:]]
+        done = CliRunner().invoke(app, ["checkpoint", "export", str(out), *target])
+        assert done.exit_code == 0, done.output
+    logits = logits_of(peft_model(case, lora, end))
+    torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
+
+
+def save_only(folder: Path, out: Path, sizes: Sizes, lora: dict[str, Any]) -> dict[str, Tensor]:
+    engine = engine_of(folder, sizes, lora, stage=1)
+    for number in range(STEPS):
+        step(engine, number)
+    engine.save_checkpoint(out)
+    with pytest.raises(ValueError, match="merge_lora=True"):
+        triax.save_hf(engine, out / "hf")
+    plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid)
+    with pytest.raises(triax.CheckpointError, match="has LoRA adapters, but the model has none"):
+        triax.load_weights(plain, out)
+    return factors(engine.gather())
+
+
+def unknown_target(folder: Path) -> str:
+    with pytest.raises(triax.ConfigError) as caught:
+        engine_of(folder, (1, 1, 1), {"targets": ["q_proj", "c_attn"]}, stage=0, schedule="1f1b")
+    return str(caught.value)
+
+
+def parameters_without_adapters(folder: Path) -> str:
+    grid = Grid()
+    model = triax.PipelineModule(triax.load_hf(folder), grid=grid, loss_fn=NextTokenLoss(grid, VOCAB))
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "lora": {"r": 2}}
+    before = list(model.parameters())
+    with pytest.raises(triax.ConfigError) as caught:
+        triax.initialize(model=model, model_parameters=before, config=config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    triax.initialize(model=model, model_parameters=trained, config=config)
+    return str(caught.value)
+
+
+def test_errors_say_what_to_write(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    assert "'c_attn', but no layer has such a name" in ranks(1, unknown_target, folder)[0]
+    assert "call triax.add_lora(model, config['lora']) first" in ranks(1, parameters_without_adapters, folder)[0]
+
+
+def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for source in programs((DOCS / "lora.md").read_text()).values():
+        ranks(1, run_program, source, tmp_path)
+
+
+def run_program(source: str, folder: Path) -> None:
+    os.chdir(folder)
+    sys.argv = ["program.py"]
+    exec(compile(source, "docs/lora.md", "exec"), {"__name__": "__main__"})
