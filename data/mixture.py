@@ -74,7 +74,7 @@ class Rows:
         """True for a mixture, whose members have epochs of their own."""
         return self._mixture is not None
 
-    def fill(self, first: int, count: int, ids: Array, labels: Array, documents: Array) -> None:
+    def fill(self, first: int, count: int, ids: Array, labels: Array, documents: Array | None) -> None:
         """Write rows one after another into the first slots of a batch, as ``DocumentRows.fill``."""
         rows = np.arange(first, first + count)
         if self._mixture is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,9 +38,9 @@ class _Epoch(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """Pieces of documents in some rows, one after another: (n,) each."""
+    """Pieces of documents that fill some rows, one after another: (n,) each."""
 
-    row: Array  # among the rows that were asked for
+    file: Array  # number of the file; padding: the number of files
     number: Array  # within the row
     start: Array  # first token, through all folders
     stop: Array  # its end
@@ -68,12 +68,15 @@ class DocumentRows:
         self._folders, self.length, self._seed = folders, length, seed
         self._files = [(folder, number, file) for folder in folders for number, file in enumerate(folder.files)]
         self._tokens = [file.tokens for _, _, file in self._files]
-        self._counted = [file.counted for _, _, file in self._files]
-        self._is_chat = any(counted is not None for counted in self._counted)
-        self._largest = np.asarray([folder.index.files[number].largest for folder, number, _ in self._files])
-        self._first = np.cumsum(
-            [0, *(len(tokens) for tokens in self._tokens)]
-        )  # first token of each file, through all folders
+        self._first = np.cumsum([0, *map(len, self._tokens)])  # first token of each file, through all folders
+        self._tokens.append(np.zeros(length, self._tokens[0].dtype))  # padding
+        self._is_chat = any(file.counted is not None for _, _, file in self._files)
+        self._counted: list[Any] = []  # of conversations; text counts everywhere
+        if self._is_chat:
+            ones = np.broadcast_to(np.uint8(1), max(map(len, self._tokens)))
+            self._counted = [ones if file.counted is None else file.counted for _, _, file in self._files] + [ones]
+        self._largest = [folder.index.files[number].largest for folder, number, _ in self._files]
+        self._most = max(self._largest)
         bases = np.cumsum([0, *(folder.index.tokens for folder in folders)])
         starts, stops = [], []
         for folder, base, numbers in zip(folders, bases, chosen, strict=False):
@@ -94,61 +97,57 @@ class DocumentRows:
             self._bin_rows = self._bin_order = np.empty(0, np.int64)
             self.count = -(-self.tokens // length)
 
-    def fill(self, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array) -> None:
-        """Write rows into a batch of zeros, int64 (B, T) each.
+    def fill(self, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array | None) -> None:
+        """Write rows into a batch, int64 (B, T) each.
 
         Args:
-            rows: numbers of the rows, from the beginning of the run: (n,).
-            slots: where in the batch each of them goes: (n,).
-            ids: the tokens.
+            rows: numbers of the rows, from the beginning of the run, in increasing order: (n,).
+            slots: where in the batch each of them goes, in increasing order: (n,).
+            ids: the tokens; padding is 0.
             labels: for each token the next one of its document, even if that is in another row; ``IGNORED`` for the
                 last token of a document, for padding, and where the next token does not count in the loss.
-            documents: number of the document within the row; padding is a document of its own.
+            documents: number of the document within the row; padding is a document of its own. None: not wanted.
 
         Raises:
             CorruptError: a file has a token that the index does not state.
         """
         epochs = rows // self.count
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            self._fill(epoch, rows[chosen] % self.count, slots[chosen], ids, labels, documents)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            first, stop = np.searchsorted(epochs, (epoch, epoch + 1))
+            if first < stop:
+                self._fill(epoch, rows[first:stop] - epoch * self.count, slots[first:stop], ids, labels, documents)
 
-    def _fill(self, epoch: int, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array) -> None:
-        length, pieces = self.length, self._pieces(epoch, rows)
-        files = np.searchsorted(self._first, pieces.start, "right") - 1
+    def _fill(self, epoch: int, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array | None) -> None:
+        pieces = self._pieces(epoch, rows)
         sizes = pieces.stop - pieces.start
-        places = np.cumsum(sizes) - sizes  # in the rows one after another, without padding
-        firsts = np.flatnonzero(pieces.number == 0)  # of each row
-        places += (slots * length - places[firsts])[pieces.row]
-        begins = pieces.start - self._first[files]
-        flat_ids, flat_labels, flat_documents = ids.reshape(-1), labels.reshape(-1), documents.reshape(-1)
-        counts = np.ones(ids.size + 1, np.uint8) if self._is_chat else None
-        copies = (each.tolist() for each in (files, begins, begins + sizes, places, places + sizes, pieces.number))
-        for file, begin, end, place, after, number in zip(*copies, strict=True):
-            flat_ids[place:after] = self._tokens[file][begin:end]
-            flat_documents[place:after] = number
-            if counts is not None and (counted := self._counted[file]) is not None:
-                counts[place:after] = counted[begin:end]
-        if ids.max() > self._largest.max():
-            self._find_damage(pieces, files)
-        labels[slots, :-1] = ids[slots, 1:]
-        if counts is not None:
-            flat_labels[counts[1:] == 0] = IGNORED
-        last = places + sizes - 1
-        flat_labels[last] = IGNORED
-        for piece in np.flatnonzero(pieces.stop < pieces.last).tolist():  # goes on in another row
-            file, after = int(files[piece]), int(begins[piece] + sizes[piece])
-            counted = self._counted[file]
-            if counted is None or counted[after]:
-                flat_labels[last[piece]] = self._tokens[file][after]
-        ends = last[np.append(firsts[1:], len(last)) - 1] + 1
-        for slot, end, number in zip(slots.tolist(), ends.tolist(), np.bincount(pieces.row).tolist(), strict=True):
-            if end < (slot + 1) * length:  # padding
-                flat_documents[end : (slot + 1) * length] = number
-                flat_labels[end : (slot + 1) * length] = IGNORED
+        ends = np.cumsum(sizes)
+        begins = pieces.start - self._first[pieces.file]
+        copies = [*zip(pieces.file.tolist(), begins.tolist(), (begins + sizes).tolist(), strict=True)]
+        tokens = np.concatenate([self._tokens[file][begin:end] for file, begin, end in copies])  # (n * T,)
+        if tokens.max() > self._most:
+            self._find_damage(pieces)
+        follow = np.empty(len(tokens), np.int64)
+        follow[:-1] = tokens[1:]
+        if self._is_chat:
+            counted = np.concatenate([self._counted[file][begin:end] for file, begin, end in copies])
+            follow[:-1][counted[1:] == 0] = IGNORED
+        follow[ends - 1] = IGNORED
+        padding = len(self._files)
+        for piece in np.flatnonzero((pieces.stop < pieces.last) | (pieces.file == padding)).tolist():
+            file, _, after = copies[piece]
+            end = int(ends[piece])
+            if file == padding:
+                follow[end - int(sizes[piece]) : end] = IGNORED
+            elif not self._is_chat or self._counted[file][after]:  # the document goes on in another row
+                follow[end - 1] = self._tokens[file][after]
+        where: Any = slice(slots[0], slots[-1] + 1) if slots[-1] - slots[0] < len(slots) else slots
+        ids[where] = tokens.reshape(-1, self.length)
+        labels[where] = follow.reshape(-1, self.length)
+        if documents is not None:
+            documents[where] = np.repeat(pieces.number, sizes).reshape(-1, self.length)
 
     def _pieces(self, epoch: int, rows: Array) -> _Pieces:
-        """Return the pieces of documents in rows of an epoch."""
+        """Return the pieces of documents, and of padding, that fill rows of an epoch."""
         order, ends, bounds = self._epoch(epoch)
         if len(bounds):
             low, high = bounds[rows], bounds[rows + 1]
@@ -156,15 +155,25 @@ class DocumentRows:
             begin = rows * self.length
             end = np.minimum(begin + self.length, self.tokens)
             low, high = np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end, "left") + 1
-        row = np.repeat(np.arange(len(rows)), high - low)
-        number = np.arange(len(row)) - (np.cumsum(high - low) - (high - low))[row]
+        counts = high - low
+        after = np.cumsum(counts)  # of each row
+        row = np.repeat(np.arange(len(rows)), counts)
+        number = np.arange(len(row)) - (after - counts)[row]
         places = low[row] + number
         piece = order[places]
         start, stop, last = self._starts[piece], self._stops[piece], self._last[piece]
         if not len(bounds):
             start = np.maximum(start, last - (ends[places] - begin[row]))
             stop = np.minimum(last, last - (ends[places] - end[row]))
-        return _Pieces(row, number, start, stop, last)
+        file = np.searchsorted(self._first, start, "right") - 1
+        missing = self.length - np.add.reduceat(stop - start, after - counts)
+        if missing.any():
+            short = np.flatnonzero(missing)
+            at, first = after[short], self._first[-1]
+            file, number = np.insert(file, at, len(self._files)), np.insert(number, at, counts[short])
+            start, stop = np.insert(start, at, first), np.insert(stop, at, first + missing[short])
+            last = np.insert(last, at, 0)
+        return _Pieces(file, number, start, stop, last)
 
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:
@@ -197,12 +206,14 @@ class DocumentRows:
         self._starts = self._starts[piece] + inside * self.length
         self._stops = np.minimum(self._starts + self.length, self._last)
 
-    def _find_damage(self, pieces: _Pieces, files: Array) -> None:
+    def _find_damage(self, pieces: _Pieces) -> None:
         """Raise the error about the document that has a token which the index does not state."""
-        for start, stop, number in zip(pieces.start.tolist(), pieces.stop.tolist(), files.tolist(), strict=True):
+        for number, start, stop in zip(pieces.file.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True):
+            if number == len(self._files):
+                continue
             folder, file, _ = self._files[number]
             first = int(self._first[number])
-            found, stated = int(self._tokens[number][start - first : stop - first].max()), int(self._largest[number])
+            found, stated = int(self._tokens[number][start - first : stop - first].max()), self._largest[number]
             if found > stated:
                 document = folder.document_of(start - first + int(folder.first_token[file]))
                 raise CorruptError(

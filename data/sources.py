@@ -303,7 +303,9 @@ def _rows(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
         if reading.key not in batch.schema.names:
             names = ", ".join(batch.schema.names[:8])
             raise ConfigError(f"{part.name} has no column {reading.key!r}, but {names}. Give --key, or --chat.")
-        for value in batch.column(reading.key).to_pylist():
+        column = batch.column(reading.key)
+        column.validate(full=True)  # a damaged file could make pyarrow read beyond its memory
+        for value in column.to_pylist():
             number += 1
             yield number, _checked(value, reading)
     yield number, None

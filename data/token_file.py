@@ -64,13 +64,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], sources: list[list[s
     return 8 + len(head) + at, digest.hexdigest()
 
 
-def write_atomically(path: Path, *chunks: bytes) -> None:
-    """Write a file whose name is there only when all of it is on the disk."""
+def write_atomically(path: Path, *chunks: bytes, durable: bool = True) -> None:
+    """Write a file whose name is there only when all of it is written, and on the disk if ``durable``."""
     temporary = path.with_name(f".{path.name}.part")
     with temporary.open("wb") as file:
         file.writelines(chunks)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 

@@ -53,6 +53,21 @@ class FileEntry(_Strict):
     line: Annotated[int, Field(ge=0)]  # lines of its first source that are in files before it
 
 
+class PieceRecord(_Strict):
+    """Record of a piece of the sources that is tokenized, beside its file until the index is written.
+
+    Attributes:
+        file: the file; None if no document of the piece is valid.
+        lines: lines of the piece.
+        bad, first_bad: number of documents that were left out, and the first of them.
+    """
+
+    file: FileEntry | None
+    lines: Annotated[int, Field(ge=0)]
+    bad: Annotated[int, Field(ge=0)]
+    first_bad: str
+
+
 class TokenIndex(_Strict):
     """Content of index.json.
 
@@ -78,8 +93,31 @@ class TokenIndex(_Strict):
 
 def write_index(folder: Path, index: TokenIndex) -> None:
     """Write index.json with its checksum."""
-    values = index.model_dump(exclude={"checksum"})
-    write_atomically(folder / NAME, json.dumps({**values, "checksum": _checksum(values)}, indent=1).encode())
+    write_atomically(folder / NAME, with_checksum(index.model_dump(exclude={"checksum"})))
+
+
+def with_checksum(values: dict[str, Any]) -> bytes:
+    """Return values as JSON, with the SHA-256 of them as another one."""
+    return json.dumps({**values, "checksum": _checksum(values)}, indent=1).encode()
+
+
+def write_record(path: Path, record: PieceRecord) -> None:
+    """Write the record of a piece. One that a crash cuts off is no record, so nothing waits for the disk."""
+    write_atomically(path, with_checksum(record.model_dump()), durable=False)
+
+
+def read_record(path: Path) -> PieceRecord | None:
+    """Return the record of a piece whose file is there as it was written; else None."""
+    try:
+        values = json.loads(path.read_bytes())
+        if values.pop("checksum") != _checksum(values):
+            return None
+        record = PieceRecord.model_validate(values)
+        if record.file is not None and _sha256(path.parent / record.file.name) != record.file.sha256:
+            return None
+        return record
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def read_index(folder: Path) -> TokenIndex:
@@ -231,8 +269,7 @@ class TokenFolder:
     def verify(self) -> Iterator[str]:
         """Compare every byte with its checksum, and every token with the index. Yields a line for each problem."""
         for entry, file in zip(self.index.files, self.files, strict=True):
-            with file.path.open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
+            found = _sha256(file.path)
             if found != entry.sha256:
                 yield f"{file.path} is damaged: its SHA-256 is {found[:12]}..., but {entry.sha256[:12]}... was written"
             elif (largest := int(file.tokens.max())) != entry.largest:
@@ -246,6 +283,11 @@ class TokenFolder:
             raise ConfigError(f"There is no document {number}: {self.path} has documents 0 to {last}.")
         file = int(np.searchsorted(self.first_document, number, "right")) - 1
         return self.files[file], number - int(self.first_document[file])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _checksum(values: dict[str, Any]) -> str:

@@ -183,13 +183,14 @@ class TokenLoader:
         """Make a microbatch of this replica: its number counts from the row ``start``."""
         batch, part = divmod(microbatch, self._per_batch)
         first = start + batch * self._train + self._first_row + part * self._micro
-        shape = (self._micro, self.dataset.length)
-        ids, labels, documents = (np.zeros(shape, np.int64) for _ in range(3))
+        masked = self.dataset.document_mask
+        ids, labels, *documents = np.empty((2 + masked, self._micro, self.dataset.length), np.int64)
         count = self._micro if self._end is None else min(max(self._end - first, 0), self._micro)
-        labels[count:] = IGNORED
+        for each, padding in zip((ids, labels, *documents), (0, IGNORED, 0), strict=False):
+            each[count:] = padding
         if count:
-            self.rows.fill(first, count, ids, labels, documents)
-        made = [torch.from_numpy(each) for each in (ids, documents, labels)]
+            self.rows.fill(first, count, ids, labels, documents[0] if masked else None)
+        made = [torch.from_numpy(each) for each in (ids, *documents, labels)]
         if self._pin_memory:
             made = [each.pin_memory() for each in made]
-        return ((made[0], made[1]) if self.dataset.document_mask else made[0]), made[2]
+        return (tuple(made[:2]) if masked else made[0]), made[-1]

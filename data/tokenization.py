@@ -27,7 +27,18 @@ from ..grid.errors import ConfigError, nearest
 from .chat import ChatTemplate
 from .sources import SPLITS, UNITS, BadDocument, Part, Reading, cut, documents, find_sources, lines_before
 from .token_file import DTYPES, Array, token_dtype, write_atomically, write_tensors
-from .token_folder import FORMAT, NAME, VERSION, FileEntry, TokenFolder, TokenIndex, write_index
+from .token_folder import (
+    FORMAT,
+    NAME,
+    VERSION,
+    FileEntry,
+    PieceRecord,
+    TokenFolder,
+    TokenIndex,
+    read_record,
+    write_index,
+    write_record,
+)
 from .tokenizer import TextTokenizer, open_tokenizer
 
 PIECE_BYTES = 2**25
@@ -127,8 +138,8 @@ def tokenize(
         records, done = _run(job, pieces, processes, progress or (lambda done, of: None))
         files = [*_entries(pieces, records)]
         if not files:
-            bad = next((record["first_bad"] for record in records if record["bad"]), "the sources are empty")
-            raise ConfigError(f"There is no document to tokenize: {bad}.")
+            bad = next((f": {record.first_bad}" for record in records if record.bad), "")
+            raise ConfigError(f"There is no document to tokenize in {', '.join(map(str, sources))}{bad}.")
         index = TokenIndex(
             format=FORMAT,  # type: ignore[arg-type]
             version=VERSION,  # type: ignore[arg-type]
@@ -143,8 +154,8 @@ def tokenize(
         write_index(folder, index)
         for path in [folder / _PLAN, *(folder / f"{number:05d}.json" for number in range(len(pieces)))]:
             path.unlink(missing_ok=True)
-    first = next((record["first_bad"] for record in records if record["bad"]), "")
-    return Tokenized(TokenFolder(folder), sum(record["bad"] for record in records), first, done)
+    first = next((record.first_bad for record in records if record.bad), "")
+    return Tokenized(TokenFolder(folder), sum(record.bad for record in records), first, done)
 
 
 def _begin(folder: Path, plan: str, pieces: int) -> None:
@@ -168,9 +179,9 @@ def _begin(folder: Path, plan: str, pieces: int) -> None:
 
 def _run(
     job: _Job, pieces: list[list[Part]], processes: int, progress: Callable[[int, int], None]
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[PieceRecord], int]:
     """Tokenize the pieces that have no record. Returns all records, and the number of pieces tokenized."""
-    records = [_record(job.out, number) for number in range(len(pieces))]
+    records = [read_record(job.out / f"{number:05d}.json") for number in range(len(pieces))]
     missing = [number for number, record in enumerate(records) if record is None]
     count = len(pieces) - len(missing)
     progress(count, len(pieces))
@@ -183,7 +194,7 @@ def _run(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(missing)), context) as pool:
         try:
-            waiting: dict[Future[dict[str, Any]], int] = {}
+            waiting: dict[Future[PieceRecord], int] = {}
             ahead = iter(missing)
             while True:
                 for number in ahead:
@@ -206,25 +217,14 @@ def _run(
     return [record for record in records if record], len(missing)
 
 
-def _record(out: Path, number: int) -> dict[str, Any] | None:
-    """Return the record of a piece that is done, None if it is not."""
-    try:
-        record = json.loads((out / f"{number:05d}.json").read_bytes())
-        whole = not record["documents"] or (out / record["name"]).stat().st_size == record["bytes"]
-        return dict(record) if whole else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _entries(pieces: list[list[Part]], records: list[dict[str, Any]]) -> Iterator[FileEntry]:
+def _entries(pieces: list[list[Part]], records: list[PieceRecord]) -> Iterator[FileEntry]:
     """Yield the index's entries of the files, with the lines that each file's first source has before it."""
     lines = 0
     for parts, record in zip(pieces, records, strict=True):
         lines = lines if parts[0].start else 0
-        if record["documents"]:
-            values = {key: record[key] for key in ("name", "bytes", "sha256", "documents", "tokens", "largest")}
-            yield FileEntry(**values, line=lines)
-        lines += record["lines"]
+        if record.file is not None:
+            yield record.file.model_copy(update={"line": lines})
+        lines += record.lines
 
 
 @lru_cache(maxsize=1)
@@ -237,9 +237,10 @@ def _template(job: _Job) -> ChatTemplate:
     return ChatTemplate(job.tokenizer)
 
 
-def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> dict[str, Any]:
+def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> PieceRecord:
     """Tokenize one piece, write its file and then its record. Returns the record."""
-    dtype = DTYPES[token_dtype(_tokenizer(job).facts.vocab_size)]
+    vocab_size = _tokenizer(job).facts.vocab_size
+    dtype = DTYPES[token_dtype(vocab_size)]
     tokens: list[Array] = []
     counted: list[Array] = []
     origins: list[tuple[int, int]] = []
@@ -252,6 +253,11 @@ def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> dict[str, Any]
         made = _encode(job, [value for _, _, value in batch])
         for (source, line, value), found in zip(batch, made, strict=True):
             if isinstance(found, tuple) and len(found[0]):
+                if (largest := int(found[0].max())) >= vocab_size:
+                    raise ConfigError(
+                        f"The tokenizer {job.tokenizer} made the token {largest}, but its vocabulary has {vocab_size} "
+                        "entries. Save it again with transformers, with all its added tokens."
+                    )
                 tokens.append(found[0].astype(dtype))
                 counted.append(found[1])
                 origins.append((source, line))
@@ -264,8 +270,7 @@ def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> dict[str, Any]
             if not job.skip_bad:
                 raise ConfigError(f"{where}. Mend it, or add --skip-bad to leave out such documents.")
             bad, first_bad = bad + 1, first_bad or where
-    record: dict[str, Any] = {"name": f"{number:05d}.safetensors", "documents": len(tokens), "lines": lines}
-    record |= {"bad": bad, "first_bad": first_bad}
+    file = None
     if tokens:
         whole = np.concatenate(tokens)
         tensors: dict[str, Array] = {
@@ -276,9 +281,12 @@ def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> dict[str, Any]
             **({"counted": np.concatenate(counted)} if job.reading.is_chat else {}),
         }
         sources = [[part.name, UNITS[part.format]] for part in parts]
-        size, sha256 = write_tensors(job.out / record["name"], tensors, sources)
-        record |= {"bytes": size, "sha256": sha256, "tokens": len(whole), "largest": int(whole.max())}
-    write_atomically(job.out / f"{number:05d}.json", json.dumps(record).encode())
+        name = f"{number:05d}.safetensors"
+        size, sha256 = write_tensors(job.out / name, tensors, sources)
+        numbers = {"documents": len(tokens), "tokens": len(whole), "largest": int(whole.max())}
+        file = FileEntry(name=name, bytes=size, sha256=sha256, **numbers, line=0)
+    record = PieceRecord(file=file, lines=lines, bad=bad, first_bad=first_bad)
+    write_record(job.out / f"{number:05d}.json", record)
     return record
 
 

@@ -22,6 +22,9 @@ from .token_folder import TokenizerFacts
 
 BYTES = "bytes"
 END = "<|endoftext|>"  # of the tokenizers that are trained here
+# Classes of transformers that take tokenizer.json as it is, and keys of tokenizer_config.json that change no token.
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_HARMLESS = {"tokenizer_class", "eos_token", "model_max_length", "chat_template"}
 _PROBE = (
     "The quick brown fox can't jump 3.14159 times over  the lazy dog's 1,000,000 bones!?\n\n\tdef f(x_1: int) -> None:"
     "\n        return x_1 ** 2  # ÀÉÎõü ß Œ Ωμέγα Привет мир שלום مرحبا नमस्ते 你好，世界 こんにちは 안녕하세요 "
@@ -178,11 +181,9 @@ def _bytes() -> TextTokenizer:
 def _folder(folder: Path) -> TextTokenizer:
     """Open a folder's tokenizer: by ``tokenizers`` alone if transformers would change nothing, else as it loads it."""
     file, config = folder / "tokenizer.json", _read_json(folder / "tokenizer_config.json")
-    generic = config.get("tokenizer_class", "PreTrainedTokenizerFast") in (
-        "PreTrainedTokenizerFast",
-        "TokenizersBackend",
-    )
-    if file.is_file() and generic and not any(key.startswith("add_") and config[key] for key in config):
+    maps = [folder / name for name in ("special_tokens_map.json", "added_tokens.json")]
+    generic = config.get("tokenizer_class", _GENERIC[0]) in _GENERIC and config.keys() <= _HARMLESS
+    if file.is_file() and generic and not any(path.exists() for path in maps):
         end = config.get("eos_token")
         return _file(file, str(folder), end.get("content") if isinstance(end, dict) else end)
     loaded = load_transformers(folder)

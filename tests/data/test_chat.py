@@ -1,0 +1,138 @@
+"""Conversations: tokens by the chat template, and loss on the assistant's tokens only, as transformers itself says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from triax.data import TokenData, TokenFolder, train_tokenizer
+from triax.data.chat import ChatTemplate
+from triax.data.sources import BadDocument, Reading, find_sources
+from triax.data.tokenization import tokenize
+from triax.grid.errors import ConfigError
+
+from tokenized import write_json_lines
+
+pytest.importorskip("transformers")
+
+HEAD = "{{ '<|im_start|>' + m.role + '\\n' }}"
+PLAIN = "{% for m in messages %}" + HEAD + "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+MARKED = (
+    "{% for m in messages %}" + HEAD + "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\\n' }}"
+)
+MARKED += "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+# As templates of reasoning models: thoughts of all but the last answer are left out.
+FORGETS = "{% for m in messages %}" + HEAD
+FORGETS += "{{ (m.content if loop.last else m.content.split('</think>')[-1]) + '<|im_end|>\\n' }}{% endfor %}"
+FORGETS += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def turns(*contents: str, roles: str = "sua") -> list[dict[str, str]]:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": names[role], "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+CONVERSATIONS = [
+    turns("be brief", "why?", "because of the é 🙂 sky"),
+    turns("why?", "because", "and why?", "no\n\nidea  ", roles="uaua"),
+    turns("hello", "hi", roles="ua"),
+    turns("why " * 10, "long " * 20, roles="ua"),
+    turns("hello", "one", "two", "bye", "x", roles="uaaua"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: Any) -> Path:
+    """A folder of a tokenizer for each template."""
+    root: Path = tmp_path_factory.mktemp("chat")
+    source = write_json_lines(root / "text.jsonl", ["why is the sky blue? because it is. hello, bye."] * 9)
+    for name, template in {"plain": PLAIN, "marked": MARKED, "forgets": FORGETS, "none": None}.items():
+        train_tokenizer(find_sources([source])[0], Reading(), 290, root / name)
+        config = json.loads((root / name / "tokenizer_config.json").read_text())
+        config |= {"chat_template": template} if template else {}
+        config["additional_special_tokens"] = ["<|im_start|>", "<|im_end|>"]
+        (root / name / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json_lines(root / "chat.jsonl", CONVERSATIONS, "messages")
+    return root
+
+
+def reference(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, chat_template=MARKED)
+    found: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return list(found["input_ids"]), list(found["assistant_masks"])
+
+
+@pytest.mark.parametrize("name", ["plain", "marked"])
+def test_the_assistants_tokens_are_those_that_transformers_marks(made: Path, name: str) -> None:
+    template = ChatTemplate(made / name)
+    for messages in CONVERSATIONS:
+        found = template.encode(messages)
+        assert isinstance(found, tuple)
+        ids, counted = reference(made / name, messages)
+        assert found[0].tolist() == ids and found[1].tolist() == counted
+        assert 0 < sum(counted) < len(counted)
+
+
+def test_labels_count_on_the_assistants_tokens_only(made: Path, tmp_path: Path) -> None:
+    tokenize([made / "chat.jsonl"], made / "plain", tmp_path / "out", chat=True)
+    facts = TokenFolder(tmp_path / "out").index.tokenizer
+    assert facts.vocab_size == TokenFolder(tmp_path / "out").largest + 1  # with tokens that the configuration adds
+    wanted = []
+    for messages in CONVERSATIONS:
+        ids, counted = reference(made / "plain", messages)
+        wanted.append([token if count else -100 for token, count in zip(ids, counted, strict=True)][1:] + [-100])
+    for length, packing in ((400, None), (16, "cut"), (16, "whole"), (7, "whole")):
+        data = TokenData(tmp_path / "out", length, packing=packing, shuffle=False, vocab_size=400)
+        found: dict[bytes, list[int]] = {}
+        for (ids, documents), labels in data.loader(1, 1, epochs=1, threads=0):
+            assert bool(((labels == -100) | (labels == torch.roll(ids, -1, 1)))[:, :-1].all())
+            for number in range(int(documents.max()) + 1):
+                inside = documents[0] == number
+                found.setdefault(ids[0][inside].numpy().tobytes(), labels[0][inside].tolist())
+        opened = TokenFolder(tmp_path / "out")
+        for number, follow in enumerate(wanted):
+            tokens = opened.document(number).astype(np.int64)
+            if length == 400:
+                assert found[tokens.tobytes()] == follow
+        counts = sum(sum(label != -100 for label in labels) for labels in found.values())
+        if packing != "cut":  # pieces that are equal are one here
+            assert counts <= sum(label != -100 for labels in wanted for label in labels)
+        total = sum(int((labels != -100).sum()) for _, labels in data.loader(1, 1, epochs=1))
+        assert total == sum(label != -100 for labels in wanted for label in labels)
+
+
+def test_what_cannot_be_used_is_named(made: Path, tmp_path: Path) -> None:
+    template = ChatTemplate(made / "forgets")
+    thought = turns("a", "<think>x</think>b", "c", "d", roles="uaua")
+    assert isinstance(template.encode(turns("a", "<think>x</think>b", roles="ua")), tuple)
+    refused = template.encode(thought)
+    assert isinstance(refused, BadDocument) and "changes message 2 after later ones" in str(refused)
+    with pytest.raises(ConfigError, match=r"has no chat template\. Add a file chat_template.jinja"):
+        ChatTemplate(made / "none")
+    good = CONVERSATIONS[0]
+    for number, (bad, message) in enumerate(
+        [
+            (None, "'messages' is null, but a list of messages is required"),
+            ([], "'messages' is an empty list"),
+            ("text", "'messages' is a text"),
+            ([{"content": "a"}], "message 1 is not an object with a 'role'"),
+            ([*good, 3], "message 4 is not an object"),
+            (turns("a", roles="u"), "no message is the assistant's"),
+            ([{"role": "user"}, *good], "the chat template refuses the messages"),
+            ([{"role": "assistant", "content": ["a"]}], "the chat template refuses the messages"),
+            (turns("\ud800", "x", roles="ua"), "the chat template refuses the messages"),
+        ]
+    ):
+        source = write_json_lines(tmp_path / f"{number}.jsonl", [good, bad], "messages")
+        with pytest.raises(ConfigError) as raised:
+            tokenize([source], made / "plain", tmp_path / f"out{number}", chat=True)
+        text = str(raised.value)
+        assert text.startswith(f"{source}, line 2: {message}") and "\n" not in text, text
