@@ -17,6 +17,7 @@ fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and opt
 optimizers.py: ``deepspeed.ops.adam`` and its like: classes of optimizers.
 topology.py: ``deepspeed.pipe``'s topologies.
 zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``; leaf_modules.py: ``set_z3_leaf_modules``, ...
+checkpointing.py: ``deepspeed.checkpointing``.
 moe/: ``deepspeed.moe``: ``MoE``.
 """
 

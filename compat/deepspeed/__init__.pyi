@@ -1,6 +1,7 @@
 from ...data.dataloader import RepeatingLoader as RepeatingLoader
 from ...pipe.module import PipelineModule as PipelineModule
 from . import accelerator as accelerator
+from . import checkpointing as checkpointing
 from . import comm as comm
 from . import moe as moe
 from . import utils as utils

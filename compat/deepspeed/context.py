@@ -33,6 +33,7 @@ class DeepSpeedContext:
 
     def __init__(self) -> None:
         self.engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+        self.checkpointing: Any = None
         self._grid: ReferenceType[Grid] | None = None
 
     @property

@@ -57,6 +57,13 @@ PRESENT = {
             "DeepSpeedAccelerator get_accelerator set_accelerator is_current_accelerator_supported"
         )
     },
+    "checkpointing": {
+        "compat.deepspeed.checkpointing": (
+            "configure checkpoint non_reentrant_checkpoint is_configured reset partition_activations_in_checkpoint "
+            "set_num_layers get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+            "CudaRNGStatesTracker=RandomStates"
+        ),
+    },
     "checkpoint.utils": {"compat.deepspeed.utils": "clone_tensors_for_torch_save"},
     "comm": {
         "torch.distributed": (
@@ -256,9 +263,10 @@ ABSENT = {
             "DeepSpeedSchedulerCallable"
         ),
         "engine.optimizer is a torch.optim.Optimizer: write that": "DeepSpeedOptimizer",
-        LATER: "checkpointing init_inference default_inference_config DeepSpeedInferenceConfig",
+        LATER: "init_inference default_inference_config DeepSpeedInferenceConfig",
     },
     "checkpoint": {FILES: "*"},
+    "checkpointing": {"call deepspeed.checkpointing.checkpoint(function, *args)": "CheckpointFunction"},
     "comm": {
         COMM_LOG: (
             "configure timed_op reset_log has_comm_data get_comm_operation_count get_logged_comm_ops comms_logger "
@@ -307,7 +315,7 @@ ABSENT = {
             "get_module_flops get_module_macs get_module_duration"
         )
     },
-    "runtime.activation_checkpointing": {ACTIVATIONS: "offload_activations checkpointing"},
+    "runtime.activation_checkpointing": {ACTIVATIONS: "offload_activations"},
     "runtime.fp16": {"the engine holds fp16's master weights and loss scale: engine.loss_scale()": "*"},
     "runtime.model_checkpointing": {WRITERS: "*"},
     "runtime.checkpoint_engine": {WRITERS: "*"},
