@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grid.environment import local_place, local_rank, resident_peak
+from ...grid.environment import local_place, resident_peak
 from .context import CONTEXT
 from .modules import rest_of
 
@@ -173,7 +173,7 @@ class _CPUFunctions:
     stream = device = staticmethod(lambda stream=None: nullcontext())
     empty_cache = reset_max_memory_allocated = reset_peak_memory_stats = staticmethod(lambda index=None: None)
     current_stream = default_stream = staticmethod(lambda index=None: None)
-    current_device = staticmethod(local_rank)
+    current_device = staticmethod(lambda: "cpu")
     device_count = staticmethod(lambda: (local_place() or (0, 1))[1])
     is_available = staticmethod(lambda: True)
     max_memory_allocated = max_memory_reserved = staticmethod(lambda index=None: resident_peak())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from ...config.config import batch_sizes
 from ...engine.setup.check import read_config
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Values of ``offload_optimizer.device`` and ``offload_param.device``."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 class DeepSpeedConfig:

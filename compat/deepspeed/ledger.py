@@ -1,6 +1,7 @@
 """The ledger: every public name of DeepSpeed 0.19, with its place in triax, or the reason why triax does not have it.
 
 ``PRESENT``: module of DeepSpeed -> module of triax or torch -> the names that it answers; ``A=B``: its name of A is B.
+    Under ``=``: names of keys, whose value is the name in small letters, or B.
 ``ABSENT``: module of DeepSpeed -> sentence -> the names that raise it; ``*``: all other names of the module.
 ``ABSENT_MODULES``: module of DeepSpeed -> the sentence that its import raises.
 ``ALIASES``: DeepSpeed's second paths to a module.
@@ -95,6 +96,7 @@ PRESENT = {
     },
     "ops.adam": {"compat.deepspeed.optimizers": "FusedAdam DeepSpeedCPUAdam"},
     "ops.adagrad": {"compat.deepspeed.optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.lamb": {"optim.layerwise": "FusedLamb=Lamb"},
     "ops.lion": {"compat.deepspeed.optimizers": "DeepSpeedCPULion FusedLion"},
     "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "compat.deepspeed.topology": "ProcessTopology"},
     "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
@@ -117,6 +119,14 @@ PRESENT = {
     "runtime.fp16.onebit.zoadam": {"zero.onebit.adam": "ZeroOneAdam"},
     "runtime.lr_schedules": {
         "optim.lr_schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
+        "=": (
+            "LR_RANGE_TEST=LRRangeTest ONE_CYCLE=OneCycle WARMUP_LR=WarmupLR WARMUP_DECAY_LR=WarmupDecayLR "
+            "WARMUP_COSINE_LR=WarmupCosineLR LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
+            "LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE "
+            "CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM "
+            "CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
+            "WARMUP_LOG_RATE=log WARMUP_LINEAR_RATE=linear WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
+        ),
     },
     "runtime.utils": {
         "compat.deepspeed.utils": "see_memory_usage set_random_seed move_to_device ensure_directory_exists",
@@ -170,7 +180,8 @@ PRESENT = {
     "zero.offload_config": {
         "config.zero": (
             "DeepSpeedZeroOffloadParamConfig=OffloadConfig DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
-        )
+        ),
+        "compat.deepspeed.configuration": "OffloadDeviceEnum",
     },
 }
 
@@ -217,7 +228,7 @@ PROFILE = (
 )
 DUALPIPE = 'write PipelineModule, and "pipeline": {"schedule": "dualpipe-v"} in the configuration'
 MUON = 'write "optimizer": {"type": "Muon"} in the configuration'
-LORA = "wrap the model with PEFT before initialize"
+LORA = 'the configuration\'s "lora" section trains low-rank updates of any model: docs/lora.md'
 INTERNAL = "it is a part of DeepSpeed's inside: the engine does this itself"
 FRAGMENT = "shards of parameters are read and written by the functions safe_get_* and safe_set_* of deepspeed.utils"
 GROUPS = (
@@ -306,7 +317,6 @@ ABSENT = {
         BUILDERS: "__compatible_ops__",
     },
     "ops.adam": {ZENFLOW: "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"},
-    "ops.lamb": {LATER: "FusedLamb"},
     "pipe": {DUALPIPE: "DualPipeVModule dualpipev"},
     "profiling.flops_profiler": {
         PROFILE: (
@@ -346,9 +356,7 @@ ABSENT = {
         ),
         INTERNAL: "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType",
     },
-    "zero.offload_config": {
-        'write the names of the configuration, "cpu" and "nvme"': "OffloadDeviceEnum OffloadStateTypeEnum"
-    },
+    "zero.offload_config": {'write the names of the configuration, "cpu" and "nvme"': "OffloadStateTypeEnum"},
     "zero.offload_states": {
         "zero_optimization.offload_optimizer says where the optimizer state is": "get_state_devices"
     },
@@ -406,8 +414,8 @@ class Place(NamedTuple):
     """Place of a name in triax.
 
     Attributes:
-        module: the module of triax, without ``triax.``, or of torch.
-        name: the name in it.
+        module: the module of triax, without ``triax.``, or of torch. ``=``: there is none.
+        name: the name in it, or the value.
     """
 
     module: str
@@ -429,7 +437,8 @@ def _answers() -> dict[str, Place | str]:
         for place, names in places.items():
             for name in names.split():
                 theirs, _, ours = name.partition("=")
-                found[f"{module}.{theirs}".lstrip(".")] = Place(place, ours or theirs)
+                default = theirs.lower() if place == "=" else theirs
+                found[f"{module}.{theirs}".lstrip(".")] = Place(place, ours or default)
     for module, sentences in ABSENT.items():
         for sentence, names in sentences.items():
             found.update((f"{module}.{name}".lstrip("."), sentence) for name in names.split())
@@ -479,7 +488,8 @@ def markdown() -> str:
     lines = ["| module | names | place in triax, or the reason |", "|---|---|---|"]
     for module in sorted({*PRESENT, *ABSENT, *ABSENT_MODULES}):
         shown = f"`deepspeed.{module}`".replace(".`", "`")
-        answers = [(f"`{home(place)}`", names) for place, names in PRESENT.get(module, {}).items()]
+        places = PRESENT.get(module, {}).items()
+        answers = [("the key's name" if place == "=" else f"`{home(place)}`", names) for place, names in places]
         answers += ABSENT.get(module, {}).items()
         answers += [(ABSENT_MODULES[module], "*")] if module in ABSENT_MODULES else []
         for answer, names in answers:

@@ -76,6 +76,8 @@ def _get(module: str, here: str, name: str) -> Any:
     if found is None and name.startswith("__"):  # Python itself asks for __path__ and the like
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if isinstance(found, ledger.Place):
+        if found.module == "=":
+            return found.name
         place = importlib.import_module(ledger.home(found.module))
         if (place.__name__, found.name) != (module, name):
             value = getattr(place, found.name)

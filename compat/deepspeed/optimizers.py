@@ -10,7 +10,7 @@ import torch
 from ...optim.elementwise import Lion
 
 
-class FusedAdam(torch.optim.AdamW):
+class FusedAdam(torch.optim.Adam):
     """AdamW, or Adam with ``adam_w_mode=False``, by torch's fused kernel.
 
     Args:
@@ -42,10 +42,8 @@ class FusedAdam(torch.optim.AdamW):
                 f"{type(self).__name__}(bias_correction=False) is not possible as a class: let the configuration make "
                 'it, "optimizer": {"type": "Adam", "params": {"bias_correction": false}}'
             )
-        options = {"fused": True, **options}
+        options = {"fused": True, "decoupled_weight_decay": adam_w_mode, **options}  # the engine gives it all options
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = adam_w_mode  # as torch's AdamW tells itself from Adam
 
 
 class DeepSpeedCPUAdam(FusedAdam):

@@ -145,6 +145,8 @@ def test_the_ledger_holds_places_and_sentences() -> None:
             for name in names.split():
                 theirs, _, ours = name.partition("=")
                 assert theirs not in absent, f"{module}.{theirs} has two answers"
+                if place == "=":
+                    continue
                 found = importlib.import_module(ledger.home(place))
                 assert hasattr(found, ours or theirs), f"{place} has no {ours or theirs}"
     sentences = {sentence for each in ledger.ABSENT.values() for sentence in each} | {*ledger.ABSENT_MODULES.values()}
