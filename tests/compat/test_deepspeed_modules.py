@@ -184,6 +184,17 @@ def test_adam_is_torchs(adam_w: bool) -> None:
     for net, _ in pairs[1:]:
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for kind, switch in ((optimizers.FusedAdam, "adam_w_mode"), (optimizers.DeepSpeedCPUAdam, "adamw_mode")):
+        net: Any = model()
+        given: Any = kind
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
+        optimizer = given(net.parameters(), lr=LR, weight_decay=0.1, **{switch: adam_w})
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        for _ in range(3):
+            engine.backward(engine(batch(0)).square().mean())
+            engine.step()
+        for found, theirs in zip(engine.gather().values(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, theirs.detach(), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"bias_correction=False\) is not possible as a class: let the configuration"):
         optimizers.FusedAdam(fused.parameters(), bias_correction=False)
 
