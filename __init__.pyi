@@ -31,6 +31,7 @@ from .models.huggingface.adapters import lora_config as lora_config
 from .models.huggingface.adapters import save_lora as save_lora
 from .models.huggingface.load import config_from_hf as config_from_hf
 from .models.huggingface.load import load_hf as load_hf
+from .models.huggingface.parallelize import parallelize as parallelize
 from .models.huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .models.huggingface.pipeline_layers import hf_layers as hf_layers
 from .models.huggingface.save import save_hf as save_hf
@@ -49,7 +50,6 @@ from .pipe.spec import TiedLayerSpec as TiedLayerSpec
 from .tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from .tensor_parallel.linear import RowParallelLinear as RowParallelLinear
-from .tensor_parallel.parallelize import parallelize as parallelize
 from .zero.modules.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__: str

@@ -27,8 +27,7 @@ from ..grid.random import Normal, sharded_parameter
 from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
-from ..tensor_parallel.norm import RMSNorm
-from ..tensor_parallel.regions import all_reduce_copy, copy_all_reduce
+from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm
 from .packed import packing, token_positions
 from .rope import Rope
 
@@ -47,6 +46,7 @@ class CausalAttention(nn.Module):
         sequence_parallel: input and output are this rank's shards of the sequence.
         kind, window, sparsity: as for ``SelfAttention``.
         scale: factor of the scores; None: dim ** -0.5, of the width of a query.
+        softcap: cap c of the scores, which become c tanh(scores / c); None: no cap.
 
     Attributes:
         cache, heads, kv_heads, recompute: as for ``SelfAttention``.
@@ -67,10 +67,16 @@ class CausalAttention(nn.Module):
         window: int | None,
         sparsity: Sparsity | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
+        if softcap is not None and (grid.context.size > 1 or sparsity is not None):
+            raise ValueError(
+                f"softcap={softcap} caps the scores of attention, which a context axis (context={grid.context.size}) "
+                "and sparse attention cannot. Use a grid with context=1, without sparse attention."
+            )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
-        self.kind, self.window, self.sparsity, self.scale = kind, window, sparsity, scale
+        self.kind, self.window, self.sparsity, self.scale, self.softcap = kind, window, sparsity, scale, softcap
         self.rope = rope
         start, stop = split(heads, self.axis.size, self.axis.rank)
         self.heads = self.kv_heads = stop - start  # this rank's
@@ -121,6 +127,8 @@ class CausalAttention(nn.Module):
             (B, heads, T, dim).
         """
         k, v = self._of_own_heads(k, v)
+        if self.softcap is not None:
+            return self._attend_capped(q, k, v, _mask(q, self.window, documents))
         return attention(
             *(q, k, v),
             grid=self.grid,
@@ -154,9 +162,11 @@ class CausalAttention(nn.Module):
         Returns:
             (B, heads, T, dim).
         """
-        if mask is None and self.window is not None:  # prefill
+        if mask is None and (self.window is not None or self.softcap is not None):  # prefill
             return self.attend_in_parts(q, k, v)
         k, v = self._of_own_heads(k, v)
+        if self.softcap is not None and mask is not None:
+            return self._attend_capped(q, k, v, mask)
         if self._looks_at is None and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -164,9 +174,27 @@ class CausalAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
 
+    def _attend_capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Softmax attention with capped scores, as for ``attend``: (B, heads, T, dim)."""
+        assert self.softcap is not None
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if self.scale is None else self.scale)
+        scores = self.softcap * torch.tanh(scores / self.softcap) + mask  # (B, heads, T, S)
+        return scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), not rotated."""
         raise NotImplementedError
+
+
+def _mask(q: Tensor, window: int | None, documents: Tensor | None) -> Tensor:
+    """Return the mask to add to the scores of queries (B, heads, T, dim) and T keys: (B or 1, 1, T, T)."""
+    place = torch.arange(q.shape[2], device=q.device)
+    ahead = place - place[:, None]
+    unseen = (ahead > 0 if window is None else (ahead > 0) | (ahead <= -window))[None]
+    if documents is not None:
+        unseen = unseen | (documents[:, :, None] != documents[:, None])
+    return torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)[:, None]
 
 
 class SelfAttention(CausalAttention):
@@ -192,6 +220,8 @@ class SelfAttention(CausalAttention):
         window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
             tokens before it.
         sparsity: block mask of sparse attention, or None.
+        scale, softcap: as for ``CausalAttention``.
+        norm: class of the norms of ``qk_norm``.
 
     Attributes:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
@@ -232,6 +262,9 @@ class SelfAttention(CausalAttention):
         kind: str = "ring",
         window: int | None = None,
         sparsity: Sparsity | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__(
             heads,
@@ -241,6 +274,8 @@ class SelfAttention(CausalAttention):
             kind=kind,
             window=window,
             sparsity=sparsity,
+            scale=scale,
+            softcap=softcap,
         )
         dim, self.clip = head_dim or width // heads, clip
         self.head_dim = dim
@@ -280,8 +315,8 @@ class SelfAttention(CausalAttention):
             self.k_norm: nn.Module = AllHeadsRMSNorm(keys, dim, qk_norm, grid=grid)
         elif qk_norm is not None:
             # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
-            self.q_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
-            self.k_norm = RMSNorm(dim, qk_norm, grid=grid, sequence_parallel=True)
+            self.q_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
+            self.k_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
         self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,12 +364,8 @@ class AllHeadsRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum((1, 3), keepdim=True)  # (B, 1, T, 1)
-        if self.axis.size > 1:  # each rank's gradient of the sum is partial: reduced in both directions
-            squares = copy_all_reduce(all_reduce_copy(squares, self.axis), self.axis)
-        normal = (wide * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
-        return normal * self.weight.view(-1, 1, x.shape[3])
+        weight = self.weight.view(-1, 1, x.shape[3])
+        return sharded_rms_norm(x, weight, (1, 3), self.width, self.eps, self.axis)
 
 
 class WholeKV(nn.Module):

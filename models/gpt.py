@@ -22,8 +22,8 @@ from ..grid.random import Normal, sharded_parameter
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import LayerNorm
-from .config import GPTConfig
-from .layers import FinalLayerNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last
+from .config import DecoderConfig, GPTConfig
+from .layers import ACTIVATIONS, FinalLayerNorm, NextTokenLoss, ResidualBlock, dropout, first_and_last
 from .packed import attach, detach, positions_within, token_positions
 
 GPTLoss = NextTokenLoss
@@ -66,12 +66,13 @@ class PositionEmbedding(nn.Module):
 
     Args:
         config: the model's configuration.
+        offset: number of rows before that of the first position.
         grid: grid whose tensor axis shards the sequence if ``sequence_parallel``.
         sequence_parallel: the input is this rank's shard of the sequence, (B, T / t, D), and gets the positions that
             the shard has in the whole sequence.
 
     Attributes:
-        weight: (max_position_embeddings, D), replicated on every tensor-parallel rank.
+        weight: (offset + max_position_embeddings, D), replicated on every tensor-parallel rank.
         cache: KV cache with the positions of the new tokens during generation, else None.
 
     Raises:
@@ -80,12 +81,19 @@ class PositionEmbedding(nn.Module):
 
     cache: Any = None
 
-    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, config: GPTConfig | DecoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
-        self.axis, self.context, self.sequence_parallel = grid.tensor, grid.context, sequence_parallel
+        self.axis, self.context, self.sequence_parallel, self.offset = (
+            grid.tensor,
+            grid.context,
+            sequence_parallel,
+            offset,
+        )
         self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
         partial = sequence_parallel and grid.tensor.size > 1
-        layout = Layout((config.max_position_embeddings, config.hidden_size), partial=partial)
+        layout = Layout((offset + config.max_position_embeddings, config.hidden_size), partial=partial)
         # Whole on every tensor rank, and drawn from (seed, name) like every parallel layer's: the same on each.
         self.weight = sharded_parameter(layout, Normal(config.initializer_range), rank=0, size=1)
         self.dropout = dropout(config.dropout, grid, sequence_parallel)
@@ -96,7 +104,7 @@ class PositionEmbedding(nn.Module):
         here = x.shape[1]
         start = self.axis.rank * here if self.sequence_parallel else 0
         if self.cache is not None:
-            y = x + F.embedding(self.cache.positions, self.weight)
+            y = x + F.embedding(self.cache.positions + self.offset, self.weight)
         else:
             local = here * self.axis.size if self.sequence_parallel else here
             positions = token_positions(local, self.context, documents, x.device)
@@ -105,32 +113,48 @@ class PositionEmbedding(nn.Module):
             elif documents.device.type == "cpu":  # elsewhere the lookup asserts: to read it back would stop the device
                 self._check(int(positions_within(documents).max()) + 1)
             if positions is None:
-                y = x + self.weight[start : start + here]
+                y = x + self.weight[self.offset + start : self.offset + start + here]
             else:
-                y = x + F.embedding(positions[:, start : start + here], self.weight)
+                y = x + F.embedding(positions[:, start : start + here] + self.offset, self.weight)
         return attach(self.dropout(y), documents)
 
     def _check(self, length: int) -> None:
-        if length > self.weight.shape[0]:
+        if length > self.max_position_embeddings:
             raise ValueError(
-                f"the sequence has {length} tokens, but the model has {self.weight.shape[0]} positions. Cut the "
-                f"sequence, or build the model with max_position_embeddings={length}."
+                f"the sequence has {length} tokens, but the model has {self.max_position_embeddings} positions. Cut "
+                f"the sequence, or build the model with max_position_embeddings={length}."
             )
 
 
 class MLP(nn.Module):
-    """MLP ``down(gelu(up(x)))``, its hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D)."""
+    """MLP ``down(gelu(up(x)))``, its hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D).
 
-    def __init__(self, config: GPTConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    Args:
+        config: the model's configuration.
+        grid, sequence_parallel: as for ``ResidualBlock``.
+        activation: name in ``ACTIVATIONS``.
+        bias: add biases, with initial value 0.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig | DecoderConfig,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        activation: str = "gelu_new",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        width, hidden = config.hidden_size, config.mlp_ratio * config.hidden_size
-        common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias_init": _ZERO}
+        width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
+        common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias": bias}
+        common["bias_init"] = _ZERO
         self.up = ColumnParallelLinear(width, hidden, init=Normal(config.initializer_range), **common)
         self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the MLP: (B, T, D) -> (B, T, D)."""
-        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        y: Tensor = self.down(self.activation(self.up(x)))
         return y
 
 

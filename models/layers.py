@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..context.order import local_length, positions, shard
@@ -19,10 +21,19 @@ from ..moe.layer import MoE
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from ..tensor_parallel.norm import LayerNorm, RMSNorm
+from ..tensor_parallel.norm import LayerNorm, OffsetRMSNorm, RMSNorm
 from .attention import CausalAttention, SelfAttention
 from .config import TransformerConfig
 from .packed import attach, check_documents, detach, valid_and_positions
+
+# The activations of MLPs, by Hugging Face's names.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -33,13 +44,21 @@ class TokenEmbedding(VocabParallelEmbedding):
     the sequence has to be, and then together with documents. There ids may also be this rank's tokens already, as
     ``context.shard`` cuts them, if ``documents``, of the whole sequence, are given.
 
+    Args:
+        args, grid, kwargs: as for ``VocabParallelEmbedding``.
+        softcap: cap of the logits that ``attend`` returns, as for ``softcapped``.
+
     Raises:
         ValueError: in forward, ``documents`` does not have one document number for each token.
     """
 
-    def __init__(self, *args: Any, grid: Grid, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, grid: Grid, softcap: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, grid=grid, **kwargs)
-        self.context = grid.context
+        self.context, self.softcap = grid.context, softcap
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Compute logits with the embedding's weight, as a tied output layer."""
+        return softcapped(super().attend(x), self.softcap)
 
     def forward(self, ids: Any) -> Any:
         """Look up the ids: (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
@@ -62,16 +81,50 @@ class TokenEmbedding(VocabParallelEmbedding):
         return attach(super().forward(mine), documents)
 
 
-def first_and_last(config: TransformerConfig, sequence_parallel: bool) -> tuple[LayerSpec, LayerSpec]:
+class CappedHead(VocabParallelHead):
+    """``VocabParallelHead`` whose logits have a cap, as for ``softcapped``."""
+
+    def __init__(self, *args: Any, softcap: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute this rank's logits: (B, T, D) -> (B, T, V / t)."""
+        return softcapped(super().forward(x), self.softcap)
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(x / cap), which stays within the cap; x itself if the cap is None."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def first_and_last(
+    config: TransformerConfig,
+    sequence_parallel: bool,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    bias: bool = False,
+) -> tuple[LayerSpec, LayerSpec]:
     """Return the specs of the token embedding and of the head.
 
     The two are separate layers or, with ``tie_word_embeddings``, one layer that is tied with the key ``"embed"``.
+
+    Args:
+        config: the model's configuration.
+        sequence_parallel: keep on each tensor-parallel rank only its shard of the sequence.
+        scale: factor of the embeddings.
+        softcap: cap of the logits, as for ``softcapped``.
+        bias: add a bias to a head that is not tied.
     """
     common: dict[str, Any] = {"init": Normal(config.initializer_range), "sequence_parallel": sequence_parallel}
     vocab_size, width = config.vocab_size, config.hidden_size
+    further: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
+    cap: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     if not config.tie_word_embeddings:
-        head = LayerSpec(VocabParallelHead, width, vocab_size, **common)
-        return LayerSpec(TokenEmbedding, vocab_size, width, **common), head
+        ends: dict[str, Any] = common | cap | ({"bias": True} if bias else {})
+        head = LayerSpec(CappedHead if cap else VocabParallelHead, width, vocab_size, **ends)
+        return LayerSpec(TokenEmbedding, vocab_size, width, **common, **further), head
+    common |= further | cap
     embedding = TiedLayerSpec("embed", TokenEmbedding, vocab_size, width, **common)
     attend = TokenEmbedding.attend
     return embedding, TiedLayerSpec("embed", TokenEmbedding, vocab_size, width, **common, forward_fn=attend)
@@ -89,13 +142,15 @@ class ResidualBlock(nn.Module):
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
         make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the class's.
+        make_norm: the norms' maker, called as ``make_norm(width, epsilon, grid=..., sequence_parallel=...)``; None: the
+            class's.
         others: further arguments of the attention, by default ``SelfAttention``.
 
     Raises:
         ValueError: the tensor axis is larger than the number of heads.
     """
 
-    norm: type[LayerNorm] | type[RMSNorm]
+    norm: Callable[..., nn.Module]
     make_attention: Callable[..., CausalAttention] = SelfAttention
     make_mlp: Callable[..., nn.Module]
 
@@ -107,6 +162,7 @@ class ResidualBlock(nn.Module):
         sequence_parallel: bool = False,
         attention: str = "ring",
         make_mlp: Callable[..., nn.Module] | None = None,
+        make_norm: Callable[..., nn.Module] | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -115,18 +171,12 @@ class ResidualBlock(nn.Module):
         width = config.hidden_size
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
-        self.norm1 = self.norm(width, config.norm_epsilon, **common)
-        self.attention = self.make_attention(
-            width,
-            config.num_attention_heads,
-            kind=attention,
-            window=config.sliding_window,
-            **common,
-            **inits,
-            **others,
-        )
+        make_norm = make_norm or self.norm
+        self.norm1 = make_norm(width, config.norm_epsilon, **common)
+        arguments = {"kind": attention, "window": config.sliding_window, **common, **inits, **others}
+        self.attention = self.make_attention(width, config.num_attention_heads, **arguments)
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
-        self.norm2 = self.norm(width, config.norm_epsilon, **common)
+        self.norm2 = make_norm(width, config.norm_epsilon, **common)
         self.mlp = (make_mlp or self.make_mlp)(config, **common)
         self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
 
@@ -157,6 +207,14 @@ class FinalLayerNorm(LayerNorm):
 
 class FinalRMSNorm(RMSNorm):
     """RMSNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
+
+    def forward(self, x: Any) -> Tensor:
+        """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
+        return super().forward(detach(x)[0])
+
+
+class FinalOffsetRMSNorm(OffsetRMSNorm):
+    """OffsetRMSNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
 
     def forward(self, x: Any) -> Tensor:
         """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""

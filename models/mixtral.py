@@ -75,11 +75,9 @@ class MixtralBlock(LlamaBlock):
         **moe: Any,
     ) -> None:
         others: dict[str, Any] = {"clip": config.clip_qkv}
-        if config.qk_norm_all_heads:
-            others |= {"qk_norm": config.rms_norm_eps, "norm_all_heads": True}
         if layer in config.moe_layers:
             others["make_mlp"] = partial(make_moe, **moe)
-        super().__init__(config, grid=grid, sequence_parallel=sequence_parallel, attention=attention, **others)
+        super().__init__(config, layer, grid=grid, sequence_parallel=sequence_parallel, attention=attention, **others)
 
 
 def make_moe(config: Any, *, grid: Grid, sequence_parallel: bool = False, **options: Any) -> nn.Module:

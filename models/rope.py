@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import RopeScaling, YarnScaling
+from .config import LinearScaling, Scaling, YarnScaling
 
 
 class Rope:
@@ -21,8 +21,9 @@ class Rope:
 
     Args:
         head_dim: number of channels of a head that are rotated, an even number. A wider head has others before them.
+        leading: a wider head has the others behind them.
         theta: base of the wavelengths. Pair i of n is rotated by ``theta ** (-i / n)`` radians per token.
-        scaling: Llama 3.1's or YaRN's scaling of the long wavelengths, or None.
+        scaling: Llama 3.1's, YaRN's or a linear scaling of the wavelengths, or None.
         interleaved: neighbouring channels are a pair. The result then has the first channels of all pairs before the
             second ones, for queries and keys alike, which does not change their products.
     """
@@ -31,10 +32,12 @@ class Rope:
         self,
         head_dim: int,
         theta: float = 1e4,
-        scaling: RopeScaling | YarnScaling | None = None,
+        scaling: Scaling | None = None,
         interleaved: bool = False,
+        leading: bool = False,
     ) -> None:
         self.head_dim, self.theta, self.scaling, self.interleaved = head_dim, theta, scaling, interleaved
+        self.leading = leading
         self.magnitude = scaling.magnitude() if isinstance(scaling, YarnScaling) else 1.0
 
     def angles(self, positions: Tensor) -> Tensor:
@@ -54,6 +57,8 @@ class Rope:
         plain = 1.0 / self.theta**exponents
         if self.scaling is None:
             return plain
+        if isinstance(self.scaling, LinearScaling):
+            return plain / self.scaling.factor
         if isinstance(self.scaling, YarnScaling):
             return self._yarn(self.scaling, exponents)
         s = self.scaling
@@ -98,7 +103,12 @@ class Rope:
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        kept, x = x[..., : -self.head_dim], x[..., -self.head_dim :]
+        if self.leading:
+            x, kept = x[..., : self.head_dim], x[..., self.head_dim :]
+        else:
+            kept, x = x[..., : -self.head_dim], x[..., -self.head_dim :]
         a, b = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
         turned = [a * cos - b * sin, b * cos + a * sin]
-        return torch.cat([kept, *turned] if kept.shape[-1] else turned, dim=-1)
+        if kept.shape[-1]:
+            turned = [*turned, kept] if self.leading else [kept, *turned]
+        return torch.cat(turned, dim=-1)

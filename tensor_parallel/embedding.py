@@ -31,6 +31,7 @@ class VocabSharded(nn.Module):
         num_embeddings: V, the size of the whole vocabulary.
         padding_idx: the row that gets no gradient, as in ``nn.Embedding``, or None.
         sequence_parallel: return on each rank only its shard of the sequence (dim 1).
+        scale: factor of the vectors.
 
     Shape:
         integers (...), equal on every rank of the axis -> (..., D), equal on every rank.
@@ -46,15 +47,20 @@ class VocabSharded(nn.Module):
         num_embeddings: int,
         padding_idx: int | None = None,
         sequence_parallel: bool = False,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.axis, self.num_embeddings, self.embedding_dim = axis, num_embeddings, weight.shape[1]
-        self.padding_idx, self.sequence_parallel = padding_idx, sequence_parallel
+        self.padding_idx, self.sequence_parallel, self.scale = padding_idx, sequence_parallel, scale
         self.rows = range(*split(num_embeddings, axis.size, axis.rank))
         self.weight = weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the embedding vectors of the ids; the shapes are in the class's docstring."""
+        x = self._look_up(ids)
+        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype)  # rounded, as in transformers
+
+    def _look_up(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.num_embeddings, "token id")
         padding = None
         if self.padding_idx is not None and self.padding_idx in self.rows:
@@ -83,6 +89,7 @@ class VocabParallelEmbedding(VocabSharded):
         sequence_parallel: return on each rank only its shard of the sequence (dim 1); ``attend`` then takes such
             shards as input.
         init: distribution of the initial weight; by default that of ``nn.Embedding``, N(0, 1).
+        scale: factor of the embedding vectors. ``attend`` takes no notice of it.
         device, dtype: device and dtype of the weight, as for ``nn.Embedding``.
 
     Attributes:
@@ -107,6 +114,7 @@ class VocabParallelEmbedding(VocabSharded):
         grid: Grid,
         sequence_parallel: bool = False,
         init: Normal | Uniform | None = None,
+        scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -114,7 +122,7 @@ class VocabParallelEmbedding(VocabSharded):
         check_units("num_embeddings", num_embeddings, 1, axis.size)
         layout = Layout((num_embeddings, embedding_dim), shard_dim=0)
         weight = sharded_parameter(layout, init or Normal(1.0), axis.rank, axis.size, device, dtype)
-        super().__init__(weight, axis, num_embeddings, sequence_parallel=sequence_parallel)
+        super().__init__(weight, axis, num_embeddings, sequence_parallel=sequence_parallel, scale=scale)
 
     def attend(self, x: Tensor) -> Tensor:
         """Compute logits with the embedding's weight as a tied output layer (Press and Wolf 2017, arXiv:1608.05859).

@@ -235,7 +235,7 @@ def adapt(
 
 
 def _linear(layer: nn.Module) -> bool:
-    return hasattr(layer, "adaptable") or isinstance(layer, nn.Linear) or _conv1d(layer)
+    return bool(getattr(layer, "adaptable", isinstance(layer, nn.Linear) or _conv1d(layer)))
 
 
 def _conv1d(layer: nn.Module) -> bool:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..grid import Grid
+from ..grid.comm.axis import Axis
 from ..grid.layout import layout_of, set_layout
+from .regions import all_reduce_copy, copy_all_reduce
 
 
 class LayerNorm(nn.LayerNorm):
@@ -45,6 +49,37 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, width: int, eps: float = 1e-6, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__(width, eps=eps)
         _mark(self, grid, sequence_parallel)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """``RMSNorm`` with the factor 1 + weight, Gemma's: the initial weight is 0. It is computed in fp32 at least."""
+
+    def __init__(self, width: int, eps: float = 1e-6, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__(width, eps, grid=grid, sequence_parallel=sequence_parallel)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize: (..., D) -> (..., D)."""
+        kind = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(kind), self.normalized_shape, 1.0 + self.weight.to(kind), self.eps).to(x.dtype)
+
+
+def sharded_rms_norm(x: Tensor, weight: Tensor, dims: tuple[int, ...], width: int, eps: float, axis: Axis) -> Tensor:
+    """RMSNorm over dims of which the tensor axis shards one, in fp32 at least.
+
+    Args:
+        x: this rank's shard.
+        weight: this rank's shard of the weight, in a shape that broadcasts with x.
+        dims: the dims.
+        width: number of elements of these dims over all ranks.
+        eps: constant that is added to the mean of the squares.
+        axis: the axis.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = wide.square().sum(dims, keepdim=True)
+    if axis.size > 1:  # each rank's gradient of the sum is partial: reduced in both directions
+        squares = copy_all_reduce(all_reduce_copy(squares, axis), axis)
+    return (wide * (squares / width + eps).rsqrt()).to(x.dtype) * weight
 
 
 def _mark(norm: nn.Module, grid: Grid, sequence_parallel: bool) -> None:

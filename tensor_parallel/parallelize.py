@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..grid import Grid, layout_of
@@ -16,15 +17,25 @@ from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, set_layout
 from ..grid.ranges import check_units, split
 from .embedding import VocabSharded
-from .plans import Column, KeyValue, Local, OnHeads, Row, Style, Vocab, find_plan
-from .sharded import ColumnSharded, KeyValueWhole, OnShards, RowSharded, Together
+from .plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnHeads, Row, Style, Vocab
+from .sharded import (
+    ColumnSharded,
+    EmbeddingSharded,
+    FusedWhole,
+    KeyValueWhole,
+    OnShards,
+    RowSharded,
+    ShardedRMSNorm,
+    Together,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
+_EPSILONS = ("variance_epsilon", "eps")  # attributes of RMSNorms
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")  # nn.Module's, behind a "_"
 
 
-def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) -> M:
+def parallelize(module: M, grid: Grid, plan: Mapping[str, Any]) -> M:
     """Shard a plain module's linears and embeddings over ``grid.tensor`` (Shoeybi et al. 2019, arXiv:1909.08053).
 
     Every ``nn.Linear``, ``nn.Embedding`` and Hugging Face ``Conv1D`` that the plan names is replaced, in place, by a
@@ -44,20 +55,21 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
             ``"row"`` (inputs sharded), ``"vocab"`` (an embedding's rows sharded), ``"column_gather"`` (outputs sharded
             and then gathered, for an output layer), ``("column", parts)`` (layers fused along the outputs, each of
             them sharded separately; ``parts`` is the list of their lengths, or the number of equal parts), or an
-            instance of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``OnHeads`` or ``Local``. If None, a built-in
-            plan is used for Hugging Face's GPT-2, Llama, Qwen2, Qwen3 and BERT.
+            instance of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``FusedHeads``, ``OnHeads``, ``OnAllHeads`` or
+            ``Local``. ``triax.parallelize`` also knows plans for Hugging Face's families.
 
     Returns:
         The module itself.
 
     Raises:
-        ValueError: no plan is known, a pattern matches nothing, a size cannot be sharded, or the plan shards tied
-            weights in different ways. The message names the module and a plan or size that fits.
+        ValueError: a pattern matches nothing, a size cannot be sharded, the plan shards tied weights in different
+            ways, or it leaves out a norm or a parameter over heads that it shards. The message names the module and a
+            plan or size that fits.
         TypeError: a pattern matches a module that its style cannot shard, or a linear or embedding layer with
             features that the sharded replacement would lose: its own ``forward``, a parametrization, hooks, or
             parameters or buffers other than weight and bias.
     """
-    found = find_plan(module) if plan is None else {key: _style(key, value) for key, value in plan.items()}
+    found = {key: _style(key, value) for key, value in plan.items()}
     work = _assign(module, found)  # so that a wrong plan is one on any grid
     axis = grid.tensor
     for refusal in axis.all_gather_json(_beyond_plain(module, work)):  # hooks may be on one rank alone
@@ -68,6 +80,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     for name, style in work:
         _check(module, name, style, axis)
     _check_ties(module, dict(work))
+    _check_over_heads(module, dict(work))
     _broadcast(module, grid)
     sharder = _Sharder(module, axis)
     for name, style in work:
@@ -94,7 +107,7 @@ def _style(pattern: str, value: Any) -> Style:
         return Column(parts=value[1] if isinstance(value[1], int) else tuple(value[1]))
     raise ValueError(
         f"the plan has {pattern!r}: {value!r}, which is not a style. Give {', '.join(map(repr, plain))}, "
-        "('column', parts), or an instance of Column, Row, Vocab, KeyValue, OnHeads or Local."
+        "('column', parts), or an instance of Column, Row, Vocab, KeyValue, FusedHeads, OnHeads, OnAllHeads or Local."
     )
 
 
@@ -145,8 +158,11 @@ class _Sharder:
             if layer not in self.done:
                 self.done[layer] = layer
                 for attribute, unit in style.attributes.items():
-                    start, stop = split(getattr(layer, attribute), self.axis.size, self.axis.rank, unit)
-                    setattr(layer, attribute, stop - start)
+                    holder, key = _holder(layer, attribute)
+                    start, stop = split(getattr(holder, key), self.axis.size, self.axis.rank, unit)
+                    if holder is not layer:  # a configuration, which other modules read too
+                        holder = layer.config = copy.copy(holder)
+                    setattr(holder, key, stop - start)
             return
         if layer not in self.done:
             self.done[layer] = self._replacement(name, layer, style).train(layer.training)
@@ -156,13 +172,26 @@ class _Sharder:
                 self.done[layer].together = together
         setattr(self.module.get_submodule(parent), key, self.done[layer])
 
-    def _replacement(self, name: str, layer: Any, style: Column | Row | Vocab | KeyValue | OnHeads) -> Any:
-        axis = self.axis
+    def _replacement(self, name: str, layer: Any, style: Style) -> Any:
+        axis, embeds = self.axis, isinstance(layer, nn.Embedding)
         if isinstance(style, OnHeads):
             return OnShards(layer, axis)
+        if isinstance(style, OnAllHeads):
+            self._cut(layer.weight, f"{name}.weight", shard_dim=0, unit=style.head_dim)
+            eps = next(value for key in _EPSILONS if (value := getattr(layer, key, None)) is not None)
+            return ShardedRMSNorm(layer.weight, style.heads * style.head_dim, eps, axis)
         if isinstance(style, Vocab):
             self._cut(layer.weight, f"{name}.weight", shard_dim=0)
-            return VocabSharded(layer.weight, axis, layer.num_embeddings, layer.padding_idx)
+            return VocabSharded(layer.weight, axis, layer.num_embeddings, layer.padding_idx, scale=style.scale)
+        if embeds:
+            self._cut(layer.weight, f"{name}.weight", shard_dim=1)
+            return EmbeddingSharded(layer.weight)
+        if isinstance(style, FusedHeads):
+            if style.kv_heads == 1 and style.heads > 1:
+                return FusedWhole(
+                    layer.weight, layer.bias, axis, split(style.heads, axis.size, axis.rank), style.head_dim
+                )
+            style = _fused(style)
         transposed = _conv1d(layer)
         outputs = 1 if transposed else 0
         bias = getattr(layer, "bias", None)
@@ -175,6 +204,7 @@ class _Sharder:
         if isinstance(style, Row):
             self._cut(layer.weight, f"{name}.weight", shard_dim=1 - outputs, unit=style.unit)
             return RowSharded(layer.weight, bias, axis, transposed)
+        assert not isinstance(style, Local)
         column = style if isinstance(style, Column) else Column(unit=style.head_dim)
         length = layout_of(layer.weight).shape[outputs]  # whole, though a tied weight is cut already
         parts = _parts(column, length)
@@ -198,6 +228,20 @@ class _Sharder:
             raise ValueError(f"{name} and {other} are tied, but the plan shards them differently. Give both one style.")
 
 
+def _fused(style: FusedHeads) -> Column:
+    """Return the style that shards a fused projection by the heads of keys and values."""
+    group, dim = style.heads // style.kv_heads, style.head_dim
+    if style.grouped:
+        return Column(unit=(group + 2) * dim)
+    return Column(parts=(style.heads * dim, style.kv_heads * dim, style.kv_heads * dim), unit=dim)
+
+
+def _holder(layer: nn.Module, attribute: str) -> tuple[Any, str]:
+    """Return the object that has an attribute of ``Local``, the module or its configuration, and the last name."""
+    path, _, key = attribute.rpartition(".")
+    return getattr(layer, path) if path else layer, key
+
+
 def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | None:
     """Return an error message for the first layer with features that torch's plain layer does not have.
 
@@ -211,9 +255,14 @@ def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | Non
     for name, style in work:
         layer = module.get_submodule(name)
         parametrized = is_parametrized(layer)
-        if not name or isinstance(style, (Local, OnHeads)) or not (parametrized or _known(layer)):
+        scaled = isinstance(style, Vocab) and style.scale != 1.0  # the plan knows what the own forward does
+        if not name or isinstance(style, (Local, OnHeads, OnAllHeads)) or scaled:
             continue
-        forwards = () if _conv1d(layer) else (nn.Linear.forward, nn.Embedding.forward)
+        if not (parametrized or _known(layer)):
+            continue
+        # transformers' Conv1D and FalconLinear are linear layers by another order of operations.
+        plain = _conv1d(layer) or type(layer).__name__ == "FalconLinear"
+        forwards = () if plain else (nn.Linear.forward, nn.Embedding.forward)
         held = chain(layer.named_parameters(), layer.named_buffers())
         own = [key for key, _ in held if key not in ("weight", "bias")]
         hooks = [kind for kind in _HOOKS if getattr(layer, f"_{kind}")]
@@ -239,7 +288,7 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
     layer: Any = module.get_submodule(name)
     if isinstance(style, Local):
         for attribute, unit in style.attributes.items():
-            value = getattr(layer, attribute, None)
+            value = getattr(*_holder(layer, attribute), None)
             if not isinstance(value, int):
                 raise ValueError(f"{name}.{attribute} is {value!r}, not an integer. Leave it out of Local.")
             check_units(f"{name}.{attribute}", value, unit, axis.size)
@@ -254,9 +303,26 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
         raise TypeError(f"the plan's pattern matches the whole {type(module).__name__}. Put it into an nn.Sequential.")
     if isinstance(style, OnHeads):
         return
+    if isinstance(style, (OnAllHeads, FusedHeads)):
+        heads = style.heads if isinstance(style, OnAllHeads) else style.kv_heads
+        if heads % axis.size and not (isinstance(style, FusedHeads) and heads in (1, style.heads)):
+            raise ValueError(
+                f"{name} has {heads} heads, but the style {type(style).__name__} needs a multiple of "
+                f"tensor={axis.size}. Use a tensor axis whose size divides {heads}."
+            )
+    if isinstance(style, OnAllHeads):
+        if getattr(layer, "bias", None) is not None or layer.weight.numel() != style.heads * style.head_dim:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} with {layer.weight.numel()} weights, but the style OnAllHeads "
+                f"needs an RMSNorm without a bias and with {style.heads} x {style.head_dim} weights. Change the plan."
+            )
+        return
     wanted, fits = "an nn.Linear or a Conv1D", isinstance(layer, nn.Linear) or _conv1d(layer)
     if isinstance(style, Vocab):
         wanted, fits = "an nn.Embedding", isinstance(layer, nn.Embedding)
+    elif isinstance(style, Column) and isinstance(layer, nn.Embedding):
+        check_units(f"{name}: embedding_dim", layer.embedding_dim, 1, axis.size)
+        return
     if not fits:
         raise TypeError(
             f"{name} is a {type(layer).__name__}, but the style {type(style).__name__} needs {wanted}. Change the "
@@ -270,6 +336,14 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
             option = f"{odd[0]}={getattr(layer, odd[0])}"
             raise ValueError(f"{name} has {option}, which a sharded embedding lacks. Leave {name} out of the plan.")
         check_units(f"{name}: num_embeddings", layer.num_embeddings, 1, axis.size)
+        return
+    if isinstance(style, FusedHeads):
+        if layer.weight.shape[0] != (style.heads + 2 * style.kv_heads) * style.head_dim:
+            raise ValueError(
+                f"{name} has {layer.weight.shape[0]} outputs, but the plan gives it heads={style.heads} and "
+                f"kv_heads={style.kv_heads} of head_dim={style.head_dim}. The outputs must be (heads + 2 x kv_heads) x "
+                "head_dim."
+            )
         return
     sizes = tuple(layer.weight.shape)
     out, into = (sizes[1], sizes[0]) if _conv1d(layer) else sizes
@@ -306,6 +380,33 @@ def _check_ties(module: nn.Module, work: Mapping[str, Style]) -> None:
                 f"{name} shares its weight with {sharded[layer.weight]}, which the plan shards. Add {name} to the plan "
                 "too, with the style 'column_gather' if it is an output layer."
             )
+
+
+def _check_over_heads(module: nn.Module, work: Mapping[str, Style]) -> None:
+    """Raise ValueError for a norm or a parameter over all heads whose layer the plan shards, but not itself.
+
+    Its size would not fit this rank's heads, which only a forward would show.
+    """
+    projection: Any
+    for name, style in work.items():
+        if not isinstance(style, (Column, KeyValue)) or style.unit_of_heads <= 1:
+            continue
+        parent = name.rpartition(".")[0]
+        attention, projection = module.get_submodule(parent), module.get_submodule(name)
+        outputs = (projection.bias if _conv1d(projection) else projection.weight).shape[0]
+        for key, parameter in attention.named_parameters(recurse=False):
+            if parameter.shape[:1] == (outputs // style.unit_of_heads,):
+                raise ValueError(
+                    f"{parent}.{key} has a number for each of {len(parameter)} heads, which the plan shards with "
+                    f"{name}, but parallelize cannot shard it. Leave that attention out of the plan, or use tensor=1."
+                )
+        for key, layer in attention.named_children():
+            weight = getattr(layer, "weight", None)
+            if f"{parent}.{key}" not in work and isinstance(weight, Tensor) and weight.shape == (outputs,):
+                raise ValueError(
+                    f"{parent}.{key} is a {type(layer).__name__} over all {outputs} outputs of {name}, which the plan "
+                    f"shards. Add {f'{parent}.{key}'!r}: OnAllHeads(heads, head_dim) to the plan."
+                )
 
 
 def _parts(style: Column, length: int) -> tuple[int, ...] | None:

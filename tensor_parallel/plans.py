@@ -1,16 +1,12 @@
-"""Styles in which ``parallelize`` shards a module, and plans for Hugging Face's GPT-2, Llama, Qwen and BERT.
+"""Styles in which ``parallelize`` shards a module: a plan maps patterns of module names to them.
 
-A plan is chosen by ``module.config.model_type`` and by the names of the sub-modules, without importing transformers.
+The plans for Hugging Face's families are in ``models/huggingface/families.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
-
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,11 @@ class Column:
     gather_output: bool = False
     group: str = ""
 
+    @property
+    def unit_of_heads(self) -> int:
+        """Number of outputs of a head, if the style has heads; else 1."""
+        return self.unit
+
 
 @dataclass(frozen=True)
 class Row:
@@ -45,7 +46,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocab:
-    """Style of an embedding whose rows (the vocabulary) are sharded."""
+    """Style of an embedding whose rows (the vocabulary) are sharded.
+
+    Attributes:
+        scale: factor of the vectors, for an embedding whose own ``forward`` multiplies by it (Gemma's).
+    """
+
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,46 @@ class KeyValue:
     head_dim: int
     group: str = ""
 
+    @property
+    def unit_of_heads(self) -> int:
+        """Number of outputs of a head."""
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class FusedHeads:
+    """Style of one linear layer for queries, keys and values, of grouped queries or not.
+
+    The heads of keys and values are sharded, which the tensor axis must divide unless there are as many as query heads.
+    A single one (multi-query attention) is computed on every rank; the weight is then replicated.
+
+    Attributes:
+        heads, kv_heads, head_dim: as in ``KeyValue``.
+        grouped: the outputs are, for each key/value head, those of its query heads, its key and its value; False: all
+            queries, all keys, all values.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    grouped: bool = True
+
+
+@dataclass(frozen=True)
+class OnAllHeads:
+    """Style of an RMSNorm over all heads together, such as OLMo-2's norms of queries and keys.
+
+    Its weight is sharded by heads, and the ranks add up their mean squares. The tensor axis must divide the heads,
+    unless they are as many as the query heads.
+
+    Attributes:
+        heads: number of heads.
+        head_dim: width of each.
+    """
+
+    heads: int
+    head_dim: int
+
 
 @dataclass(frozen=True)
 class OnHeads:
@@ -83,92 +130,10 @@ class Local:
 
     Attributes:
         attributes: attribute name -> unit in which the number is sharded, e.g. ``{"num_heads": 1, "width": head_dim}``.
+            ``"config.num_heads"`` is an attribute of the module's configuration, of which the module gets a copy.
     """
 
     attributes: Mapping[str, int]
 
 
-Style = Column | Row | Vocab | KeyValue | OnHeads | Local
-
-
-def _gpt2(config: Any) -> dict[str, Style]:
-    dim = config.n_embd // config.n_head
-    return {
-        "*wte": Vocab(),
-        "*.attn": Local({"num_heads": 1, "split_size": dim}),
-        "*.crossattention": Local({"num_heads": 1, "split_size": dim}),
-        "*.attn.c_attn": Column(parts=3, unit=dim),
-        "*.crossattention.c_attn": Column(parts=2, unit=dim),
-        "*.crossattention.q_attn": Column(unit=dim),
-        "*.attn.c_proj": Row(unit=dim),
-        "*.crossattention.c_proj": Row(unit=dim),
-        "*.mlp.c_fc": Column(),
-        "*.mlp.c_proj": Row(),
-        "lm_head": Column(gather_output=True),
-    }
-
-
-def _llama(config: Any) -> dict[str, Style]:
-    """Return the plan for Llama, Qwen2 and Qwen3, which differ in biases and in the norms of queries and keys."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {
-        "*embed_tokens": Vocab(),
-        "*.self_attn.q_proj": Column(unit=dim, group="qkv"),
-        "*.self_attn.[kv]_proj": KeyValue(heads, kv_heads, dim, group="qkv"),
-        "*.self_attn.[qk]_norm": OnHeads(),
-        "*.self_attn.o_proj": Row(unit=dim),
-        "*.mlp.gate_proj": Column(group="gate_up"),
-        "*.mlp.up_proj": Column(group="gate_up"),
-        "*.mlp.down_proj": Row(),
-        "lm_head": Column(gather_output=True),
-    }
-
-
-def _bert(config: Any) -> dict[str, Style]:
-    dim = config.hidden_size // config.num_attention_heads
-    return {
-        "*embeddings.word_embeddings": Vocab(),
-        "*attention.self": Local({"num_attention_heads": 1, "all_head_size": dim}),
-        # Across, queries and keys come from different inputs.
-        **{f"*.crossattention.self.{part}": Column(unit=dim) for part in ("query", "key", "value")},
-        **{f"*.attention.self.{part}": Column(unit=dim, group="qkv") for part in ("query", "key", "value")},
-        "*attention.output.dense": Row(unit=dim),
-        "*.intermediate.dense": Column(),
-        "*.output.dense": Row(),
-        "cls.predictions.decoder": Column(gather_output=True),
-    }
-
-
-_FAMILIES: dict[str, Callable[[Any], dict[str, Style]]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "bert": _bert,
-}
-
-
-def find_plan(module: nn.Module) -> dict[str, Style]:
-    """Return the plan of a Hugging Face model: the patterns of its family that match at least one module.
-
-    Raises:
-        ValueError: the family is unknown, or the module lacks sub-modules that this family's models have.
-    """
-    config = getattr(module, "config", None)
-    family = getattr(config, "model_type", None)
-    if family not in _FAMILIES:
-        what = f"a {type(module).__name__}" + (f" of model_type {family!r}" if family else " without a model_type")
-        raise ValueError(
-            f"there is no built-in plan for {what}, only for {', '.join(_FAMILIES)}. Pass a plan of patterns of module "
-            "names, such as plan={'*.up': 'column', '*.down': 'row'}."
-        )
-    names = [name for name, _ in module.named_modules()]
-    plan = _FAMILIES[family](config)
-    plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
-    if not any(isinstance(style, Row) for style in plan.values()):
-        raise ValueError(
-            f"this {type(module).__name__} has the model_type {family!r}, but none of the layers of that family. Its "
-            f"modules are {', '.join(names[1:9])}, .... Pass a plan of patterns of these names, plan={{...}}."
-        )
-    return plan
+Style = Column | Row | Vocab | KeyValue | FusedHeads | OnAllHeads | OnHeads | Local

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from ..grid.comm.axis import Axis
 from .column import column_linear, column_linears
 from .linear import updated
+from .norm import sharded_rms_norm
 from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
 
@@ -174,6 +175,68 @@ class KeyValueWhole(_Linear):
             return y
         picked = torch.tensor(self.repeat, device=y.device)
         return y.unflatten(-1, (-1, self.head_dim)).index_select(-2, picked).flatten(-2)
+
+
+class FusedWhole(_Linear):
+    """Fused projection to this rank's queries and to the only key/value head; the weight is replicated.
+
+    (..., K), equal on every tensor-parallel rank -> (..., this rank's query heads, then the key and the value).
+
+    Args:
+        weight, bias, axis: as for ``_Linear``, whole.
+        heads: range [start, stop) of this rank's query heads.
+        head_dim: number of outputs per head.
+    """
+
+    adaptable = False
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, heads: tuple[int, int], head_dim: int
+    ) -> None:
+        super().__init__(weight, bias, axis, transposed=False)
+        self.rows, self.last = slice(heads[0] * head_dim, heads[1] * head_dim), 2 * head_dim
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of weight, (n, K), and bias, (n,), that this rank computes."""
+        wholes = [None if each is None else copy_all_reduce(each, self.axis) for each in (self.weight, self.bias)]
+        weight, bias = (None if w is None else torch.cat([w[self.rows], w[-self.last :]]) for w in wholes)
+        assert weight is not None
+        return weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute this rank's queries, the key and the value: (..., K) -> (..., n)."""
+        return self.product(x)
+
+
+class EmbeddingSharded(nn.Module):
+    """Embedding whose columns are sharded, made from this rank's: integers (...) -> (..., D_local)."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up this rank's part of the vectors."""
+        return F.embedding(ids, self.weight)
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over a last dim that is sharded, made from this rank's shard of the weight: (..., D / t), unchanged.
+
+    Args:
+        weight: (D / t,), this rank's shard.
+        width: D, the length of the dim over all ranks.
+        eps: constant that is added to the mean of the squares.
+        axis: the axis that shards the dim.
+    """
+
+    def __init__(self, weight: nn.Parameter, width: int, eps: float, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.width, self.eps, self.axis = weight, width, eps, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's shard."""
+        return sharded_rms_norm(x, self.weight, (-1,), self.width, self.eps, self.axis)
 
 
 class OnShards(nn.Module):

@@ -27,8 +27,8 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup.check import read_config
 from ...grid.errors import ConfigError
+from ...models.huggingface.parallelize import parallelize
 from ...optim import schedulers
-from ...tensor_parallel.parallelize import parallelize
 from .auto_values import hidden_size, missing_extra
 from .state_dict import full_state_dict, saved_axes
 

@@ -8,42 +8,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, RopeScaling, TransformerConfig, YarnScaling
+from ..config import DecoderConfig, GPTConfig, LinearScaling, RopeScaling, TransformerConfig, YarnScaling
+from .families import FAMILIES, Config, Family
+from .names import Entry, Names, expand
 
-# Sizes: our field -> GPT-2's key; and those of Llama's family, which have the same names there.
-_GPT2 = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "n_positions",
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-}
-_LLAMA = (*_GPT2, "intermediate_size")
-# Optional settings of GPT-2 (our field -> key, default) and of Llama's family (field and key -> default).
-_GPT2_OPTIONS: dict[str, tuple[str, Any]] = {
-    "dropout": ("resid_pdrop", 0.1),
-    "tie_word_embeddings": ("tie_word_embeddings", True),
-    "initializer_range": ("initializer_range", 0.02),
-    "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
-}
-_LLAMA_OPTIONS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-# Llama's families -> (qkv_bias, qk_norm).
-_LLAMA_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
-# Families with experts -> the class's prefix, and the key of the number of experts.
-_MIXTRAL_FAMILIES = {
-    "mixtral": ("Mixtral", "num_local_experts"),
-    "qwen3_moe": ("Qwen3Moe", "num_experts"),
-    "olmoe": ("Olmoe", "num_experts"),
-}
-# DeepSeek's families -> the class's prefix, and the scores of the experts.
-_DEEPSEEK_FAMILIES = {"deepseek_v2": ("DeepseekV2", "softmax"), "deepseek_v3": ("DeepseekV3", "sigmoid")}
-_DEEPSEEK = (
-    *(*_LLAMA, "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
-    *("first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    "routed_scaling_factor",
-)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
-_SHARDED = ("gpt2", *_LLAMA_FAMILIES)  # families that triax.parallelize shards
+_SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
+# Ids of tokens: without a tokenizer there are none, but the defaults of transformers' configurations are others.
+_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -73,48 +45,134 @@ def expert_count(config: Mapping[str, Any]) -> int:
     return int(next((config[key] for key in _EXPERTS if config.get(key)), 0))
 
 
-def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
+def family_of(config: Config) -> Family:
+    """Return the family of the model that a ``config.json`` describes, of those that triax's layers can compute.
+
+    Raises:
+        ValueError: the family is another one. The message says how to add it.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES or FAMILIES[name].config is None:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.config is not None)
+        raise ValueError(
+            f"model_type is {name!r}, but the known ones are {known}. Pass your own layers and names, load_hf(path, "
+            "layers, names={'layers.0.weight': 'model.embed.weight', ...}), or add the family (docs/models.md, 'Add a "
+            "family')."
+        )
+    return FAMILIES[name]
+
+
+def names_of(config: Config) -> Names:
+    """Return the table of parameter names of the family of a ``config.json``.
+
+    Raises:
+        ValueError: triax has no table for this family.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES or not FAMILIES[name].names:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.names)
+        raise ValueError(
+            f"there is no table of names for model_type {name!r}, only for {known}. Pass names, which maps triax's "
+            "names to Hugging Face's, names={'layers.0.weight': 'model.embed.weight', ...}, or add the family "
+            "(docs/models.md, 'Add a family')."
+        )
+    names = FAMILIES[name].names
+    return names(config) if callable(names) else names
+
+
+def entries(names: Names | None, config: Config) -> dict[str, Entry]:
+    """Expand a table of names, or that of the family, to the full names of the model of a ``config.json``."""
+    heads = None
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.config is not None and issubclass(family.config, DecoderConfig):
+        ours = from_hf(config)
+        assert isinstance(ours, DecoderConfig)
+        heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
+    return expand(names_of(config) if names is None else names, layer_count(config), expert_count(config), heads)
+
+
+def from_hf(config: Config) -> TransformerConfig:
     """Return the configuration of the model that a ``config.json`` describes, for example a ``LlamaConfig``.
 
     Args:
-        config: the content of ``config.json`` of a model of the family gpt2, llama, qwen2, qwen3, mixtral,
-            qwen3_moe, olmoe, deepseek_v2 or deepseek_v3.
+        config: the content of ``config.json`` of a model of a family in ``families.py``.
 
     Raises:
         ValueError: the model is of another family or has a setting that triax's layers do not support. The message
             names the setting.
     """
-    family = config.get("model_type")
-    if family == "gpt2":
-        return _gpt(config)
-    if family in _LLAMA_FAMILIES:
-        return _llama(config, str(family))
-    if family in _MIXTRAL_FAMILIES:
-        return _mixtral(config, str(family))
-    if family in _DEEPSEEK_FAMILIES:
-        return _deepseek(config, str(family))
-    known = ", ".join((*_SHARDED, *_MIXTRAL_FAMILIES, *_DEEPSEEK_FAMILIES))
-    raise ValueError(
-        f"model_type is {family!r}, but the known ones are {known}. Pass your own layers and names, "
-        " load_hf(path, layers, names={'layers.0.weight': 'model.embed.weight', ...})."
-    )
+    family = family_of(config)
+    for key, values in family.only.items():
+        if config.get(key, values[0]) not in values:
+            shards = " triax.parallelize shards the Hugging Face model itself." * (family.plan is not None)
+            raise ValueError(
+                f"{config['model_type']} with {key}={config[key]!r} is not implemented, only with "
+                f"{key}={' or '.join(map(repr, values))}.{shards}"
+            )
+    found: dict[str, Any] = dict(family.flags)
+    for ours, place in family.keys.items():
+        name, default = (place, None) if isinstance(place, str) else place
+        if name in _EXPERTS:  # Transformers 5 writes one key, 4 wrote others
+            found[ours] = expert_count(config)
+        else:
+            found[ours] = config[name] if isinstance(place, str) else config.get(name, default)
+        if found[ours] is None and default == 0:
+            found[ours] = 0
+    if family.rope:
+        found |= _read_rope(config, family)
+    if family.window:
+        found |= _read_window(config, family)
+    if family.read is not None:
+        found |= family.read(config)
+    assert family.config is not None
+    return family.config(**found)
 
 
 def to_hf(config: TransformerConfig) -> dict[str, Any]:
-    """Return the content of ``config.json`` for a configuration, without the dtype."""
-    if isinstance(config, MixtralConfig):
-        return _to_mixtral(config)
-    if isinstance(config, DeepseekConfig):
-        return _to_deepseek(config)
-    if config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window={config.sliding_window} has no counterpart in Hugging Face's model. Leave it out, or pass "
-            "the content of config.json as a dict."
-        )
-    if isinstance(config, LlamaConfig):
-        return _to_llama(config)
-    assert isinstance(config, GPTConfig)
-    return _to_gpt2(config)
+    """Return the content of ``config.json`` for a configuration, without the dtype.
+
+    The family is the first one in whose ``config.json`` the configuration can be written without loss.
+
+    Raises:
+        ValueError: there is none. The message names the settings that the nearest family lacks.
+    """
+    lacking: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        if family.config is not type(config):
+            continue
+        written = _written(config, name, family)
+        try:
+            again = from_hf(written)
+        except ValueError:
+            continue
+        lacking[family.prefix] = [
+            f"{field.name}={getattr(config, field.name)!r}"
+            for field in fields(config)
+            if getattr(again, field.name) != getattr(config, field.name)
+        ]
+        if not lacking[family.prefix]:
+            return written
+    fewest = min(map(len, lacking.values()), default=0)
+    near = [f"{prefix} has no {', '.join(each)}" for prefix, each in lacking.items() if len(each) == fewest]
+    raise ValueError(
+        f"no family of Hugging Face's has all settings of this {type(config).__name__}. The nearest: Hugging Face's "
+        f"{'; '.join(near)}. Give the settings of one family, or pass the content of config.json as a dict."
+    )
+
+
+def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, Any]:
+    """Return the content of ``config.json`` for a configuration as a model of a family."""
+    keys = {(key if isinstance(key, str) else key[0]): ours for ours, key in family.keys.items()}
+    found = {"architectures": [family.architecture], "model_type": name}
+    found |= {key: values[0] for key, values in family.only.items()}
+    found |= {key: getattr(config, ours) for key, ours in keys.items()}
+    if family.rope:
+        found |= _write_rope(config, family)
+    if family.window:
+        found |= _write_window(config, family)
+    if family.write is not None:
+        found |= family.write(config)
+    return found | _TOKENS
 
 
 def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None:
@@ -136,259 +194,72 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
     return ", ".join(differing) or None
 
 
-def _gpt(config: Mapping[str, Any]) -> GPTConfig:
-    _require(
-        config,
-        activation_function=("gelu_new", "gelu_pytorch_tanh"),
-        scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,),
-        add_cross_attention=(False,),
-    )
-    width = config["n_embd"]
-    hidden = config.get("n_inner") or 4 * width
-    if hidden % width:
-        raise ValueError(
-            f"n_inner={hidden} is not a multiple of n_embd={width}, as triax's GPT needs (mlp_ratio x n_embd). "
-            "triax.parallelize shards the Hugging Face model itself."
-        )
-    return GPTConfig(
-        **{ours: config[theirs] for ours, theirs in _GPT2.items()},
-        **{ours: config.get(theirs, default) for ours, (theirs, default) in _GPT2_OPTIONS.items()},
-        mlp_ratio=hidden // width,
-    )
-
-
-def _llama(config: Mapping[str, Any], family: str) -> LlamaConfig:
-    _require(config, use_sliding_window=(False,))
-    qkv_bias, qk_norm = _LLAMA_FAMILIES[family]
-    return LlamaConfig(**_llama_fields(config), qkv_bias=qkv_bias, qk_norm=qk_norm)
-
-
-def _llama_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that Llama and its relatives with experts have."""
-    _require(config, hidden_act=("silu",), mlp_bias=(False,), attention_bias=(False,))
-    rope = _rope(config)
+def _read_rope(config: Config, family: Family) -> dict[str, Any]:
+    """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found: dict[str, Any] = {}
+    if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window
+        local = rope.get("sliding_attention") or {}
+        theta = local.get("rope_theta") or config.get("rope_local_base_freq") or family.rope["rope_local_base_freq"]
+        found["rope_local_base_freq"] = float(theta)
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"{config['model_type']} with scaled rotary positions in sliding_attention is unknown.")
+        rope = dict(rope.get("full_attention") or ({} if "sliding_attention" in rope else rope))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type={kind!r} is not implemented, only 'default' and 'llama3' are")
-    scaling = None
-    if kind == "llama3":
-        scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
-    return {
-        **{name: config[name] for name in _LLAMA},
-        **{name: config.get(name, default) for name, default in _LLAMA_OPTIONS.items()},
-        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim") or 0,
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
-        "rope_scaling": scaling,
-    }
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the rotary positions: Transformers 5 has all in rope_parameters, 4 beside each other."""
-    return dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-
-
-def _mixtral(config: Mapping[str, Any], family: str) -> MixtralConfig:
-    _require(config, attention_dropout=(0.0,), router_jitter_noise=(0.0,))
-    window = config.get("sliding_window")
-    if family == "qwen3_moe" and not config.get("use_sliding_window", False):
-        window = None
-    if family == "olmoe":
-        _require(config, sliding_window=(None,))
-    return MixtralConfig(
-        **_llama_fields(config),
-        sliding_window=window,
-        num_experts=expert_count(config),
-        num_experts_per_tok=config["num_experts_per_tok"],
-        moe_intermediate_size=config["moe_intermediate_size"] if family == "qwen3_moe" else 0,
-        norm_topk_prob=family == "mixtral" or bool(config.get("norm_topk_prob", False)),
-        decoder_sparse_step=int(config.get("decoder_sparse_step", 1)),
-        mlp_only_layers=tuple(config.get("mlp_only_layers") or ()),
-        router_aux_loss_coef=config.get("router_aux_loss_coef", 0.01 if family == "olmoe" else 0.001),
-        qk_norm=family == "qwen3_moe",
-        qk_norm_all_heads=family == "olmoe",
-        clip_qkv=config.get("clip_qkv"),
-    )
-
-
-def _deepseek(config: Mapping[str, Any], family: str) -> DeepseekConfig:
-    scores = _DEEPSEEK_FAMILIES[family][1]
-    _require(
-        config,
-        hidden_act=("silu",),
-        mlp_bias=(False,),
-        attention_bias=(False,),
-        attention_dropout=(0.0,),
-        scoring_func=(scores,),
-        seq_aux=(True,),
-        moe_layer_freq=(1,),
-        quantization_config=(None,),
-        num_key_value_heads=(config["num_attention_heads"], None),
-        topk_method=("greedy", "group_limited_greedy") if family == "deepseek_v2" else ("noaux_tc",),
-    )
-    grouped = family == "deepseek_v3" or config.get("topk_method") == "group_limited_greedy"
-    if family == "deepseek_v2":
-        _require(config, norm_topk_prob=(False, None))  # transformers takes no notice of it
-    rope = _rope(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"rope_type={kind!r} is not implemented for {family}, only 'default' and 'yarn' are")
-    scaling = None
-    if kind == "yarn":
-        known = {field.name for field in fields(YarnScaling)}
-        scaling = YarnScaling(**{name: value for name, value in rope.items() if name in known and value is not None})
-    return DeepseekConfig(
-        **{name: config[name] for name in _DEEPSEEK},
-        **{name: config.get(name, default) for name, default in _LLAMA_OPTIONS.items()},
-        scoring_func=scores,
-        norm_topk_prob=family == "deepseek_v3" and bool(config.get("norm_topk_prob", True)),
-        n_group=(config.get("n_group") or 1) if grouped else 1,
-        topk_group=(config.get("topk_group") or 1) if grouped else 1,
-        aux_loss_alpha=config.get("aux_loss_alpha", 0.0),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
-        rope_scaling=scaling,
-        rope_interleave=config.get("rope_interleave", True) is not False,
-    )
-
-
-def _require(config: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
-    for key, values in allowed.items():
-        value = config.get(key, values[0])
-        if value not in values:
-            family = config["model_type"]
-            raise ValueError(
-                f"{family} with {key}={value!r} is not implemented, only with "
-                f"{key}={' or '.join(map(repr, values))}."
-                + " triax.parallelize shards the Hugging Face model itself."
-                * (family in _SHARDED)
-            )
-
-
-def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        **{theirs: getattr(config, ours) for ours, theirs in _GPT2.items()},
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _GPT2_OPTIONS.items()},
-        "n_inner": config.mlp_ratio * config.hidden_size,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": 0.0,
-        # The defaults are GPT-2's own tokens, which another vocabulary need not have.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def _to_llama(config: LlamaConfig) -> dict[str, Any]:
-    options = config.qkv_bias, config.qk_norm
-    family = next((name for name, has in _LLAMA_FAMILIES.items() if has == options), None)
-    if family is None:
-        raise ValueError("no Hugging Face family has both qkv_bias (Qwen2) and qk_norm (Qwen3). Leave out one of them.")
-    if family == "llama" and config.hidden_size % config.num_attention_heads:
+    if kind not in ("default", *family.scalings):
         raise ValueError(
-            f"num_attention_heads={config.num_attention_heads} does not divide hidden_size={config.hidden_size}, as "
-            "Hugging Face's Llama needs. Change one of them."
+            f"rope_type={kind!r} is not implemented for {config['model_type']}, only "
+            f"{', '.join(map(repr, ('default', *family.scalings)))}."
+            + " triax.parallelize shards the Hugging Face model itself."
+            * (family.plan is not None)
         )
-    return _to_llama_fields(config, family, family.capitalize())
+    scaling = None
+    if kind != "default":
+        if kind == "yarn" and rope.get("original_max_position_embeddings") is None:
+            rope["original_max_position_embeddings"] = config["max_position_embeddings"]
+        given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
+        scaling = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
+    if "partial_rotary_factor" in family.rope:
+        names = ("partial_rotary_factor", "rotary_pct")  # the second one in GPT-NeoX of Transformers 4
+        part = next((x[name] for x in (rope, config) for name in names if x.get(name) is not None), None)
+        found["partial_rotary_factor"] = family.rope["partial_rotary_factor"] if part is None else float(part)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
+    return {**found, "rope_theta": float(theta or family.rope["rope_theta"]), "rope_scaling": scaling}
 
 
-def _to_llama_fields(config: LlamaConfig, family: str, prefix: str) -> dict[str, Any]:
+def _write_rope(config: Any, family: Family) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **asdict(config.rope_scaling)}
+        kind = next(kind for kind, cls in _SCALINGS.items() if isinstance(config.rope_scaling, cls))
+        rope |= {"rope_type": kind, **asdict(config.rope_scaling)}
+    if "partial_rotary_factor" in family.rope:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
+    if "rope_local_base_freq" in family.rope:
+        local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     return {
-        "architectures": [f"{prefix}ForCausalLM"],
-        "model_type": family,
-        "hidden_act": "silu",
-        **{name: getattr(config, name) for name in (*_LLAMA, *_LLAMA_OPTIONS, "num_key_value_heads", "head_dim")},
         "rope_parameters": rope,
         "rope_theta": config.rope_theta,  # with rope_scaling, where Transformers 4 looks
         "rope_scaling": rope if config.rope_scaling is not None else None,
-        "attention_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
 
 
-def _to_mixtral(config: MixtralConfig) -> dict[str, Any]:
-    family = "olmoe" if config.qk_norm_all_heads else "qwen3_moe" if config.qk_norm else "mixtral"
-    prefix, experts = _MIXTRAL_FAMILIES[family]
-    dense = len(config.moe_layers) < config.num_hidden_layers
-    has = {
-        "qkv_bias": config.qkv_bias,
-        "mlp_only_layers and decoder_sparse_step": dense and family != "qwen3_moe",
-        "moe_intermediate_size unlike intermediate_size": config.moe_intermediate_size != config.intermediate_size
-        and family != "qwen3_moe",
-        "norm_topk_prob=False": not config.norm_topk_prob and family == "mixtral",
-        "clip_qkv": config.clip_qkv is not None and family != "olmoe",
-        "sliding_window": config.sliding_window is not None and family == "olmoe",
-        "head_dim unlike hidden_size / num_attention_heads": family == "olmoe"
-        and config.head_dim * config.num_attention_heads != config.hidden_size,
-    }
-    if refused := [name for name, present in has.items() if present]:
-        raise ValueError(
-            f"Hugging Face's {prefix} has no {', '.join(refused)}. Of Mixtral, Qwen3-MoE (qk_norm=True) and OLMoE "
-            "(qk_norm_all_heads=True), give the settings of one."
-        )
-    found = _to_llama_fields(config, family, prefix)
-    found |= {
-        experts: config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
-    }
-    if family != "mixtral":
-        found["norm_topk_prob"] = config.norm_topk_prob
-    if family == "mixtral":
-        found["sliding_window"] = config.sliding_window
-    elif family == "qwen3_moe":
-        found |= {
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "decoder_sparse_step": config.decoder_sparse_step,
-            "mlp_only_layers": list(config.mlp_only_layers),
-            "use_sliding_window": config.sliding_window is not None,
-            "sliding_window": config.sliding_window,
-        }
-    else:
-        del found["head_dim"]
-        found |= {"clip_qkv": config.clip_qkv, "pad_token_id": None}
+def _read_window(config: Config, family: Family) -> dict[str, Any]:
+    window, words = config.get("sliding_window", family.window_size), family.window.split()
+    if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
+        return {"sliding_window": None}
+    depth = layer_count(config)
+    types = tuple((config.get("layer_types") or ())[:depth]) if "types" in words else ()
+    if not types and family.slides is not None:
+        types = tuple(("full_attention", "sliding_attention")[family.slides(config, i)] for i in range(depth))
+    return {"sliding_window": window, **({"layer_types": types} if types else {})}
+
+
+def _write_window(config: Any, family: Family) -> dict[str, Any]:
+    found: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if "flag" in family.window:
+        found["use_sliding_window"] = config.sliding_window is not None
+    if "types" in family.window:
+        windows = map(config.window_of, range(config.num_hidden_layers))
+        found["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return found
-
-
-def _to_deepseek(config: DeepseekConfig) -> dict[str, Any]:
-    family = "deepseek_v3" if config.scoring_func == "sigmoid" else "deepseek_v2"
-    if family == "deepseek_v2" and (config.norm_topk_prob or not config.rope_interleave):
-        raise ValueError(
-            "Hugging Face's DeepseekV2 has no norm_topk_prob=True and no rope_interleave=False. Leave them out, or "
-            "give scoring_func='sigmoid' (DeepseekV3)."
-        )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope |= {"rope_type": "yarn", **asdict(config.rope_scaling)}
-    found = {
-        "architectures": [f"{_DEEPSEEK_FAMILIES[family][0]}ForCausalLM"],
-        "model_type": family,
-        "hidden_act": "silu",
-        **{name: getattr(config, name) for name in (*_DEEPSEEK, *_LLAMA_OPTIONS)},
-        "num_key_value_heads": config.num_attention_heads,
-        "scoring_func": config.scoring_func,
-        "norm_topk_prob": config.norm_topk_prob,
-        "n_group": config.n_group,
-        "topk_group": config.topk_group,
-        "aux_loss_alpha": config.aux_loss_alpha,
-        "rope_parameters": rope,
-        "rope_theta": config.rope_theta,  # with rope_scaling, where Transformers 4 looks
-        "rope_scaling": rope if config.rope_scaling is not None else None,
-        "attention_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if family == "deepseek_v2":
-        return {**found, "topk_method": "group_limited_greedy" if config.n_group > 1 else "greedy"}
-    return {
-        **found,
-        "topk_method": "noaux_tc",
-        "rope_interleave": config.rope_interleave,
-        "num_nextn_predict_layers": 0,
-    }

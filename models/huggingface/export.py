@@ -14,10 +14,11 @@ from ...grid import Layout
 from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
-from .config import expert_count, layer_count, to_hf
+from .config import entries as expanded
+from .config import to_hf
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
-from .names import Entry, expand, names_of
+from .names import Entry
 from .save import Held, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -58,7 +59,7 @@ def _export(
     if merge_lora and options is None:
         raise ValueError("the checkpoint has no LoRA adapters to merge. Leave out --merge-lora.")
     if prefix is None:
-        entries = expand(names_of(written.get("model_type")), layer_count(written), expert_count(written))
+        entries = expanded(None, written)
     else:
         entries = {name: Entry((name.removeprefix(prefix),)) for name in tensors}
     conv1d = transposed_layers(written) if options is not None else set()

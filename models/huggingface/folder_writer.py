@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ class FolderWriter:
         self._files = {folder / name: held for name, held in zip(names, files, strict=True)}
         self._file_of = {name: path for path, held in self._files.items() for name in held}
         self._stream: TensorStream | None = None
+        self._partial: dict[
+            str, tuple[Tensor, int]
+        ] = {}  # a tensor of which some rows are there, and the number missing
         self._path = folder
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
@@ -78,6 +81,25 @@ class FolderWriter:
             self._path, self._stream = path, TensorStream(path, self._files[path], checksums=False)
         # A copy: what numpy has once seen cannot be resized, and ZeRO empties the storages of gathered weights.
         self._stream.write(name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format))
+
+    def write_rows(self, name: str, rows: Tensor, at: Sequence[tuple[int, int]]) -> None:
+        """Add rows to the next tensor, which is written when it has all of them.
+
+        Args:
+            name: the tensor's name.
+            rows: the rows, one range after another.
+            at: the ranges [start, stop) of the tensor's rows that they are.
+        """
+        shape, dtype = self._files[self._file_of[name]][name]
+        if name not in self._partial:
+            self._partial[name] = torch.empty(shape, dtype=dtype), shape[0]
+        whole, missing = self._partial.pop(name)
+        for piece, (start, stop) in zip(rows.split([stop - start for start, stop in at]), at, strict=True):
+            whole[start:stop] = piece
+        if missing > len(rows):
+            self._partial[name] = whole, missing - len(rows)
+        else:
+            self.write(name, whole)
 
     def close(self) -> None:
         """Close the safetensors file that is being written."""

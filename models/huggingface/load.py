@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..config import DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
 from ..gpt import gpt_layers
 from ..llama import llama_layers
 from ..mixtral import mixtral_layers
-from .config import expert_count, from_hf, layer_count, same_model
-from .names import FAMILIES, Entry, Names, expand, names_of
+from .config import entries as expanded
+from .config import from_hf, same_model
+from .families import FAMILIES
+from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
 from .save import config_of, entries_of, hugging_face, module_and_grid, named, named_buffers
 
@@ -34,13 +37,14 @@ M = TypeVar("M")
 LAYERS: dict[type[TransformerConfig], Callable[..., list[LayerSpec]]] = {
     GPTConfig: gpt_layers,
     LlamaConfig: llama_layers,
+    DecoderConfig: decoder_layers,
     MixtralConfig: mixtral_layers,
     DeepseekConfig: deepseek_layers,
 }
 
 
 def config_from_hf(path_or_model: Any) -> TransformerConfig:
-    """Return the configuration of a Hugging Face model: a ``GPTConfig``, ``LlamaConfig`` or ``MixtralConfig``.
+    """Return the configuration of a Hugging Face model: for example a ``LlamaConfig``.
 
     Args:
         path_or_model: a folder as ``save_pretrained`` writes it, or a live model.
@@ -99,9 +103,9 @@ def load_hf(
     if into is None:
         config = from_hf(source.config)
         specs = LAYERS[type(config)](config, sequence_parallel)
-        return _self_loading(specs, source, names or names_of(source.config["model_type"]))
+        return _self_loading(specs, source, names)
     if isinstance(into, Sequence):
-        return _self_loading(into, source, names or names_of(source.config.get("model_type")))
+        return _self_loading(into, source, names)
     module, grid = module_and_grid(into, grid, "load_hf(path, module, grid=grid)")
     assign = getattr(into, "assign", None)
     with agreed(grid, None):
@@ -165,9 +169,9 @@ class _Loaded:
         return layer
 
 
-def _self_loading(specs: Sequence[Any], source: Source, names: Names) -> list[LayerSpec]:
+def _self_loading(specs: Sequence[Any], source: Source, names: Names | None) -> list[LayerSpec]:
     """Return copies of layers' specs whose layers read their own weights from ``source`` when they are built."""
-    entries = expand(names, layer_count(source.config), expert_count(source.config))
+    entries = expanded(names, source.config)
     check_all_used(source, entries.values())
     _same(source, specs)
     first: dict[Any, _Loaded] = {}
@@ -252,7 +256,8 @@ def _same(source: Source, specs: Sequence[Any]) -> None:
         ValueError: a setting of the two configurations differs.
     """
     ours = config_of(specs)
-    if ours is None or source.config.get("model_type") not in FAMILIES:
+    known = FAMILIES.get(str(source.config.get("model_type")))
+    if ours is None or known is None or known.config is None:
         return
     if differing := same_model(ours, from_hf(source.config)):
         raise ValueError(f"the model differs from that of {source.where}: {differing}. Use config_from_hf(path).")

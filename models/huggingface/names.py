@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,33 @@ class PerExpert:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """Name of a tensor of Hugging Face's with the rows of queries, keys and values, of which a parameter has a part.
+
+    Attributes:
+        name: its name.
+        part: ``q``, the rows of the queries; or ``kv``, those of all keys, then those of all values.
+        grouped: the rows are, for each key/value head, those of its query heads, its key and its value; False: all
+            queries, all keys, all values.
+    """
+
+    name: str
+    part: str
+    grouped: bool = True
+
+    def rows(self, heads: int, kv_heads: int, dim: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges [start, stop) of the part's rows, in order."""
+        if not self.grouped:
+            end = (heads + 2 * kv_heads) * dim
+            return ((0, heads * dim),) if self.part == "q" else ((heads * dim, end),)
+        group = heads // kv_heads
+        starts = [head * (group + 2) * dim for head in range(kv_heads)]
+        if self.part == "q":
+            return tuple((start, start + group * dim) for start in starts)
+        return tuple((start + (group + i) * dim, start + (group + i + 1) * dim) for i in range(2) for start in starts)
+
+
+@dataclass(frozen=True)
 class Entry:
     """Source tensors of one parameter of triax.
 
@@ -36,125 +62,32 @@ class Entry:
         per_expert: number of tensors of each expert, for a parameter (experts, ...) whose experts are stored one by
             one; ``theirs`` lists those of expert 0 first. 0: the parameter is stored as a whole.
         other: another form in which a source may store the parameter, or None. Only the first form is written.
+        rows: ranges [start, stop) of rows of the only tensor, which the parameter has in this order. Empty: all rows.
+        of: number of rows of that tensor.
     """
 
     theirs: tuple[str, ...]
     transposed: bool = False
     per_expert: int = 0
     other: Entry | None = None
+    rows: tuple[tuple[int, int], ...] = ()
+    of: int = 0
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert
+Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
 
-GPT2: Names = {
-    "layers.0.weight": "transformer.wte.weight",
-    "layers.1.weight": "transformer.wpe.weight",
-    "layers.{i+2}.norm1.*": "transformer.h.{i}.ln_1.*",
-    "layers.{i+2}.attention.qkv.*": Transposed("transformer.h.{i}.attn.c_attn.*"),
-    "layers.{i+2}.attention.out.*": Transposed("transformer.h.{i}.attn.c_proj.*"),
-    "layers.{i+2}.norm2.*": "transformer.h.{i}.ln_2.*",
-    "layers.{i+2}.mlp.up.*": Transposed("transformer.h.{i}.mlp.c_fc.*"),
-    "layers.{i+2}.mlp.down.*": Transposed("transformer.h.{i}.mlp.c_proj.*"),
-    "layers.{n+2}.*": "transformer.ln_f.*",
-    "layers.{n+3}.weight": "lm_head.weight",
-}
 
-LLAMA: Names = {
-    "layers.0.weight": "model.embed_tokens.weight",
-    "layers.{i+1}.norm1.weight": "model.layers.{i}.input_layernorm.weight",
-    "layers.{i+1}.attention.q.*": "model.layers.{i}.self_attn.q_proj.*",
-    "layers.{i+1}.attention.kv.*": ("model.layers.{i}.self_attn.k_proj.*", "model.layers.{i}.self_attn.v_proj.*"),
-    "layers.{i+1}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-    "layers.{i+1}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-    "layers.{i+1}.attention.out.weight": "model.layers.{i}.self_attn.o_proj.weight",
-    "layers.{i+1}.norm2.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i+1}.mlp.gate_up.weight": ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
-    "layers.{i+1}.mlp.down.weight": "model.layers.{i}.mlp.down_proj.weight",
-    "layers.{n+1}.weight": "model.norm.weight",
-    "layers.{n+2}.weight": "lm_head.weight",
-}
-
-
-def _with_experts(mlp: str, first: tuple[str, ...], last: str) -> Names:
-    """Return Llama's table with the names of a mixture of experts.
-
-    Files have a tensor for each expert. The models of Transformers 5 have one tensor for all experts.
-    """
-    block, fused = f"model.layers.{{i}}.{mlp}", "model.layers.{i}.mlp.experts"
-    return {
-        **LLAMA,
-        "layers.{i+1}.mlp.router.weight": [f"{block}.gate.weight", "model.layers.{i}.mlp.gate.weight"],
-        "layers.{i+1}.mlp.routed.gate_up": [
-            PerExpert(tuple(f"{block}.experts.{{e}}.{name}.weight" for name in first)),
-            f"{fused}.gate_up_proj",
-        ],
-        "layers.{i+1}.mlp.routed.down": [
-            PerExpert((f"{block}.experts.{{e}}.{last}.weight",)),
-            f"{fused}.down_proj",
-        ],
-        "layers.{i+1}.mlp.past_loads": (),  # the loads of the step before, which only training needs
-    }
-
-
-MIXTRAL = _with_experts("block_sparse_moe", ("w1", "w3"), "w2")
-QWEN3_MOE = _with_experts("mlp", ("gate_proj", "up_proj"), "down_proj")
-
-_MLA, _OWN = "model.layers.{i}.self_attn", "layers.{i+1}.attention"
-_SHARED = "model.layers.{i}.mlp.shared_experts"
-DEEPSEEK: Names = {
-    **QWEN3_MOE,
-    f"{_OWN}.q.weight": f"{_MLA}.q_proj.weight",
-    f"{_OWN}.q_a.weight": f"{_MLA}.q_a_proj.weight",
-    f"{_OWN}.q_a_norm.weight": f"{_MLA}.q_a_layernorm.weight",
-    f"{_OWN}.q_b.weight": f"{_MLA}.q_b_proj.weight",
-    f"{_OWN}.kv_a.weight": f"{_MLA}.kv_a_proj_with_mqa.weight",
-    f"{_OWN}.kv_a_norm.weight": f"{_MLA}.kv_a_layernorm.weight",
-    f"{_OWN}.kv_b.weight": f"{_MLA}.kv_b_proj.weight",
-    "layers.{i+1}.mlp.shared.gate_up": (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
-    "layers.{i+1}.mlp.shared.down": f"{_SHARED}.down_proj.weight",
-}
-DEEPSEEK_V3: Names = {
-    **DEEPSEEK,
-    "layers.{i+1}.mlp.router.correction_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
-}
-
-FAMILIES = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": LLAMA,
-    "mixtral": MIXTRAL,
-    "qwen3_moe": QWEN3_MOE,
-    "olmoe": QWEN3_MOE,
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK_V3,
-}
-
-
-def names_of(family: Any) -> Names:
-    """Return the table of parameter names of a Hugging Face model family.
-
-    Raises:
-        ValueError: triax has no table for this family.
-    """
-    if family not in FAMILIES:
-        raise ValueError(
-            f"there is no table of names for model_type {family!r}, only for {', '.join(FAMILIES)}. Pass names, which "
-            "maps triax's names to Hugging Face's: names={'layers.0.weight': 'model.embed.weight', ...}."
-        )
-    return FAMILIES[family]
-
-
-def expand(names: Names, blocks: int, experts: int = 0) -> dict[str, Entry]:
+def expand(names: Names, blocks: int, experts: int = 0, heads: tuple[int, int, int] | None = None) -> dict[str, Entry]:
     """Expand a table of name patterns to the full names of a model.
 
     Args:
         names: the table.
         blocks: number of blocks of the model.
         experts: number of experts of a block.
+        heads: numbers of query heads and of key/value heads, and the width of a head, which ``Fused`` needs.
 
     Raises:
         ValueError: a pattern has in braces something other than i, n or e, with or without a number added or
@@ -167,13 +100,25 @@ def expand(names: Names, blocks: int, experts: int = 0) -> dict[str, Entry]:
             for ending in ("weight", "bias") if ours.endswith("*") else ("",):
                 entry = None
                 for form in reversed(forms):
-                    entry = _entry(form, ending, {"i": i, "n": blocks}, experts, entry)
+                    entry = _entry(form, ending, {"i": i, "n": blocks}, experts, heads, entry)
                 assert entry is not None
                 expanded[_written(ours, ending, {"i": i, "n": blocks})] = entry
     return expanded
 
 
-def _entry(form: Pattern, ending: str, numbers: Mapping[str, int], experts: int, other: Entry | None) -> Entry:
+def _entry(
+    form: Pattern,
+    ending: str,
+    numbers: Mapping[str, int],
+    experts: int,
+    heads: tuple[int, int, int] | None,
+    other: Entry | None,
+) -> Entry:
+    if isinstance(form, Fused):
+        if heads is None:
+            raise ValueError(f"{form.name} holds queries, keys and values, but the numbers of heads are unknown.")
+        total = (heads[0] + 2 * heads[1]) * heads[2]
+        return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows(*heads), of=total)
     if isinstance(form, PerExpert):
         parts = [_written(name, ending, {**numbers, "e": e}) for e in range(experts) for name in form.names]
         return Entry(tuple(parts), per_expert=len(form.names), other=other)

@@ -1,4 +1,4 @@
-"""Pipeline layers made of Hugging Face's own blocks: ``hf_layers(model)``, for the families GPT-2 and Llama.
+"""Pipeline layers made of Hugging Face's own blocks: ``hf_layers(model)``, for the dense decoders of ``families.py``.
 
 layers = hf_layers(transformers_model)                  # LayerSpecs that build themselves with its weights
 model = PipelineModule(layers, grid=Grid(pipe=2), loss_fn=CausalLMLoss())
@@ -16,7 +16,7 @@ blocks call ``context.attention`` in place of the implementation that the config
 from __future__ import annotations
 
 import copy
-import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,39 +28,10 @@ from ...context.context_attention import attention
 from ...context.order import positions, shard
 from ...grid import Axis, Grid
 from ...pipe.spec import LayerSpec, TiedLayerSpec
+from ..layers import softcapped
+from .families import FAMILIES
 from .load import load_hf
 from .names import Names
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Names of a family's modules and classes in transformers.
-
-    Attributes:
-        module: name of the family's module in ``transformers.models``.
-        name: prefix of the names of the family's classes.
-        embedding, blocks, norm: attribute names of these modules in the family's models.
-        learned: True if the family's positions are learned, False if they are rotary.
-    """
-
-    module: str
-    name: str
-    embedding: str = "model.embed_tokens"
-    blocks: str = "model.layers"
-    norm: str = "model.norm"
-    learned: bool = False
-
-    def find(self, what: str) -> Any:
-        """Return a class of the family in transformers: ``find("Block")`` of GPT-2 is ``GPT2Block``."""
-        module = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
-        return getattr(module, self.name + what)
-
-
-_FAMILIES = {
-    "gpt2": _Family("gpt2", "GPT2", "transformer.wte", "transformer.h", "transformer.ln_f", learned=True),
-    "llama": _Family("llama", "Llama"),
-    "qwen2": _Family("qwen2", "Qwen2"),
-}
 
 
 class HFModel:
@@ -75,27 +46,65 @@ class HFModel:
 
     def __init__(self, config: Any) -> None:
         kind = getattr(config, "model_type", None)
-        if kind not in _FAMILIES:
+        if kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks):
+            known = ", ".join(name for name, each in FAMILIES.items() if each.names and each.blocks)
             raise ValueError(
-                f"hf_layers has the families {', '.join(_FAMILIES)}, but the model is of the family {kind!r}. List "
-                "its layers yourself, each as LayerSpec(cls, ...)."
+                f"hf_layers has the families {known}, but the model is of the family {kind!r}. List its layers "
+                "yourself, each as LayerSpec(cls, ...), or add the family (docs/models.md, 'Add a family')."
             )
-        if getattr(config, "add_cross_attention", False):
-            raise ValueError("hf_layers does not implement add_cross_attention. Take a configuration without it.")
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ValueError("hf_layers has no mask for sliding_attention in layer_types. Use full_attention instead.")
-        self.config, self.family = config, _FAMILIES[kind]
+        refused = {
+            "add_cross_attention": False,
+            "alibi": False,  # of all heads and blocks together
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "use_bidirectional_attention": False,
+        }
+        for key, wanted in refused.items():
+            if bool(getattr(config, key, wanted)) != wanted:
+                raise ValueError(f"hf_layers does not implement {key}={not wanted}. Take a model without it.")
+        if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+            raise ValueError(
+                f"hf_layers does not implement word_embed_proj_dim={config.word_embed_proj_dim} unlike "
+                f"hidden_size={config.hidden_size}. Take a model without it."
+            )
+        self.config, self.family = config, FAMILIES[kind]
         if config._attn_implementation is None:
-            config._attn_implementation = "sdpa"  # as a model would choose
+            config._attn_implementation = self.whole().config._attn_implementation  # as a model would choose
+        names = self.family.names
+        table = names(config.to_dict()) if callable(names) else names
+        paths = {ours: theirs for ours, theirs in table.items() if isinstance(theirs, str)}
+        self.embedding = paths["layers.0.weight"].removesuffix(".weight")
+        self.positions = paths.get("layers.1.weight", "").removesuffix(".weight")
+        self.first = 2 if self.positions else 1  # the number of layers in front of the blocks
+        self.norm = paths[f"layers.{{n+{self.first}}}.*"].removesuffix(".*")
+        self.blocks = next(theirs for ours, theirs in paths.items() if "{i" in ours).partition(".{i}")[0]
 
     @property
     def architecture(self) -> str:
         """Name of the family's model class, as ``config.json`` lists it under ``architectures``."""
-        return self.family.name + ("LMHeadModel" if self.family.learned else "ForCausalLM")
+        return self.family.architecture
+
+    def whole(self) -> Any:
+        """Return a model of one block on the meta device, to look up its modules."""
+        import transformers
+
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = 1
+        with torch.device("meta"):
+            return getattr(transformers, self.architecture)(config)
+
+    def make(self, path: str) -> Any:
+        """Build a module of the model by its name, with values: an embedding, a norm or the head."""
+        layer = self.whole().get_submodule(path).to_empty(device=torch.get_default_device())
+        layer.to(torch.get_default_dtype())
+        self.initialize(layer)
+        return layer
 
     def initialize(self, layer: nn.Module) -> None:
         """Draw a layer's initial weights from the distributions that transformers uses for the family."""
-        cls = self.family.find("PreTrainedModel")
+        import transformers
+
+        cls = getattr(transformers, self.architecture)
         host = cls.__new__(cls)  # its rule needs the configuration, not a whole model
         nn.Module.__init__(host)
         host.config = self.config
@@ -103,19 +112,25 @@ class HFModel:
 
     def names(self) -> Names:
         """Return the table from the parameter names of these layers to transformers' names."""
-        family, first = self.family, 2 if self.family.learned else 1
-        with torch.device("meta"):
-            block = _block(self, 0)
-        found: dict[str, Any] = {"layers.0.weight": f"{family.embedding}.weight"}
-        if family.learned:
-            found["layers.1.weight"] = "transformer.wpe.weight"
-        for name, _ in block.named_parameters():
-            found[f"layers.{{i+{first}}}.block.{name}"] = f"{family.blocks}.{{i}}.{name}"
-        found[f"layers.{{n+{first}}}.norm.weight"] = f"{family.norm}.weight"
-        if family.learned:
-            found[f"layers.{{n+{first}}}.norm.bias"] = f"{family.norm}.bias"
-        found[f"layers.{{n+{first + 1}}}.weight"] = "lm_head.weight"  # tied: under no name of ours
+        whole, first = self.whole(), self.first
+        found: dict[str, Any] = {"layers.0.weight": f"{self.embedding}.weight"}
+        if self.positions:
+            found["layers.1.weight"] = f"{self.positions}.weight"
+        for name, _ in whole.get_submodule(f"{self.blocks}.0").named_parameters():
+            found[f"layers.{{i+{first}}}.block.{name}"] = f"{self.blocks}.{{i}}.{name}"
+        for name, _ in whole.get_submodule(self.norm).named_parameters():
+            found[f"layers.{{n+{first}}}.norm.{name}"] = f"{self.norm}.{name}"
+        for name, _ in whole.get_submodule("lm_head").named_parameters():  # tied: under no name of ours
+            found[f"layers.{{n+{first + 1}}}.{name}"] = f"lm_head.{name}"
         return found
+
+    def dropout(self, x: Tensor, training: bool) -> Tensor:
+        """Apply the dropout of the embeddings."""
+        return F.dropout(x, getattr(self.config, self.family.embedding_dropout or "", 0.0), training)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Apply the cap of the logits, if the model has one."""
+        return softcapped(logits, getattr(self.config, "final_logit_softcapping", None))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HFModel) and self.config.to_dict() == other.config.to_dict()
@@ -135,8 +150,8 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     results.
 
     Args:
-        model_or_config: a ``GPT2LMHeadModel``, ``LlamaForCausalLM`` or ``Qwen2ForCausalLM``, from which the layers
-            take their initial weights, or the configuration of such a model. With a configuration, the initial
+        model_or_config: a model such as ``LlamaForCausalLM``, of a family that docs/models.md lists, from which the
+            layers take their initial weights, or the configuration of such a model. With a configuration, the initial
             weights are drawn from transformers' distributions, with equal values on every grid.
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
 
@@ -144,11 +159,11 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
         The layers' specs. ``save_hf(engine, path)`` writes the parameters of these layers under transformers' names.
 
     Raises:
-        ValueError: the model is of another family, or has cross attention or sliding windows.
+        ValueError: the model is of another family, or has a setting such as cross attention.
     """
     live = isinstance(model_or_config, nn.Module)
     hf = HFModel(model_or_config.config if live else model_or_config)
-    positions = [LayerSpec(Positions, hf)] if hf.family.learned else []
+    positions = [LayerSpec(Positions, hf)] if hf.positions else []
     blocks = [LayerSpec(HFBlock, hf, index, attention=attention) for index in range(hf.config.num_hidden_layers)]
     first, head = LayerSpec(Embedding, hf), LayerSpec(Head, hf)
     if hf.config.tie_word_embeddings:
@@ -169,9 +184,10 @@ class Embedding(nn.Embedding):
                 f"the grid has tensor={grid.tensor.size}, but the blocks of hf_layers cannot be sharded. Take the "
                 "layers of load_hf(path), or a grid with tensor=1."
             )
-        padding = None if hf.family.learned else hf.config.pad_token_id
-        super().__init__(hf.config.vocab_size, hf.config.hidden_size, padding)
-        self.context = grid.context
+        theirs = hf.whole().get_submodule(hf.embedding)
+        super().__init__(theirs.num_embeddings, theirs.embedding_dim, theirs.padding_idx)
+        self.hf, self.context = hf, grid.context
+        self.scale = getattr(theirs, "scalar_embed_scale", 1.0)  # of Gemma
         hf.initialize(self)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -186,26 +202,30 @@ class Embedding(nn.Embedding):
                 f"the rows have {length} tokens, but context={self.context.size} cuts them into {step} equal chunks. "
                 f"Pad them, or cut them, to a multiple of {step}, such as {-(-length // step) * step}."
             )
-        return super().forward(shard(ids, self.context))
+        x = super().forward(shard(ids, self.context))
+        if self.scale != 1.0:
+            x = x * torch.tensor(self.scale, dtype=x.dtype)
+        return x if self.hf.positions else self.hf.dropout(x, self.training)
 
     def attend(self, x: Tensor) -> Tensor:
         """Multiply by the embedding's weight as a tied head: (B, T, D) -> logits (B, T, V)."""
-        return F.linear(x, self.weight)
+        return self.hf.capped(F.linear(x, self.weight))
 
 
 class Positions(nn.Embedding):
-    """GPT-2's learned positions, then dropout: (B, T, D) -> (B, T, D)."""
+    """Learned positions, then dropout: (B, T, D) -> (B, T, D)."""
 
     hollow = False
 
     def __init__(self, hf: HFModel, *, grid: Grid) -> None:
-        super().__init__(hf.config.max_position_embeddings, hf.config.hidden_size)
+        theirs = hf.whole().get_submodule(hf.positions)
+        super().__init__(theirs.num_embeddings, theirs.embedding_dim)
+        self.hf, self.context, self.offset = hf, grid.context, getattr(theirs, "offset", 0)
         hf.initialize(self)
-        self.p, self.context = hf.config.embd_pdrop, grid.context
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the learned positions and apply dropout: (B, T, D) -> (B, T, D)."""
-        return F.dropout(x + super().forward(_positions(x, self.context)), self.p, self.training)
+        return self.hf.dropout(x + super().forward(_positions(x, self.context) + self.offset), self.training)
 
 
 class HFBlock(nn.Module):
@@ -216,24 +236,40 @@ class HFBlock(nn.Module):
     def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
         super().__init__()
         self.config, self.context = hf.config, grid.context
-        self.block = _block(hf, index)
+        whole = hf.whole()
+        self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
         if grid.context.size > 1:
+            if not getattr(whole, "_supports_attention_backend", False):
+                raise ValueError(
+                    f"the attention of {type(whole).__name__} cannot be replaced, which context={grid.context.size} "
+                    "needs. Use a grid with context=1, or the layers of load_hf(path)."
+                )
             _attend_over_context(self.block, grid, attention)
-        self.rotary = None if hf.family.learned else hf.family.find("RotaryEmbedding")(hf.config)
+        rotary = getattr(whole.get_submodule(hf.blocks.rpartition(".")[0]), "rotary_emb", None)
+        self.rotary = None if rotary is None else type(rotary)(hf.config)
+        types = getattr(hf.config, "layer_types", None)
+        window = getattr(hf.config, "sliding_window", None) is not None
+        self.layer_type = types[index] if types else "sliding_attention" if window else "full_attention"
+        self.by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         hf.initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
-        from transformers.masking_utils import create_causal_mask
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         positions, mask = _positions(x, self.context)[None], None
         if self.context.size == 1:
-            mask = create_causal_mask(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
+            make = create_sliding_window_causal_mask if self.layer_type == "sliding_attention" else create_causal_mask
+            mask = make(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
-            given["position_embeddings"] = self.rotary(x, positions)
-        y: Tensor = self.block(x, **given)
-        return y
+            kind = (self.layer_type,) if self.by_type else ()
+            given["position_embeddings"] = self.rotary(x, positions, *kind)
+        if hasattr(self.config, "alibi"):  # Falcon's blocks want it, also where there is none
+            given["alibi"] = None
+        y = self.block(x, **given)
+        found: Tensor = y[0] if isinstance(y, tuple) else y
+        return found
 
 
 class Norm(nn.Module):
@@ -243,11 +279,7 @@ class Norm(nn.Module):
 
     def __init__(self, hf: HFModel) -> None:
         super().__init__()
-        config = hf.config
-        if hf.family.learned:
-            self.norm: nn.Module = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        else:
-            self.norm = hf.family.find("RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm: nn.Module = hf.make(hf.norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize: (B, T, D) -> (B, T, D)."""
@@ -261,8 +293,14 @@ class Head(nn.Linear):
     hollow = False
 
     def __init__(self, hf: HFModel) -> None:
-        super().__init__(hf.config.hidden_size, hf.config.vocab_size, bias=False)
+        bias = hf.whole().get_submodule("lm_head").bias is not None
+        super().__init__(hf.config.hidden_size, hf.config.vocab_size, bias=bias)
+        self.hf = hf
         hf.initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the logits: (B, T, D) -> (B, T, V)."""
+        return self.hf.capped(super().forward(x))
 
 
 @dataclass(frozen=True)
@@ -335,7 +373,13 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
                 f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
                 f"probabilities, but the model drops {options['dropout']}. Set its attention dropout to 0."
             )
-        y = attention(query, key, value, grid=grid, kind=kind, scale=options.get("scaling"))
+        if options.get("softcap") is not None:
+            raise ValueError(
+                f"context={grid.context.size} spreads each sequence over ranks, which cannot cap the scores, but the "
+                f"model caps them at {options['softcap']}. Use a grid with context=1."
+            )
+        window, scale = options.get("sliding_window"), options.get("scaling")
+        y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale)
         return y.transpose(1, 2), None
 
     name = f"triax_context_{id(grid)}_{kind}"
@@ -349,8 +393,3 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
     for module in found:
         module.config = copy.copy(module.config)
         module.config._attn_implementation = name  # type: ignore[union-attr]
-
-
-def _block(hf: HFModel, index: int) -> nn.Module:
-    block: nn.Module = hf.family.find("Block" if hf.family.learned else "DecoderLayer")(hf.config, layer_idx=index)
-    return block

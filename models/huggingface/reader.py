@@ -143,12 +143,14 @@ class Piece(NamedTuple):
         shape: its shape, transposed if the entry says so.
         expert: number of the expert that it belongs to; None: the parameter is stored as a whole.
         start: first row that it has, of the parameter or of the expert.
+        offset: first row of the tensor that it is.
     """
 
     name: str
     shape: tuple[int, ...]
     expert: int | None
     start: int
+    offset: int = 0
 
 
 def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece]:
@@ -177,6 +179,16 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
                 "names, or the model."
             )
         shape = source.shapes[name]
+        if entry.rows:
+            if shape[0] != entry.of:
+                raise ValueError(
+                    f"{name} has {shape[0]} rows in {source.where}, but q, k and v of its config.json have "
+                    f"{entry.of}. Build the model with the sizes of its config.json, config_from_hf(path)."
+                )
+            for first, last in entry.rows:
+                pieces.append(Piece(name, (last - first, *shape[1:]), None, start, first))
+                start += last - first
+            continue
         expert = None
         if entry.per_expert:
             expert, nth = divmod(index, entry.per_expert)
@@ -231,7 +243,8 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
             rows, *rest = whole
             low, high = max(rows.start, piece.start), min(rows.stop, piece.start + piece.shape[0])
             if low < high:
-                part = (slice(low - piece.start, high - piece.start), *rest)
+                shifted = piece.offset - piece.start
+                part = (slice(low + shifted, high + shifted), *rest)
                 read = source.read(piece.name, part[::-1]).t() if transposed else source.read(piece.name, part)
                 shift = local[0].start - rows.start
                 found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from ...grid import Grid, Layout, layout_of
 from ...grid.agreement import agreed
 from ..config import TransformerConfig
-from .config import expert_count, layer_count, to_hf
+from .config import entries as expanded
+from .config import to_hf
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
-from .names import Entry, Names, expand, names_of
+from .names import Entry, Names
 
 
 class Held(NamedTuple):
@@ -180,8 +181,8 @@ def entries_of(module: nn.Module, names: Names | None, config: Mapping[str, Any]
         return {prefix + name: Entry((name,)) for name in theirs.state_dict(keep_vars=True)}  # tied: every name
     if names is None:
         wrapped = wrapping(module)
-        names = names_of(config.get("model_type")) if wrapped is None else wrapped.names()
-    return expand(names, layer_count(config), expert_count(config))
+        names = None if wrapped is None else wrapped.names()
+    return expanded(names, config)
 
 
 def linear_names(module: nn.Module, names: Names | None = None) -> dict[str, tuple[str, ...]]:
@@ -197,12 +198,15 @@ def linear_names(module: nn.Module, names: Names | None = None) -> dict[str, tup
 
 
 def names_of_layers(entries: Mapping[str, Entry]) -> dict[str, tuple[str, ...]]:
-    """Return the name of each layer with a weight -> its names in transformers' model, of a model's ``entries``."""
+    """Return the name of each layer with a weight -> its names in transformers' model, of a model's ``entries``.
+
+    Layers that are a part of one layer there are left out.
+    """
     ending = ".weight"
     return {
         ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.theirs)
         for ours, entry in entries.items()
-        if ours.endswith(ending) and entry.theirs and not entry.per_expert
+        if ours.endswith(ending) and entry.theirs and not entry.per_expert and not entry.rows
     }
 
 
@@ -212,7 +216,7 @@ def transposed_layers(config: Mapping[str, Any]) -> set[str]:
     ``config`` is the content of ``config.json``.
     """
     try:
-        entries = expand(names_of(config.get("model_type")), layer_count(config), expert_count(config))
+        entries = expanded(None, config)
     except ValueError:
         return set()
     return {name.removesuffix(".weight") for entry in entries.values() if entry.transposed for name in entry.theirs}
@@ -305,6 +309,8 @@ def parts_of(
     entry, layout = entries[name], held.layout
     if not entry.theirs:
         return []
+    if entry.rows:
+        return [(entry.theirs[0], (entry.of, *layout.shape[1:]), dtype or held.dtype)]
     experts, *one = layout.shape if entry.per_expert else (1, *layout.shape)
     lengths, count = list(layout.parts or ()), len(entry.theirs) // experts
     if len(lengths) != count:  # not fused for the tensor axis, or all of it one tensor of theirs
@@ -358,6 +364,10 @@ def write_parts(
 
     ``added`` has for each of them a tensor that is added to it, or None.
     """
+    if entry.rows:
+        (theirs, _, dtype), more = parts[0], added[0]
+        writer.write_rows(theirs, (whole if more is None else (whole + more).to(whole.dtype)).to(dtype), entry.rows)
+        return
     lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
     if entry.per_expert:
         pieces = [piece for expert in whole for piece in expert.split(lengths[: entry.per_expert])]

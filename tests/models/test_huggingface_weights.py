@@ -357,10 +357,10 @@ MISTRAL: Names = {
 
 
 def test_a_family_that_the_user_names(tmp_path: Path) -> None:
-    options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "sliding_window": None}
-    model = make("Mistral", options)
+    options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "attention_bias": False}
+    model = make("SeedOss", options)
     model.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="model_type is 'mistral', but the known ones are gpt2, llama"):
+    with pytest.raises(ValueError, match="model_type is 'seed_oss', but the known ones are gpt2, llama"):
         load_hf(tmp_path / "theirs")
     config = LlamaConfig(
         vocab_size=43,
@@ -418,12 +418,11 @@ def test_errors_of_folders(tmp_path: Path) -> None:
         ("GPT2", {"activation_function": "relu"}, "gpt2 with activation_function='relu' is not implemented"),
         ("GPT2", {"n_inner": 50}, "n_inner=50 is not a multiple of n_embd=32"),
         ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ("Llama", {"attention_bias": True, "num_key_value_heads": 2}, "llama with attention_bias=True"),
         ("Llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama with hidden_act='gelu'"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type='linear' is not implemented",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type='dynamic' is not implemented for llama, only 'default', 'llama3', 'yarn', 'linear'",
         ),
     ],
 )
@@ -489,7 +488,7 @@ def test_errors_of_saving(tmp_path: Path) -> None:
     model = triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid())
     with pytest.raises(OSError, match="file"):
         save_hf(model, tmp_path / "file")
-    with pytest.raises(ValueError, match="no Hugging Face family has both qkv_bias"):
+    with pytest.raises(ValueError, match="Qwen2 has no qk_norm=True; Qwen3 has no qkv_bias=True"):
         to_hf(LlamaConfig(53, 16, 32, 3, 8, qkv_bias=True, qk_norm=True))
 
 
@@ -596,7 +595,7 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
         ("experts.py", ["1", "1", "2", "2"]),
         ("stages.py", ["2", "2"]),
-        ("mistral.py", []),
+        ("seed_oss.py", []),
         ("shard.py", ["1", "2", "2"]),
         ("plan.py", ["1", "1", "4"]),
         ("plan.py", []),
@@ -616,7 +615,7 @@ def test_the_docs_programs_are_all_run() -> None:
             "finetune.py",
             "experts.py",
             "stages.py",
-            "mistral.py",
+            "seed_oss.py",
             "shard.py",
             "plan.py",
         ),

@@ -126,6 +126,7 @@ def theirs(config: LlamaConfig) -> nn.Module:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         s = config.rope_scaling
+        assert isinstance(s, RopeScaling)
         rope |= {
             "rope_type": "llama3",
             "factor": s.factor,

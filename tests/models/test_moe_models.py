@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exact_norms import exact
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import triax
 from triax.context.order import gather
@@ -25,8 +23,8 @@ from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
 from triax.models.huggingface.config import from_hf, to_hf
 from triax.models.huggingface.export import export
+from triax.models.huggingface.families import FAMILIES
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
-from triax.models.huggingface.names import FAMILIES
 from triax.models.huggingface.save import save_hf
 from triax.models.layers import NextTokenLoss
 from triax.models.mixtral import mixtral_layers
@@ -105,44 +103,6 @@ def make(case: str, **changes: Any) -> Any:
             if "correction_bias" in name:  # numbers that fp32 has exactly
                 buffer.copy_(torch.randn_like(buffer).mul(32).round() / 64)
     return model
-
-
-class Exact(TorchFunctionMode):
-    """transformers' norms, routers and losses round fp64 to fp32. Within this they do not, save for rotary angles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rounds = 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.rounds:
-            function = Tensor.double if function is Tensor.float else function
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        return function(*args, **kwargs)
-
-
-@contextmanager
-def exact(model: Any) -> Iterator[None]:
-    mode = Exact()
-
-    def begin(*_: Any) -> None:
-        mode.rounds += 1
-
-    def end(module: Any, inputs: Any, output: Any) -> Any:
-        if torch.is_tensor(output):  # cos and sin as one complex number, which torch.polar rounds otherwise than cos
-            angles = inputs[1][..., None].float() * module.inv_freq.float()
-            output = torch.complex(angles.cos(), angles.sin()) * module.attention_scaling
-        mode.rounds -= 1
-        return output
-
-    rotary = model.model.rotary_emb
-    hooks = [rotary.register_forward_pre_hook(begin), rotary.register_forward_hook(end)]
-    with mode:
-        yield
-    for hook in hooks:
-        hook.remove()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -432,7 +392,7 @@ def test_fields_of_checkpoints(config: Any) -> None:
 def test_every_family_has_an_entry_point() -> None:
     """`triax generate` finds a family by its name."""
     declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["entry-points"]["triax.models"]
-    assert declared.keys() == FAMILIES.keys()
+    assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None}
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["mixtral", "deepseek"])

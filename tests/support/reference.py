@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triax.models.config import LlamaConfig
+from triax.models.config import LlamaConfig, RopeScaling
 
 
 @dataclass
@@ -111,6 +111,7 @@ def rotary_frequencies(config: LlamaConfig) -> Tensor:
     for frequency in 1.0 / config.rope_theta**exponents:
         scaling = config.rope_scaling
         if scaling is not None:
+            assert isinstance(scaling, RopeScaling)
             wavelength = 2 * math.pi / frequency
             if wavelength > scaling.original_max_position_embeddings / scaling.low_freq_factor:
                 frequency = frequency / scaling.factor

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import triax
 from triax.grid import Grid
 from triax.grid.layout import layout_of
-from triax.tensor_parallel.parallelize import parallelize
-from triax.tensor_parallel.plans import Column, KeyValue, Local, Row, find_plan
+from triax.models.huggingface.parallelize import find_plan, parallelize
+from triax.tensor_parallel.plans import Column, KeyValue, Local, Row
 from triax.zero import ShardedOptimizer, gathered
 
 # An odd vocabulary, an MLP whose width 2 and 4 do not divide, 6 heads: uneven over 4 ranks.
@@ -404,7 +404,7 @@ def _said_twice(model: nn.Module, grid: Grid) -> str:
 
 
 EXPECTED = [
-    "ValueError: there is no built-in plan for a Model without a model_type, only for gpt2, llama, qwen2, qwen3, bert.",
+    "ValueError: there is no built-in plan for a Model without a model_type, only for gpt2, llama, mistral, ",
     "ValueError: the plan has '*.gone', but no module of this Model has a name that matches. Its linear and embedding",
     "ValueError: the plan has 'up': 'diagonal', which is not a style. Give 'column', 'column_gather', 'row', 'vocab',",
     "TypeError: embedding is a Embedding, but the style Row needs an nn.Linear or a Conv1D. Change the plan's pattern",

@@ -1,0 +1,831 @@
+"""Families of Hugging Face's models: for each a table of names and a few flags. A new family is one entry of FAMILIES.
+
+An entry says how a ``config.json`` of the family reads as a configuration of ``models/config.py``, what its parameters
+are called, and how ``parallelize`` shards its modules. ``load_hf``, ``save_hf``, ``hf_layers`` and ``parallelize`` know
+no family beyond this file. docs/models.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...tensor_parallel.plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnHeads, Row, Style, Vocab
+from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from .names import Fused, Names, PerExpert, Transposed
+
+Config = Mapping[str, Any]  # content of a config.json
+Key = str | tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Description of one family of Hugging Face's models.
+
+    Attributes:
+        prefix: prefix of the names of the family's classes in transformers, such as ``Llama``.
+        plan: the plan of ``parallelize``, from transformers' configuration of a model; None: ``parallelize`` does not
+            know the family. A pattern that matches no module of the model is left out.
+        config: class of the configuration; None: only ``parallelize`` knows the family.
+        names: triax's parameter names -> Hugging Face's, or a function that makes this table from a ``config.json``.
+        keys: field of the configuration -> key of ``config.json``, or (key, its default). A default of 0 also stands
+            for null.
+        flags: fields that have the same value in all models of the family.
+        only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
+        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``.
+            Empty: the family has no rotary positions.
+        scalings: the types of ``rope_type`` that the family has, beside ``default``.
+        window_size: default of ``sliding_window``.
+        slides: function that tells from the content of ``config.json`` whether a block, counted from 0, has the window,
+            if there are no ``layer_types``; None: every block has it.
+        window: how the family has sliding windows: the word ``all`` stands for a window in every block that
+            ``sliding_window`` gives, ``types`` for ``layer_types``, ``flag`` for ``use_sliding_window``, which is False
+            if it is missing. Empty: no windows.
+        read: function that returns further fields, from the content of ``config.json``.
+        write: function that returns further keys, from the configuration.
+        blocks: True if ``hf_layers`` can list the family's own blocks.
+        embedding_dropout: key of the dropout of the embeddings, which ``hf_layers`` applies.
+    """
+
+    prefix: str
+    plan: Callable[[Any], dict[str, Style]] | None = None
+    config: type[TransformerConfig] | None = None
+    names: Names | Callable[[Config], Names] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rope: Mapping[str, float] = field(default_factory=dict)
+    scalings: tuple[str, ...] = ("llama3", "yarn", "linear")
+    window: str = ""
+    window_size: int | None = None
+    slides: Callable[[Config, int], bool] | None = None
+    read: Callable[[Config], dict[str, Any]] | None = None
+    write: Callable[[Any], dict[str, Any]] | None = None
+    blocks: bool = True
+    embedding_dropout: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """Name of the family's class of language models, as ``config.json`` lists it under ``architectures``."""
+        return self.prefix + ("LMHeadModel" if self.prefix == "GPT2" else "ForCausalLM")
+
+
+# ------------------------------------------------------------------------------------------- keys of config.json
+
+_SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_WIDTHS: dict[str, Key] = {name: name for name in (*_SIZES, "intermediate_size")}
+_COMMON: dict[str, Key] = _WIDTHS | {
+    "tie_word_embeddings": ("tie_word_embeddings", False),
+    "initializer_range": ("initializer_range", 0.02),
+}
+_LLAMA_KEYS: dict[str, Key] = _COMMON | {
+    "num_key_value_heads": ("num_key_value_heads", 0),
+    "head_dim": ("head_dim", 0),
+    "rms_norm_eps": ("rms_norm_eps", 1e-6),
+}
+_TIED: dict[str, Key] = {"tie_word_embeddings": ("tie_word_embeddings", True)}
+_ATTENTION_BIAS: dict[str, Key] = dict.fromkeys(("qkv_bias", "out_bias"), ("attention_bias", False))
+_NO_DROPOUT: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0, None)}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), **_NO_DROPOUT}
+_NO_BIASES: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
+_LAYER_NORM = {"norm": "layer", "gated": False}
+
+# ------------------------------------------------------------------------------------------- names of parameters
+
+_GPT2_NAMES: Names = {
+    "layers.0.weight": "transformer.wte.weight",
+    "layers.1.weight": "transformer.wpe.weight",
+    "layers.{i+2}.norm1.*": "transformer.h.{i}.ln_1.*",
+    "layers.{i+2}.attention.qkv.*": Transposed("transformer.h.{i}.attn.c_attn.*"),
+    "layers.{i+2}.attention.out.*": Transposed("transformer.h.{i}.attn.c_proj.*"),
+    "layers.{i+2}.norm2.*": "transformer.h.{i}.ln_2.*",
+    "layers.{i+2}.mlp.up.*": Transposed("transformer.h.{i}.mlp.c_fc.*"),
+    "layers.{i+2}.mlp.down.*": Transposed("transformer.h.{i}.mlp.c_proj.*"),
+    "layers.{n+2}.*": "transformer.ln_f.*",
+    "layers.{n+3}.weight": "lm_head.weight",
+}
+
+
+def _block(first: int, **names: Any) -> Names:
+    """Return a table of the parameters of block i, which is layer i + ``first``; ``__`` stands for a dot."""
+    return {f"layers.{{i+{first}}}.{ours.replace('__', '.')}.*": theirs for ours, theirs in names.items()}
+
+
+def _ends(embedding: str, norm: str, first: int = 1) -> Names:
+    """Return a table of the token embedding, the final norm and the head."""
+    head = {f"layers.{{n+{first + 1}}}.*": "lm_head.*"}
+    return {"layers.0.weight": f"{embedding}.weight", f"layers.{{n+{first}}}.*": f"{norm}.*", **head}
+
+
+_AT = "model.layers.{i}"
+_ATTENTION = _block(
+    1,
+    attention__q=f"{_AT}.self_attn.q_proj.*",
+    attention__kv=(f"{_AT}.self_attn.k_proj.*", f"{_AT}.self_attn.v_proj.*"),
+    attention__q_norm=f"{_AT}.self_attn.q_norm.*",
+    attention__k_norm=f"{_AT}.self_attn.k_norm.*",
+    attention__out=f"{_AT}.self_attn.o_proj.*",
+)
+_NORMS = _block(1, norm1=f"{_AT}.input_layernorm.*", norm2=f"{_AT}.post_attention_layernorm.*")
+_GATED = _block(1, mlp__gate_up=(f"{_AT}.mlp.gate_proj.*", f"{_AT}.mlp.up_proj.*"), mlp__down=f"{_AT}.mlp.down_proj.*")
+_LLAMA_ENDS = _ends("model.embed_tokens", "model.norm")
+_LLAMA_NAMES: Names = {**_LLAMA_ENDS, **_ATTENTION, **_NORMS, **_GATED}
+_SANDWICH = _block(  # norms before and behind each branch
+    1,
+    norm1=f"{_AT}.input_layernorm.*",
+    post_norm1=f"{_AT}.post_attention_layernorm.*",
+    norm2=f"{_AT}.pre_feedforward_layernorm.*",
+    post_norm2=f"{_AT}.post_feedforward_layernorm.*",
+)
+
+
+def _with_experts(mlp: str, first: tuple[str, ...], last: str) -> Names:
+    """Return Llama's table with the names of a mixture of experts.
+
+    Files have a tensor for each expert. The models of Transformers 5 have one tensor for all experts.
+    """
+    block, fused = f"{_AT}.{mlp}", f"{_AT}.mlp.experts"
+    return {
+        **_LLAMA_NAMES,
+        "layers.{i+1}.mlp.router.weight": [f"{block}.gate.weight", f"{_AT}.mlp.gate.weight"],
+        "layers.{i+1}.mlp.routed.gate_up": [
+            PerExpert(tuple(f"{block}.experts.{{e}}.{name}.weight" for name in first)),
+            f"{fused}.gate_up_proj",
+        ],
+        "layers.{i+1}.mlp.routed.down": [
+            PerExpert((f"{block}.experts.{{e}}.{last}.weight",)),
+            f"{fused}.down_proj",
+        ],
+        "layers.{i+1}.mlp.past_loads": (),  # the loads of the step before, which only training needs
+    }
+
+
+_MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3"), "w2")
+_EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj"), "down_proj")
+_DEEPSEEK_NAMES: Names = {
+    **_EXPERT_NAMES,
+    **_block(
+        1,
+        attention__q=f"{_AT}.self_attn.q_proj.*",
+        attention__q_a=f"{_AT}.self_attn.q_a_proj.*",
+        attention__q_a_norm=f"{_AT}.self_attn.q_a_layernorm.*",
+        attention__q_b=f"{_AT}.self_attn.q_b_proj.*",
+        attention__kv_a=f"{_AT}.self_attn.kv_a_proj_with_mqa.*",
+        attention__kv_a_norm=f"{_AT}.self_attn.kv_a_layernorm.*",
+        attention__kv_b=f"{_AT}.self_attn.kv_b_proj.*",
+    ),
+    "layers.{i+1}.mlp.shared.gate_up": (
+        f"{_AT}.mlp.shared_experts.gate_proj.weight",
+        f"{_AT}.mlp.shared_experts.up_proj.weight",
+    ),
+    "layers.{i+1}.mlp.shared.down": f"{_AT}.mlp.shared_experts.down_proj.weight",
+}
+_DEEPSEEK_V3_NAMES: Names = {
+    **_DEEPSEEK_NAMES,
+    "layers.{i+1}.mlp.router.correction_bias": f"{_AT}.mlp.gate.e_score_correction_bias",
+}
+_PHI3_NAMES: Names = {
+    **_LLAMA_NAMES,
+    **_block(
+        1,
+        attention__q=Fused(f"{_AT}.self_attn.qkv_proj.*", "q", grouped=False),
+        attention__kv=Fused(f"{_AT}.self_attn.qkv_proj.*", "kv", grouped=False),
+        mlp__gate_up=f"{_AT}.mlp.gate_up_proj.*",
+    ),
+}
+_OLMO2_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_GATED,
+    **_block(1, post_norm1=f"{_AT}.post_attention_layernorm.*", post_norm2=f"{_AT}.post_feedforward_layernorm.*"),
+}
+_STARCODER2_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    **_block(1, mlp__up=f"{_AT}.mlp.c_fc.*", mlp__down=f"{_AT}.mlp.c_proj.*"),
+}
+_GEMMA2_NAMES: Names = {**_LLAMA_ENDS, **_ATTENTION, **_SANDWICH, **_GATED}
+_NEOX = "gpt_neox.layers.{i}"
+_NEOX_NAMES: Names = {
+    **_ends("gpt_neox.embed_in", "gpt_neox.final_layer_norm"),
+    **_block(
+        1,
+        norm1=f"{_NEOX}.input_layernorm.*",
+        norm2=f"{_NEOX}.post_attention_layernorm.*",
+        attention__q=Fused(f"{_NEOX}.attention.query_key_value.*", "q"),
+        attention__kv=Fused(f"{_NEOX}.attention.query_key_value.*", "kv"),
+        attention__out=f"{_NEOX}.attention.dense.*",
+        mlp__up=f"{_NEOX}.mlp.dense_h_to_4h.*",
+        mlp__down=f"{_NEOX}.mlp.dense_4h_to_h.*",
+    ),
+    "layers.{n+2}.*": ["lm_head.*", "embed_out.*"],  # the second name before Transformers 5
+}
+_PHI_NAMES: Names = {
+    **_ends("model.embed_tokens", "model.final_layernorm"),
+    **_ATTENTION,
+    **_block(
+        1,
+        norm1=f"{_AT}.input_layernorm.*",
+        attention__out=f"{_AT}.self_attn.dense.*",
+        mlp__up=f"{_AT}.mlp.fc1.*",
+        mlp__down=f"{_AT}.mlp.fc2.*",
+    ),
+}
+_OPT = "model.decoder.layers.{i}"
+_OPT_NAMES: Names = {
+    **_ends("model.decoder.embed_tokens", "model.decoder.final_layer_norm", 2),
+    "layers.1.weight": "model.decoder.embed_positions.weight",
+    **_block(
+        2,
+        norm1=f"{_OPT}.self_attn_layer_norm.*",
+        norm2=f"{_OPT}.final_layer_norm.*",
+        attention__q=f"{_OPT}.self_attn.q_proj.*",
+        attention__kv=(f"{_OPT}.self_attn.k_proj.*", f"{_OPT}.self_attn.v_proj.*"),
+        attention__out=f"{_OPT}.self_attn.out_proj.*",
+        mlp__up=f"{_OPT}.fc1.*",
+        mlp__down=f"{_OPT}.fc2.*",
+    ),
+}
+
+
+def _falcon_names(config: Config) -> Names:
+    at, two = "transformer.h.{i}", config.get("new_decoder_architecture") and _falcon_norms(config) == 2
+    return {
+        **_ends("transformer.word_embeddings", "transformer.ln_f"),
+        **_block(
+            1,
+            norm1=f"{at}.ln_attn.*" if two else f"{at}.input_layernorm.*",
+            norm2=f"{at}.ln_mlp.*" if two else f"{at}.post_attention_layernorm.*",
+            attention__q=Fused(f"{at}.self_attention.query_key_value.*", "q"),
+            attention__kv=Fused(f"{at}.self_attention.query_key_value.*", "kv"),
+            attention__out=f"{at}.self_attention.dense.*",
+            mlp__up=f"{at}.mlp.dense_h_to_4h.*",
+            mlp__down=f"{at}.mlp.dense_4h_to_h.*",
+        ),
+    }
+
+
+# ------------------------------------------------------------------------------ settings that are no single key
+
+
+def _gpt2_read(config: Config) -> dict[str, Any]:
+    width = config["n_embd"]
+    hidden = config.get("n_inner") or 4 * width
+    if hidden % width:
+        raise ValueError(
+            f"n_inner={hidden} is not a multiple of n_embd={width}, as triax's GPT needs (mlp_ratio x n_embd). "
+            "triax.parallelize shards the Hugging Face model itself."
+        )
+    return {"mlp_ratio": hidden // width}
+
+
+def _gpt2_write(config: GPTConfig) -> dict[str, Any]:
+    return {"n_inner": config.intermediate_size, "embd_pdrop": config.dropout, "attn_pdrop": 0.0}
+
+
+def _smollm3_read(config: Config) -> dict[str, Any]:
+    depth, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
+    kept = config.get("no_rope_layers")
+    return {"no_rope_layers": (kept or [int((i + 1) % interval != 0) for i in range(depth)])[:depth]}
+
+
+def _smollm3_write(config: LlamaConfig) -> dict[str, Any]:
+    return {"no_rope_layers": list(config.no_rope_layers) or [1] * config.num_hidden_layers}
+
+
+def _gemma_read(config: Config) -> dict[str, Any]:
+    act = config.get("hidden_act", "gelu_pytorch_tanh")
+    return {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}  # as transformers reads the first files
+
+
+def _gemma_write(config: DecoderConfig) -> dict[str, Any]:
+    return {"hidden_act": config.hidden_act}
+
+
+def _opt_read(config: Config) -> dict[str, Any]:
+    width = config.get("word_embed_proj_dim") or config["hidden_size"]
+    if width != config["hidden_size"]:
+        raise ValueError(
+            f"opt with word_embed_proj_dim={width} unlike hidden_size={config['hidden_size']} is not implemented. "
+            "triax.parallelize shards the Hugging Face model itself."
+        )
+    return {}
+
+
+def _falcon_norms(config: Config) -> int:
+    """Return the number of norms of a block with the new architecture."""
+    return int(config.get("num_ln_in_parallel_attn") or 2)
+
+
+def _falcon_read(config: Config) -> dict[str, Any]:
+    heads, new = config["num_attention_heads"], bool(config.get("new_decoder_architecture", False))
+    parallel = new or bool(config.get("parallel_attn", True))
+    return {
+        "num_key_value_heads": (config.get("num_kv_heads") or heads)
+        if new
+        else (1 if config.get("multi_query", True) else heads),
+        "intermediate_size": config.get("ffn_hidden_size") or 4 * config["hidden_size"],
+        "parallel_residual": parallel,
+        "shared_norm": parallel and (not new or _falcon_norms(config) == 1),
+    }
+
+
+def _falcon_write(config: DecoderConfig) -> dict[str, Any]:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    new = config.parallel_residual and (not config.shared_norm or kv_heads not in (1, heads))
+    return {
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": (1 if config.shared_norm else 2) if new else None,
+        "multi_query": kv_heads == 1,
+        "parallel_attn": config.parallel_residual,
+        "ffn_hidden_size": config.intermediate_size,
+    }
+
+
+def _mixtral_read(config: Config) -> dict[str, Any]:
+    return {"mlp_only_layers": tuple(config.get("mlp_only_layers") or ())}
+
+
+def _qwen3_moe_write(config: MixtralConfig) -> dict[str, Any]:
+    return {"mlp_only_layers": list(config.mlp_only_layers)}
+
+
+def _deepseek_v2_read(config: Config) -> dict[str, Any]:
+    grouped = config.get("topk_method") == "group_limited_greedy"
+    return {name: (config.get(name) or 1) if grouped else 1 for name in ("n_group", "topk_group")}
+
+
+def _deepseek_v2_write(config: DeepseekConfig) -> dict[str, Any]:
+    method = "group_limited_greedy" if config.n_group > 1 else "greedy"
+    groups = {"n_group": config.n_group, "topk_group": config.topk_group}
+    return {"topk_method": method, "num_key_value_heads": config.num_attention_heads, **groups}
+
+
+def _deepseek_v3_write(config: DeepseekConfig) -> dict[str, Any]:
+    return {"num_key_value_heads": config.num_attention_heads, "num_nextn_predict_layers": 0}
+
+
+# ----------------------------------------------------------------------------------------- plans of parallelize
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Return the numbers of query heads and of key/value heads, and the width of a head."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _gpt2_plan(config: Any) -> dict[str, Style]:
+    dim = config.n_embd // config.n_head
+    return {
+        "*wte": Vocab(),
+        "*.attn": Local({"num_heads": 1, "split_size": dim}),
+        "*.crossattention": Local({"num_heads": 1, "split_size": dim}),
+        "*.attn.c_attn": Column(parts=3, unit=dim),
+        "*.crossattention.c_attn": Column(parts=2, unit=dim),
+        "*.crossattention.q_attn": Column(unit=dim),
+        "*.attn.c_proj": Row(unit=dim),
+        "*.crossattention.c_proj": Row(unit=dim),
+        "*.mlp.c_fc": Column(),
+        "*.mlp.c_proj": Row(),
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _llama_plan(config: Any) -> dict[str, Style]:
+    """Return the plan of Llama and of its relatives, which differ in biases, norms and the names of layers."""
+    heads, kv_heads, dim = _heads(config)
+    return {
+        "*embed_tokens": Vocab(),
+        "*.self_attn.q_proj": Column(unit=dim, group="qkv"),
+        "*.self_attn.[kv]_proj": KeyValue(heads, kv_heads, dim, group="qkv"),
+        "*.self_attn.[qk]_norm": OnHeads(),
+        **{f"*.self_attn.{out}": Row(unit=dim) for out in ("o_proj", "dense", "out_proj")},
+        "*.mlp.gate_proj": Column(group="gate_up"),
+        "*.mlp.up_proj": Column(group="gate_up"),
+        "*.mlp.down_proj": Row(),
+        **{f"*layers.*.{up}": Column() for up in ("mlp.c_fc", "mlp.fc1", "fc1")},
+        **{f"*layers.*.{down}": Row() for down in ("mlp.c_proj", "mlp.fc2", "fc2")},
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _olmo2_plan(config: Any) -> dict[str, Style]:
+    heads, kv_heads, dim = _heads(config)
+    norms = {"*.self_attn.q_norm": OnAllHeads(heads, dim), "*.self_attn.k_norm": OnAllHeads(kv_heads, dim)}
+    return {**norms, **_llama_plan(config)}
+
+
+def _gemma_plan(config: Any) -> dict[str, Style]:
+    return {**_llama_plan(config), "*embed_tokens": Vocab(scale=config.hidden_size**0.5)}
+
+
+def _opt_plan(config: Any) -> dict[str, Style]:
+    return {"*.self_attn": Local({"num_heads": 1}), **_llama_plan(config)}
+
+
+def _phi3_plan(config: Any) -> dict[str, Style]:
+    heads, kv_heads, dim = _heads(config)
+    counts = {"num_key_value_heads": 1, "config.num_attention_heads": 1}
+    return {
+        "*embed_tokens": Vocab(),
+        "*.self_attn": Local(counts),
+        "*.self_attn.qkv_proj": FusedHeads(heads, kv_heads, dim, grouped=False),
+        "*.self_attn.o_proj": Row(unit=dim),
+        "*.mlp.gate_up_proj": Column(parts=2),
+        "*.mlp.down_proj": Row(),
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _neox_plan(config: Any) -> dict[str, Style]:
+    _, _, dim = _heads(config)
+    return {
+        "*embed_in": Vocab(),
+        "*.attention.query_key_value": Column(unit=3 * dim),
+        "*.attention.dense": Row(unit=dim),
+        "*.mlp.dense_h_to_4h": Column(),
+        "*.mlp.dense_4h_to_h": Row(),
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _falcon_plan(config: Any) -> dict[str, Style]:
+    heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    if config.alibi:
+        raise ValueError(
+            "parallelize does not shard a Falcon with alibi=True, whose position biases are made for all heads. Take a "
+            "Falcon with rotary positions, or a grid with tensor=1."
+        )
+    kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
+    counts = {"num_heads": 1} | ({} if kv_heads == 1 else {"num_kv_heads": 1})
+    return {
+        "*word_embeddings": Vocab(),
+        "*.self_attention": Local(counts),
+        "*.self_attention.query_key_value": FusedHeads(heads, kv_heads, dim),
+        "*.self_attention.dense": Row(unit=dim),
+        "*.mlp.dense_h_to_4h": Column(),
+        "*.mlp.dense_4h_to_h": Row(),
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _bert_plan(config: Any) -> dict[str, Style]:
+    """Return the plan of BERT and RoBERTa, which differ in the names of their heads."""
+    dim = config.hidden_size // config.num_attention_heads
+    return {
+        "*embeddings.word_embeddings": Vocab(),
+        "*attention.self": Local({"num_attention_heads": 1, "all_head_size": dim}),
+        # Across, queries and keys come from different inputs.
+        **{f"*.crossattention.self.{part}": Column(unit=dim) for part in ("query", "key", "value")},
+        **{f"*.attention.self.{part}": Column(unit=dim, group="qkv") for part in ("query", "key", "value")},
+        "*attention.output.dense": Row(unit=dim),
+        "*.intermediate.dense": Column(),
+        "*.output.dense": Row(),
+        "cls.predictions.decoder": Column(gather_output=True),
+        "lm_head.decoder": Column(gather_output=True),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- the families
+
+_ROPE = {"rope_theta": 1e4}
+_LLAMA = Family("Llama", _llama_plan, LlamaConfig, _LLAMA_NAMES, _LLAMA_KEYS, only=_SILU, rope=_ROPE)
+
+
+def _like(family: Family, prefix: str, **changes: Any) -> Family:
+    """Return a family with another prefix that differs from a known one in some attributes; mappings are added to.
+
+    A key with the value None is left out.
+    """
+    kept = {name: getattr(family, name) for name in family.__dataclass_fields__}
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and name != "names":
+            changes[name] = {key: each for key, each in {**kept[name], **value}.items() if each is not None}
+    return Family(**{**kept, "prefix": prefix, **changes})
+
+
+_BIASES = {"mlp_bias": ("mlp_bias", False), **_ATTENTION_BIAS}
+_USE_BIAS: dict[str, Key] = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), ("use_bias", True))
+_GEMMA = _like(
+    _LLAMA,
+    "Gemma",
+    plan=_gemma_plan,
+    config=DecoderConfig,
+    keys={**_TIED, **_ATTENTION_BIAS},
+    flags={"norm": "rms_offset", "scale_embedding": True},
+    only={"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu", "silu", "relu")},
+    read=_gemma_read,
+    write=_gemma_write,
+)
+_CAPS: dict[str, Key] = {
+    "hidden_act": ("hidden_activation", "gelu_pytorch_tanh"),
+    "query_pre_attn_scalar": ("query_pre_attn_scalar", 256),
+}
+_NEOX_KEYS: dict[str, Key] = _COMMON | {
+    "hidden_act": ("hidden_act", "gelu"),
+    "rms_norm_eps": ("layer_norm_eps", 1e-5),
+}
+_MIXTRAL = _like(
+    _LLAMA,
+    "Mixtral",
+    plan=None,
+    blocks=False,
+    config=MixtralConfig,
+    names=_MIXTRAL_NAMES,
+    keys={
+        "num_experts": "num_local_experts",
+        "num_experts_per_tok": "num_experts_per_tok",
+        "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+    },
+    only={"router_jitter_noise": (0.0,), **_NO_BIASES},
+    scalings=("llama3",),
+    window="all",
+)
+_EXPERT_KEYS: dict[str, Key] = {"num_experts": "num_experts", "norm_topk_prob": ("norm_topk_prob", False)}
+_DEEPSEEK_KEYS: dict[str, Key] = {
+    name: name
+    for name in (
+        *(
+            "moe_intermediate_size",
+            "n_routed_experts",
+            "n_shared_experts",
+            "num_experts_per_tok",
+            "routed_scaling_factor",
+        ),
+        *("first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    )
+}
+_DEEPSEEK = Family(
+    "DeepseekV2",
+    None,
+    DeepseekConfig,
+    _DEEPSEEK_NAMES,
+    _COMMON | _DEEPSEEK_KEYS | {"rms_norm_eps": ("rms_norm_eps", 1e-6), "aux_loss_alpha": ("aux_loss_alpha", 0.0)},
+    {"scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True},
+    {
+        **_SILU,
+        **_NO_BIASES,
+        "mlp_bias": (False,),
+        "scoring_func": ("softmax",),
+        "seq_aux": (True,),
+        "moe_layer_freq": (1,),
+        "quantization_config": (None,),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False, None),  # transformers takes no notice of it
+    },
+    _ROPE,
+    ("yarn",),
+    read=_deepseek_v2_read,
+    write=_deepseek_v2_write,
+    blocks=False,
+)
+
+_QWEN2 = _like(
+    _LLAMA,
+    "Qwen2",
+    flags={"qkv_bias": True},
+    window="flag types",
+    window_size=4096,
+    slides=lambda config, block: block >= config.get("max_window_layers", 28),
+)
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        "GPT2",
+        _gpt2_plan,
+        GPTConfig,
+        _GPT2_NAMES,
+        {
+            **{
+                name: f"n_{short}"
+                for name, short in zip(_SIZES[1:], ("positions", "embd", "layer", "head"), strict=True)
+            },
+            "vocab_size": "vocab_size",
+            "dropout": ("resid_pdrop", 0.1),
+            "tie_word_embeddings": ("tie_word_embeddings", True),
+            "initializer_range": ("initializer_range", 0.02),
+            "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
+        },
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        read=_gpt2_read,
+        write=_gpt2_write,
+        embedding_dropout="embd_pdrop",
+    ),
+    "llama": _like(_LLAMA, "Llama", keys=_BIASES),
+    "mistral": _like(_LLAMA, "Mistral", window="all", window_size=4096),
+    "qwen2": _QWEN2,
+    "qwen3": _like(_QWEN2, "Qwen3", keys=_ATTENTION_BIAS, flags={"qkv_bias": None, "qk_norm": True}),
+    "smollm3": _like(
+        _LLAMA,
+        "SmolLM3",
+        keys={**_BIASES, **_TIED},
+        rope={"rope_theta": 2e6},
+        window="flag types",
+        slides=lambda config, block: not _smollm3_read(config)["no_rope_layers"][block],
+        read=_smollm3_read,
+        write=_smollm3_write,
+    ),
+    "phi3": _like(
+        _LLAMA,
+        "Phi3",
+        plan=_phi3_plan,
+        config=DecoderConfig,
+        names=_PHI3_NAMES,
+        keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), "dropout": ("resid_pdrop", 0.0)},
+        rope={"partial_rotary_factor": 1.0},
+        scalings=(),
+        window="all",
+    ),
+    "olmo2": _like(
+        _LLAMA,
+        "Olmo2",
+        plan=_olmo2_plan,
+        config=DecoderConfig,
+        names=_OLMO2_NAMES,
+        keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), **_ATTENTION_BIAS},
+        flags={"norm_place": "after", "qk_norm_all_heads": True},
+    ),
+    "starcoder2": _like(
+        _LLAMA,
+        "Starcoder2",
+        config=DecoderConfig,
+        names=_STARCODER2_NAMES,
+        keys={
+            **_TIED,
+            **_USE_BIAS,
+            "rms_norm_eps": ("norm_epsilon", 1e-5),
+            "hidden_act": ("hidden_act", "gelu_pytorch_tanh"),
+            "dropout": ("residual_dropout", 0.0),
+        },
+        flags=_LAYER_NORM,
+        only={"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu", "silu", "relu")},
+        window="all",
+        embedding_dropout="embedding_dropout",
+    ),
+    "gemma": _GEMMA,
+    "gemma2": _like(
+        _GEMMA,
+        "Gemma2",
+        names=_GEMMA2_NAMES,
+        keys={
+            **_CAPS,
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        },
+        flags={"norm_place": "both"},
+        window="types",
+        window_size=4096,
+        slides=lambda config, block: bool((block + 1) % 2),
+        read=None,
+        write=None,
+    ),
+    "gemma3_text": _like(
+        _GEMMA,
+        "Gemma3",
+        names=_GEMMA2_NAMES,
+        keys={**_CAPS, "final_logit_softcapping": ("final_logit_softcapping", None)},
+        flags={"norm_place": "both", "qk_norm": True},
+        only={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
+        rope={"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        window="types",
+        window_size=4096,
+        slides=lambda config, block: bool((block + 1) % config.get("sliding_window_pattern", 6)),
+        read=None,
+        write=None,
+    ),
+    "gpt_neox": Family(
+        "GPTNeoX",
+        _neox_plan,
+        DecoderConfig,
+        _NEOX_NAMES,
+        {
+            **_NEOX_KEYS,
+            "dropout": ("hidden_dropout", 0.0),
+            "parallel_residual": ("use_parallel_residual", True),
+            "qkv_bias": ("attention_bias", True),
+            "out_bias": ("attention_bias", True),
+        },
+        {**_LAYER_NORM, "mlp_bias": True},
+        _NO_DROPOUT,
+        {**_ROPE, "partial_rotary_factor": 0.25},
+        embedding_dropout="hidden_dropout",
+    ),
+    "phi": Family(
+        "Phi",
+        _llama_plan,
+        DecoderConfig,
+        _PHI_NAMES,
+        {
+            **_NEOX_KEYS,
+            "num_key_value_heads": ("num_key_value_heads", 0),
+            "hidden_act": ("hidden_act", "gelu_new"),
+            "dropout": ("resid_pdrop", 0.0),
+        },
+        {**_LAYER_NORM, "parallel_residual": True, "shared_norm": True, "head_bias": True}
+        | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        {**_NO_DROPOUT, "qk_layernorm": (False,)},
+        {**_ROPE, "partial_rotary_factor": 0.5},
+        embedding_dropout="embd_pdrop",
+    ),
+    "opt": Family(
+        "OPT",
+        _opt_plan,
+        DecoderConfig,
+        _OPT_NAMES,
+        {
+            **{name: name for name in _SIZES},
+            **_TIED,
+            **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), ("enable_bias", True)),
+            "intermediate_size": "ffn_dim",
+            "hidden_act": ("activation_function", "relu"),
+            "initializer_range": ("init_std", 0.02),
+            "dropout": ("dropout", 0.1),
+        },
+        {**_LAYER_NORM, "learned_positions": True, "position_offset": 2, "rms_norm_eps": 1e-5},
+        {
+            **_NO_DROPOUT,
+            "do_layer_norm_before": (True,),
+            "_remove_final_layer_norm": (False,),
+            "layer_norm_elementwise_affine": (True,),
+            "layerdrop": (0.0,),
+        },
+        read=_opt_read,
+    ),
+    "falcon": Family(
+        "Falcon",
+        _falcon_plan,
+        DecoderConfig,
+        _falcon_names,
+        {
+            **{name: name for name in _SIZES if name != "max_position_embeddings"},
+            **_TIED,
+            **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), ("bias", False)),
+            "max_position_embeddings": ("max_position_embeddings", 2048),
+            "initializer_range": ("initializer_range", 0.02),
+            "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+            "hidden_act": ("activation", "gelu"),
+            "dropout": ("hidden_dropout", 0.0),
+        },
+        _LAYER_NORM,
+        {**_NO_DROPOUT, "alibi": (False, None)},
+        _ROPE,
+        read=_falcon_read,
+        write=_falcon_write,
+    ),
+    "mixtral": _like(_MIXTRAL, "Mixtral", flags={"norm_topk_prob": True}),
+    "qwen3_moe": _like(
+        _MIXTRAL,
+        "Qwen3Moe",
+        names=_EXPERT_NAMES,
+        keys={
+            **_EXPERT_KEYS,
+            "moe_intermediate_size": "moe_intermediate_size",
+            "decoder_sparse_step": ("decoder_sparse_step", 1),
+        },
+        flags={"qk_norm": True},
+        window="all flag",
+        read=_mixtral_read,
+        write=_qwen3_moe_write,
+    ),
+    "olmoe": _like(
+        _MIXTRAL,
+        "Olmoe",
+        names=_EXPERT_NAMES,
+        keys={
+            **_EXPERT_KEYS,
+            "head_dim": None,
+            "router_aux_loss_coef": ("router_aux_loss_coef", 0.01),
+            "clip_qkv": ("clip_qkv", None),
+        },
+        flags={"qk_norm_all_heads": True},
+        only={"sliding_window": (None,)},
+        window="",
+    ),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _like(
+        _DEEPSEEK,
+        "DeepseekV3",
+        names=_DEEPSEEK_V3_NAMES,
+        keys={
+            "norm_topk_prob": ("norm_topk_prob", True),
+            "n_group": ("n_group", 1),
+            "topk_group": ("topk_group", 1),
+            "rope_interleave": ("rope_interleave", True),
+        },
+        flags={"scoring_func": "sigmoid"},
+        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},
+        read=None,
+        write=_deepseek_v3_write,
+    ),
+    "bert": Family("Bert", _bert_plan, blocks=False),
+    "roberta": Family("Roberta", _bert_plan, blocks=False),
+}

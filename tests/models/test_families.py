@@ -1,0 +1,350 @@
+"""Every family of ``families.py`` against transformers: logits and gradients, at pipe 2 and tensor 2, and back again.
+
+The models are of toy size, with random weights. The table in docs/models.md is this file's: ``python
+tests/models/test_families.py`` prints it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exact_norms import exact
+from torch import Tensor
+
+import triax
+from triax import Grid, PipelineModule, hf_layers
+from triax.grid import layout_of
+from triax.models.huggingface.config import entries, from_hf, read_config, to_hf
+from triax.models.huggingface.families import FAMILIES
+from triax.models.huggingface.load import config_from_hf, load_hf
+from triax.models.huggingface.parallelize import parallelize
+from triax.models.huggingface.save import save_hf, wrapping
+from triax.models.layers import NextTokenLoss
+from triax.tensor_parallel import gather_logits
+
+Sizes = tuple[int, int, int]  # pipe, data, tensor
+
+VOCABULARY, ROWS, LENGTH = 61, 2, 13
+_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+_HEADS = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "intermediate_size": 44, **_HEADS, **_TOKENS}
+_LLAMA = _SIZES | {"num_key_value_heads": 2}
+_FALCON = {name: value for name, value in _SIZES.items() if name != "intermediate_size"} | {"ffn_hidden_size": 44}
+_GEMMA = _LLAMA | {"head_dim": 6}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+_LOCAL = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+# Case -> its family, and transformers' options of a model. The first case of a family stands for it in the table.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+        | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+        | _TOKENS,
+    ),
+    "llama": ("llama", _LLAMA),
+    "llama-biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": ("llama", _LLAMA | {"rope_parameters": _YARN}),
+    "llama-linear": ("llama", _LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": ("mistral", _LLAMA | {"sliding_window": 4}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen2-window": ("qwen2", _LLAMA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 6}),
+    "qwen3-biases": ("qwen3", _LLAMA | {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", _LLAMA | {"no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "smollm3",
+        _LLAMA | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
+    ),
+    "phi3": ("phi3", _LLAMA),
+    "phi3-partial": (
+        "phi3",
+        _LLAMA
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+        | {"sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("olmo2", _LLAMA),
+    "starcoder2": ("starcoder2", _LLAMA | {"sliding_window": 5, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "gemma": ("gemma", _GEMMA),
+    "gemma2": (
+        "gemma2",
+        _GEMMA
+        | {"query_pre_attn_scalar": 10, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        _GEMMA
+        | {"query_pre_attn_scalar": 10, "sliding_window": 5, "rope_parameters": _LOCAL}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gpt_neox": ("gpt_neox", _SIZES),
+    "gpt_neox-sequential": ("gpt_neox", _SIZES | {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("phi", _LLAMA),
+    "opt": (
+        "opt",
+        {name: value for name, value in _SIZES.items() if name != "intermediate_size"}
+        | {"ffn_dim": 44, "dropout": 0.0, "word_embed_proj_dim": 32},
+    ),
+    "falcon": ("falcon", _FALCON),
+    "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-rw": ("falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}),
+}
+
+
+def make(case: str, **changes: Any) -> Any:
+    """A random model in fp64 in which no bias is 0 and no norm 1."""
+    import transformers
+
+    family, options = CASES[case]
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(family, **options | changes)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = getattr(transformers, FAMILIES[family].architecture)(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1).add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = (torch.randint(4, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2))
+    labels[:, ::5] = -100
+    return ids, labels
+
+
+def wanted(case: str) -> dict[str, Any]:
+    """Logits, the loss and its gradients, by transformers on one process."""
+    model, (ids, labels) = make(case), batch()
+    with exact(model):
+        logits = model(input_ids=ids).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": logits.detach(), "loss": loss.item(), "gradients": gradients}
+
+
+def compare(found: dict[str, Any], right: dict[str, Any], what: str) -> None:
+    torch.testing.assert_close(found["logits"], right["logits"], rtol=1e-10, atol=1e-10, msg=f"{what}: {{}}".format)
+    assert found["loss"] == pytest.approx(right["loss"], rel=1e-10), what
+    assert found["gradients"].keys() == right["gradients"].keys(), what
+    for name, gradient in right["gradients"].items():
+        told = f"{what} {name}: {{}}".format
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-10, atol=1e-11, msg=told)
+
+
+def by_their_names(gradients: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of triax's parameters under transformers' names, through the family's table."""
+    table = entries(None, config)
+    found: dict[str, Tensor] = {}
+    for ours, gradient in gradients.items():
+        entry = table[ours]
+        if entry.rows:
+            whole = found.setdefault(entry.theirs[0], torch.full((entry.of, *gradient.shape[1:]), torch.nan).double())
+            for piece, (start, stop) in zip(gradient.split([b - a for a, b in entry.rows]), entry.rows, strict=True):
+                whole[start:stop] = piece
+        else:
+            for name, piece in zip(entry.theirs, gradient.chunk(len(entry.theirs)), strict=True):
+                found[name] = piece.t() if entry.transposed else piece
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- on ranks
+
+_SETTINGS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": ROWS,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+}
+
+
+def loaded(cases: list[str], sizes: Sizes, folder: str, sequence_parallel: bool) -> list[dict[str, Any]]:
+    """Load each case's folder with ``load_hf`` on a grid, train a step and save the model again."""
+    return [_loaded(case, Grid(*sizes), f"{folder}/{case}", sequence_parallel) for case in cases]
+
+
+def _loaded(case: str, grid: Grid, folder: str, sequence_parallel: bool) -> dict[str, Any]:
+    model = PipelineModule(
+        load_hf(f"{folder}/model", sequence_parallel=sequence_parallel),
+        grid=grid,
+        loss_fn=NextTokenLoss(grid, VOCABULARY),
+        output_fn=lambda x: gather_logits(x, grid=grid, vocab_size=VOCABULARY),
+        device="meta",
+        dtype=torch.float64,
+    )
+    found = _trained(model, f"{folder}/saved")
+    return found | {"gradients": by_their_names(found["gradients"], read_config(Path(f"{folder}/model")))}
+
+
+def _trained(model: Any, folder: str) -> dict[str, Any]:
+    engine, *_ = triax.initialize(model=model, config=_SETTINGS)
+    ids, labels = batch()
+    _, outputs = engine.eval_batch(iter([(ids, labels)]), return_logits=True, num_micro_batches=1)
+    save_hf(engine, folder)
+    loss = engine.train_batch(iter([(ids, labels)]))
+    return {"logits": outputs[0], "loss": float(loss), "gradients": engine.gather("gradients")}
+
+
+def piped(cases: list[str], folder: str) -> list[dict[str, Any]]:
+    """Train a step with ``hf_layers`` on two stages."""
+    found = []
+    for case in cases:
+        model, grid = make(case), Grid(pipe=2)
+        pipe = PipelineModule(hf_layers(model), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY))
+        with exact(pipe):
+            each = _trained(pipe, f"{folder}/{case}/piped")
+        table = entries(wrapping(pipe).names(), model.config.to_dict())
+        each["gradients"] = {table[name].theirs[0]: gradient for name, gradient in each["gradients"].items()}
+        found.append(each)
+    return found
+
+
+def parallelized(cases: list[str]) -> list[dict[str, Any]]:
+    """Train a step with transformers' model on two tensor ranks."""
+    found = []
+    for case in cases:
+        grid, (ids, labels) = Grid(tensor=2), batch()
+        model = parallelize(make(case), grid)
+        with exact(model):
+            logits = model(input_ids=ids).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        gradients = {n: layout_of(p).gather(grid.tensor, p.grad) for n, p in model.named_parameters()}
+        found.append({"logits": logits.detach(), "loss": loss.item(), "gradients": gradients})
+    return found
+
+
+def generated(cases: list[str], sizes: Sizes, folder: str, prompts: list[list[int]]) -> list[Any]:
+    found = []
+    for case in cases:
+        model = PipelineModule(load_hf(f"{folder}/{case}/model"), grid=Grid(*sizes), dtype=torch.float64)
+        found.append(triax.init_inference(model, max_length=20).generate(prompts, max_new_tokens=6, temperature=0))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- tests
+
+PIPE_AND_TENSOR = (2, 1, 2)
+
+
+def check_loaded(ranks: Any, folder: Path, cases: list[str], sizes: Sizes, sequence_parallel: bool = False) -> None:
+    for case in cases:
+        make(case).save_pretrained(folder / case / "model")
+    right = {case: wanted(case) for case in cases}
+    count = math.prod(sizes)
+    for rank in ranks(count, loaded, cases, sizes, str(folder), sequence_parallel, timeout=300):
+        for case, found in zip(cases, rank, strict=True):
+            compare(found, right[case], case)
+    for case in cases:
+        same_as(folder / case / "saved", case)
+
+
+def same_as(folder: Path, case: str) -> None:
+    """Check that transformers reads a folder as the same model, bitwise."""
+    import transformers
+
+    reader: Any = transformers.AutoModelForCausalLM
+    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    right = make(case)
+    assert type(model) is type(right)
+    for name, tensor in right.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), f"{case} {name}"
+    ids, _ = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(input_ids=ids).logits, right.eval()(input_ids=ids).logits)
+
+
+def check_piped(ranks: Any, folder: Path, cases: list[str]) -> None:
+    for case, found in zip(cases, ranks(2, piped, cases, str(folder), timeout=300)[1], strict=True):
+        compare(found, wanted(case), f"{case}, hf_layers")
+        same_as(folder / case / "piped", case)
+
+
+def check_parallelized(ranks: Any, cases: list[str]) -> None:
+    right = {case: wanted(case) for case in cases}
+    for rank in ranks(2, parallelized, cases, timeout=300):
+        for case, found in zip(cases, rank, strict=True):
+            compare(found, right[case], f"{case}, parallelize")
+
+
+def check_generated(run: Any, folder: Path, cases: list[str], sizes: Sizes) -> None:
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
+    for case in cases:
+        make(case).save_pretrained(folder / case / "model")
+    for case, texts in zip(cases, run(cases, sizes, str(folder), prompts), strict=True):
+        model = make(case).eval()
+        for prompt, tokens in zip(prompts, texts, strict=True):
+            with exact(model):
+                theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+            assert tokens == theirs[0].tolist(), case
+
+
+REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon"]
+
+
+def test_representative_families(ranks: Any, tmp_path: Path) -> None:
+    check_loaded(ranks, tmp_path, REPRESENTATIVE, PIPE_AND_TENSOR)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), PIPE_AND_TENSOR], ids=str)
+def test_load_and_save(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
+    check_loaded(ranks, tmp_path, list(CASES), sizes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_sequence_parallel(ranks: Any, tmp_path: Path) -> None:
+    check_loaded(ranks, tmp_path, list(CASES), (1, 1, 2), sequence_parallel=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_their_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> None:
+    check_piped(ranks, tmp_path, list(CASES))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_their_model_on_two_tensor_ranks(ranks: Any) -> None:
+    check_parallelized(ranks, list(CASES))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_generation(ranks: Any, tmp_path: Path) -> None:
+    def on_four(*args: Any) -> Any:
+        return ranks(4, generated, *args, timeout=300)[-1]
+
+    check_generated(generated, tmp_path, list(CASES), (1, 1, 1))
+    check_generated(on_four, tmp_path, list(CASES), PIPE_AND_TENSOR)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configurations_there_and_back(case: str) -> None:
+    config = from_hf(make(case).config.to_dict())
+    assert from_hf(to_hf(config)) == config
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
+def test_in_single_precision(case: str) -> None:
+    model = make(case).float().eval()
+    mine = PipelineModule(load_hf(model), grid=Grid()).eval()
+    ids, _ = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids), model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    config: Any = config_from_hf(model)
+    assert config.parameter_count == sum(parameter.numel() for parameter in model.parameters())
