@@ -51,6 +51,19 @@ class WandbConfig(Section):
     project: str = setting("triax", "Project.")
 
 
+class HistogramsConfig(SwitchSection):
+    """``histograms``: of weights and gradients by parameter, to tensorboard, wandb and the page of json_monitor."""
+
+    every: int | None = setting(None, "Count weights and gradients every so many steps; null: never.", ge=1)
+    bins: int = setting(
+        64, "Equal parts of the range of a tensor, of which each has a count.", needs="every", ge=2, le=1024
+    )
+
+    def due(self, step: int) -> bool:
+        """Return True if a step has histograms."""
+        return self.every is not None and step % self.every == 0
+
+
 class TimelineConfig(Section):
     """``timeline``: a trace of one step of all ranks, in one file."""
 

@@ -14,7 +14,14 @@ from .checkpoint import CheckpointConfig
 from .compression import GradientCompressionConfig
 from .local_updates import LocalUpdatesConfig
 from .lora import LoraConfig
-from .monitoring import CommsLoggerConfig, FlopsProfilerConfig, MonitorConfig, TimelineConfig, WandbConfig
+from .monitoring import (
+    CommsLoggerConfig,
+    FlopsProfilerConfig,
+    HistogramsConfig,
+    MonitorConfig,
+    TimelineConfig,
+    WandbConfig,
+)
 from .optimizer import OptimizerConfig, SchedulerConfig
 from .parallelism import MoEConfig, PipelineConfig, TensorParallelConfig
 from .precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
@@ -118,6 +125,9 @@ class Config(Section):
         MonitorConfig(), "metrics.jsonl, a line per step, and run.json: triax report makes a page of them."
     )
     wandb: WandbConfig = setting(WandbConfig(), "Weights & Biases, if it is installed.")
+    histograms: HistogramsConfig = setting(
+        HistogramsConfig(), "Histograms of weights and gradients by parameter, for the monitors: docs/monitoring.md."
+    )
     wall_clock_breakdown: bool = setting(
         False,
         "Time every step; print the ranks' times by part every steps_per_print steps, or every 10: docs/monitoring.md.",
@@ -191,6 +201,8 @@ class Config(Section):
         notes = super().notes()
         if self.torch_autocast.enabled and self.torch_autocast.dtype in ("float16", "fp16"):  # it has fp16's loss scale
             notes = [note for note in notes if not (note.startswith("fp16.") and "without enabled" in note)]
+        if self.histograms.every is not None and not self.monitored:
+            notes.append("histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb")
         return notes
 
     @property

@@ -162,7 +162,7 @@ class ZeroConfig(Section):
     zeropp_loco_param: Any = refused("quantized gradients have no error feedback: leave it out")
     mics_shard_size: Any = refused("weights are sharded over the whole data axis: leave it out", -1)
     mics_hierarchical_params_gather: Any = refused("weights are sharded over the whole data axis: leave it out")
-    elastic_checkpoint: Any = refused("every checkpoint loads on any grid: leave it out")
+    elastic_checkpoint: Any = idle("every checkpoint loads on any grid")
     zenflow: Any = refused(
         "updates with late gradients are not supported: leave it out; offload_optimizer overlaps by default"
     )

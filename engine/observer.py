@@ -32,6 +32,7 @@ from ..pipe.executor import Executor
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.program.ops import COMPUTE, Op
 from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
+from ..zero.histograms import parameter_histograms
 from .accounting.run_record import run_record
 
 _PRINT_EVERY = 10  # steps between two tables of wall_clock_breakdown without steps_per_print, as in DeepSpeed
@@ -74,7 +75,7 @@ class StepObserver:
             ConfigError: on every rank, if a monitor's package is missing or a folder cannot be made.
         """
         engine, config = self._engine, self._engine.config
-        self.monitor = make_monitor(config, self._grid, engine.batch.train)
+        self.monitor = make_monitor(config, self._grid, engine)
         if config.monitored:
             peak = config.peak_tflops if config.peak_tflops is not None else slowest_peak(self._grid, engine.module)
             if self._grid.rank == 0:
@@ -110,10 +111,10 @@ class StepObserver:
             grid: the grid whose ranks took the step.
             loss: the loss of the step.
         """
-        engine, clock = self._engine, self._timer.clock
+        engine, config, clock = self._engine, self._engine.config, self._timer.clock
         record = self._timer.end(engine.global_steps, self._ops())
         if not self._active:
-            self._write_metrics(loss, {})
+            self._write_metrics(loss, {}, {})
             return
         if record is not None and clock is not None:
             self.report = {"step": record.step, "seconds": record.seconds, "bubble": self._bubble(record, clock)}
@@ -123,11 +124,13 @@ class StepObserver:
         seconds = time.perf_counter() - self._began
         if self.mfu is not None:
             self.mfu.end_step()
-        self._write_metrics(loss, self._timings(seconds) if self.monitor.enabled else {})
+        due = config.monitored and config.histograms.due(engine.global_steps)
+        histograms = parameter_histograms(engine.data_axis, grid, config.histograms.bins) if due else {}
+        self._write_metrics(loss, self._timings(seconds) if self.monitor.enabled else {}, histograms)
         if record is not None:
             self._show(record)
         self._end_memory()
-        if engine.config.json_monitor.enabled and (engine.global_steps <= _MEMORY_STEP or self.trace is not None):
+        if config.json_monitor.enabled and (engine.global_steps <= _MEMORY_STEP or self.trace is not None):
             self._write_run(grid)
         self.trace, self._tokens = None, 0
         self._prepare()
@@ -172,7 +175,7 @@ class StepObserver:
 
     # -------------------------------------------------------------------------------------------- after a step
 
-    def _write_metrics(self, loss: Tensor, timings: Mapping[str, float]) -> None:
+    def _write_metrics(self, loss: Tensor, timings: Mapping[str, float], histograms: Mapping[str, Any]) -> None:
         engine = self._engine
         if self.monitor.needs(engine.global_steps):
             metrics = StepMetrics(
@@ -186,6 +189,7 @@ class StepObserver:
                 timings=timings,
                 auxiliary=engine.auxiliary_losses(),
                 loads=engine.expert_loads(),
+                histograms=histograms,
             )
             self.monitor.write_step(metrics)
 
@@ -340,13 +344,13 @@ class ModuleObserver(StepObserver):
         hook_method(self._engine, "forward", count_tokens)
 
 
-def make_monitor(config: Config, grid: Grid, batch: int) -> Monitor:
+def make_monitor(config: Config, grid: Grid, engine: Any) -> Monitor:
     """Return the monitor of a run: with writers on rank 0, an empty one elsewhere. Collective if numbers are written.
 
     Args:
         config: the configuration, which names the monitors.
         grid: the ranks.
-        batch: samples per step, over all replicas.
+        engine: a weak reference to the engine.
 
     Raises:
         ConfigError: on every rank, if a package is not installed or a folder cannot be made.
@@ -361,7 +365,9 @@ def make_monitor(config: Config, grid: Grid, batch: int) -> Monitor:
         writers += [make(section.folder) for section, make in folders if section.enabled and first]
         if config.wandb.enabled and first:
             writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
-    return Monitor(writers, config.steps_per_print if first else None, batch)
+    mailbox = grid.mailbox() if config.monitored else None
+    every, position = config.steps_per_print if first else None, lambda: (engine.global_steps, engine.global_samples)
+    return Monitor(writers, every, engine.batch.train, mailbox, position)
 
 
 def _trace_file(config: Config) -> Path:

@@ -11,6 +11,7 @@
 - ``agreement.py``: sums over all ranks, equality of facts, errors raised on every rank
 - ``failure.py``: a rank that fails alone leaves the process group, so that the others stop
 - ``hang_watch.py``: finds the rank that hangs, with its op and line
+- ``mailbox.py``: texts that any rank posts for rank 0, without a collective
 - ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``devices.py``: GPUs of this machine as text

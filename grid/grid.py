@@ -35,6 +35,7 @@ from .environment import (
     timeline_folder,
 )
 from .hang_watch import Activity, HangWatch, timed_out, with_timeout
+from .mailbox import Mailbox
 from .topology import AXES, DERIVED_AXES, Topology
 
 T = TypeVar("T", bound=Observer)
@@ -271,6 +272,10 @@ class Grid:
             self._number = self._store.add(f"triax/grids/{self.rank}", 1)  # several grids may share a store
         self._barriers += 1
         return f"triax/barriers/{self._number}/{self._barriers}"
+
+    def mailbox(self) -> Mailbox:
+        """Return a new mailbox, in which any rank posts texts for rank 0. Every rank calls this, in the same order."""
+        return Mailbox(self._store, f"{self.barrier_name()}/mail")
 
     def store_barrier(self, name: str, text: str, seconds: float) -> list[str | None]:
         """Exchange texts with all ranks through the store; return the text of each rank, in rank order.

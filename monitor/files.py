@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 METRICS, RUN, TIMELINE = "metrics.jsonl", "run.json", "timeline.json"
+HISTOGRAMS = "histograms.jsonl"
 EXPERTS = "Train/Experts/"  # in METRICS, in front of a layer's name: the loads of its experts
 
 

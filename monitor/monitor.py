@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
+from ..grid.mailbox import Mailbox
 from .files import EXPERTS
-from .protocol import StepMetrics
+from .protocol import Histogram, StepMetrics
 from .writers import Event, Write
 
 
 class Monitor:
-    """Writes and prints the numbers of steps. Rank 0 has one with writers; on the other ranks it does nothing.
+    """Writes and prints the numbers of steps. Rank 0 has one with writers; the others post their own numbers to it.
 
     The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``. ``grad_norm`` and
     the ``timings`` of ``StepMetrics`` are written too. The x value of each number is the number of samples so far.
@@ -22,11 +25,23 @@ class Monitor:
         writers: called with every number.
         print_every: steps from one printed line to the next; None: nothing is printed.
         batch: samples per step, over all replicas.
+        mailbox: through which numbers of other ranks reach rank 0; None if nothing is written.
+        position: returns the steps and samples so far, for ``log``.
     """
 
-    def __init__(self, writers: Sequence[Write] = (), print_every: int | None = None, batch: int = 0) -> None:
+    def __init__(
+        self,
+        writers: Sequence[Write] = (),
+        print_every: int | None = None,
+        batch: int = 0,
+        mailbox: Mailbox | None = None,
+        position: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
         self._writers, self._print_every, self._batch = list(writers), print_every, batch
+        self._mailbox, self._position = mailbox, position
         self._step = 0
+        if self._writers and mailbox is not None:
+            weakref.finalize(self, _receive, mailbox, self._writers)  # what arrives after the last step; also at exit
         self._since: tuple[int, float] | None = None  # the step and the time from which samples/s are measured
 
     @property
@@ -34,14 +49,26 @@ class Monitor:
         """True if this rank has a writer, and so writes numbers and does not only print lines."""
         return bool(self._writers)
 
+    def log(self, numbers: Mapping[str, float] | None = None, **more: float) -> None:
+        """Write numbers of the caller's, such as an accuracy, at the samples trained on so far.
+
+        Any rank may call this, alone. The numbers of other ranks than 0 are written with the next step, or at the end.
+        A name that several ranks log is written once for each of them.
+        """
+        samples = self._position()[1]
+        self.write_events([(name, value, samples) for name, value in {**(numbers or {}), **more}.items()])
+
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``.
+        """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``. On any rank.
 
         Args:
             events: for each its name, its value, and the samples trained on so far (``engine.global_samples``).
         """
-        if self._writers:
-            self._write([(name, float(value), int(samples)) for name, value, samples in events])
+        plain: list[Event] = [(name, float(value), int(samples)) for name, value, samples in events]
+        if self._writers and plain:
+            self._write(plain)
+        elif self._mailbox is not None and plain:
+            self._mailbox.post(json.dumps([self._position()[0], plain]))
 
     def needs(self, step: int) -> bool:
         """Return True if ``write_step`` would write numbers or print a line for this step."""
@@ -51,6 +78,7 @@ class Monitor:
         """Write the numbers of a step, and print a line if one is due."""
         self._step, now = metrics.step, time.perf_counter()
         if self._writers:
+            _receive(self._mailbox, self._writers)
             self._write(_events(metrics))
         due = self._print_every is not None and metrics.step % self._print_every == 0
         if due:
@@ -73,6 +101,14 @@ class Monitor:
         return ", ".join(parts)
 
 
+def _receive(mailbox: Mailbox | None, writers: Sequence[Write]) -> None:
+    """Write the numbers that other ranks have posted."""
+    for text in mailbox.read() if mailbox is not None else ():
+        step, events = json.loads(text)
+        for write in writers:
+            write([(name, value, samples) for name, value, samples in events], step)
+
+
 def _events(metrics: StepMetrics) -> list[Event]:
     figures = {"train_loss": float(metrics.loss), "lr": float(metrics.lr[0])}
     if metrics.loss_scale is not None:
@@ -84,4 +120,5 @@ def _events(metrics: StepMetrics) -> list[Event]:
         mean = max(sum(loads) / len(loads), 1.0)
         figures |= {f"{layer}.largest_load": max(loads) / mean, f"{layer}.smallest_load": min(loads) / mean}
     events: list[Event] = [(f"Train/Samples/{name}", value, metrics.samples) for name, value in figures.items()]
-    return events + [(f"{EXPERTS}{layer}", list(loads), metrics.samples) for layer, loads in metrics.loads.items()]
+    events += [(f"{EXPERTS}{layer}", list(loads), metrics.samples) for layer, loads in metrics.loads.items()]
+    return events + [(name, Histogram(*each), metrics.samples) for name, each in metrics.histograms.items()]

@@ -50,6 +50,27 @@ class StepRecord:
         return self.slices[0].end - self.slices[0].start
 
 
+class Histogram(NamedTuple):
+    """Histogram of the elements of a tensor: counts of equal parts of the range from ``low`` to ``high``.
+
+    Elements that are not finite are counted in ``not_finite`` alone.
+    """
+
+    low: float
+    high: float
+    counts: Sequence[int]
+    elements: int
+    sum: float
+    squares: float
+    not_finite: int
+
+    def edges(self) -> list[float]:
+        """Return the ends of the parts, one more than there are counts. Equal elements get a range around them."""
+        low, high = (self.low, self.high) if self.low < self.high else (self.low - 0.5, self.high + 0.5)
+        width = (high - low) / len(self.counts)
+        return [*(low + number * width for number in range(len(self.counts))), high]
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """The numbers of one optimizer step, as monitors write them.
@@ -65,6 +86,7 @@ class StepMetrics:
         timings: further numbers by name: step time, throughput, memory, bubble, MFU.
         auxiliary: auxiliary losses by name.
         loads: layer -> tokens that each of its experts was given in the step.
+        histograms: name -> histogram of a parameter's weights or gradients, as the fields of ``Histogram``.
     """
 
     step: int
@@ -77,6 +99,7 @@ class StepMetrics:
     timings: Mapping[str, float]
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..grid.errors import ConfigError
-from .files import METRICS
+from .files import HISTOGRAMS, METRICS
+from .protocol import Histogram
 
-# A name, a number (or the loads of a layer's experts), and the samples trained on so far.
-Event = tuple[str, float | list[int], int]
+# A name, a number (or the loads of a layer's experts, or a histogram), and the samples trained on so far.
+Event = tuple[str, float | list[int] | Histogram, int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
 
 
@@ -40,7 +42,8 @@ def json_writer(folder: Path) -> Write:
     """Return a writer that appends one line to ``metrics.jsonl`` for each step: {"step", "samples", "time", names...}.
 
     ``time`` is in seconds since 1970. A number that is not finite is null. The loads of a layer's experts are a list.
-    A run whose first line is of step 1 replaces the file; a resumed run appends to it.
+    A run whose first line is of step 1 replaces the file; a resumed run appends to it. Histograms are written to
+    ``histograms.jsonl``, which is never replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, begun = folder / METRICS, False
@@ -52,11 +55,14 @@ def json_writer(folder: Path) -> Write:
             "samples": events[0][2],
             "time": round(time.time(), 3),
         }
-        row |= {name: value for name, value, _ in events}
+        row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
         row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
         with path.open("a" if begun or step > 1 else "w") as file:
             file.write(json.dumps(row) + "\n")
         begun = True
+        if histograms := {name: value._asdict() for name, value, _ in events if isinstance(value, Histogram)}:
+            with (folder / HISTOGRAMS).open("a") as file:
+                file.write(json.dumps({"step": step, "samples": events[0][2], "histograms": histograms}) + "\n")
 
     return write
 
@@ -75,6 +81,11 @@ def tensorboard_writer(folder: Path) -> Write:
     def write(events: Sequence[Event], step: int) -> None:
         for name, value, samples in _numbers(events):
             writer.add_scalar(name, value, samples)
+        for name, value, samples in _histograms(events):
+            limits = value.edges()[1:]
+            figures = {"min": value.low, "max": value.high, "num": value.elements, "sum": value.sum}
+            buckets = {"sum_squares": value.squares, "bucket_limits": limits, "bucket_counts": list(value.counts)}
+            writer.add_histogram_raw(name, **figures, **buckets, global_step=samples)
         writer.flush()
 
     return write
@@ -92,14 +103,22 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
     run = wandb.init(project=project, group=group, entity=team)
 
     def write(events: Sequence[Event], step: int) -> None:
-        run.log({name: value for name, value, _ in _numbers(events)}, step=events[0][2])
+        shown: dict[str, Any] = {name: value for name, value, _ in _numbers(events)}
+        for name, value, _ in _histograms(events):
+            shown[name] = wandb.Histogram(np_histogram=(list(value.counts), value.edges()))
+        run.log(shown, step=events[0][2])
 
     return write
 
 
 def _numbers(events: Sequence[Event]) -> list[tuple[str, float, int]]:
     """Return the events that are single numbers."""
-    return [(name, value, samples) for name, value, samples in events if not isinstance(value, list)]
+    return [(name, value, samples) for name, value, samples in events if isinstance(value, (int, float))]
+
+
+def _histograms(events: Sequence[Event]) -> list[tuple[str, Histogram, int]]:
+    """Return the events that are histograms."""
+    return [(name, value, samples) for name, value, samples in events if isinstance(value, Histogram)]
 
 
 def _require(package: str, install: str) -> None:

@@ -64,6 +64,8 @@ _STEP_KINDS = {kind: kind for kind in _COMPUTE} | {
     "TIED": "tied",
 }
 _MOST_RANKS = 32  # rows of a table or a picture
+_MOST_HISTOGRAMS = 200  # parameters whose histograms are drawn
+_MOST_OWN = 24  # charts of the user's own numbers
 _MOST_POINTS = 1200  # points of a curve that the script shows under the pointer
 _NUMBERS: dict[str, Callable[[float], str]] = {
     "number": number,
@@ -104,6 +106,7 @@ def page(run: Run) -> str:
         tiles=_tiles(run),
         charts=_charts(run),
         experts=_experts(run),
+        histograms=_histograms(run),
         step=step,
         ranks=ranks[:_MOST_RANKS],
         memory=[rank for rank in ranks if rank.get("memory")][:_MOST_RANKS],
@@ -187,7 +190,29 @@ def _charts(run: Run) -> list[dict[str, Any]]:
         ("largest_load", "Busiest expert", "its tokens over the mean of its layer; mean over the layers"),
     ):
         charts.append(chart(title, unit, [Curve(title.lower(), _mean_over_layers(run, f".{key}"), 3)]))
+    charts += [chart(name, "", [Curve(name, run.series(name), 2)]) for name in _own_names(run)[:_MOST_OWN]]
     return [made for made in charts if made]
+
+
+def _own_names(run: Run) -> list[str]:
+    """Return the names of the user's own numbers, in order."""
+    names = {name for row in run.rows for name, value in row.items() if not isinstance(value, list)}
+    known = ("Train/Samples/", "Validation/")
+    return sorted(name for name in names if name not in ("step", "samples", "time") and not name.startswith(known))
+
+
+def _histograms(run: Run) -> dict[str, Any] | None:
+    """Return the histograms of the last step that has them, weights and gradients by parameter; None without."""
+    if run.histograms is None:
+        return None
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in run.histograms["histograms"].items():
+        kind, _, parameter = name.partition("/")
+        most = max(each["counts"], default=0) or 1
+        bars = [(number, 30 * count / most) for number, count in enumerate(each["counts"])]
+        found.setdefault(parameter, {})[kind] = {**each, "bars": [(n, height) for n, height in bars if height > 0]}
+    rows = list(found.items())
+    return {"step": run.histograms["step"], "rows": rows[:_MOST_HISTOGRAMS], "left_out": len(rows[_MOST_HISTOGRAMS:])}
 
 
 def _mean_over_layers(run: Run, ending: str) -> list[tuple[int, float]]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ...pipe.program.ops import COMPUTE, Op
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.timeline import Span, Timeline
-from ..files import METRICS, RUN, TIMELINE
+from ..files import HISTOGRAMS, METRICS, RUN, TIMELINE
 from ..protocol import Slice
 from ..step_record import self_times
 
@@ -44,6 +44,18 @@ class _RunJson(BaseModel):
     ranks: list[_RankJson] = []
 
 
+class _HistogramJson(BaseModel):
+    low: float
+    high: float
+    counts: list[int]
+    not_finite: int = 0
+
+
+class _HistogramsJson(BaseModel):
+    step: int
+    histograms: dict[str, _HistogramJson]
+
+
 _ROW, _RECORD, _TRACE = (
     TypeAdapter(dict[str, float | list[int] | None]),
     TypeAdapter(_RunJson),
@@ -61,6 +73,7 @@ class Run:
             loads of a layer's experts are a list.
         record: run.json; {} if there is none.
         trace: timeline.json; None if there is none.
+        histograms: last line of histograms.jsonl that can be read: step, and name -> histogram; None if there is none.
         logs: name of a log file -> its last lines.
         notes: files that are missing or could not be read.
     """
@@ -69,6 +82,7 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
     trace: dict[str, Any] | None = None
+    histograms: dict[str, Any] | None = None
     logs: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -104,11 +118,23 @@ def read_run(folder: Path) -> Run:
         run.notes.append(f"there is no {METRICS}: no step was written")
     run.record = _json(folder / RUN, _RECORD, run.notes) or {}
     run.trace = _json(folder / TIMELINE, _TRACE, run.notes)
+    run.histograms = _last_histograms(folder / HISTOGRAMS)
     for log in sorted(folder.glob("*.log")):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         if lines:
             run.logs[log.name] = "\n".join(lines[-_TAIL:])
     return run
+
+
+def _last_histograms(file: Path) -> dict[str, Any] | None:
+    """Return the last line of a file of histograms that can be read; None if there is none."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for line in reversed(lines):
+        try:
+            return _HistogramsJson.model_validate_json(line).model_dump()
+        except ValidationError:
+            continue
+    return None
 
 
 def _json(file: Path, form: TypeAdapter[Any], notes: list[str]) -> dict[str, Any] | None:
