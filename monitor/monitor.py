@@ -53,22 +53,25 @@ class Monitor:
         """Write numbers of the caller's, such as an accuracy, at the samples trained on so far.
 
         Any rank may call this, alone. The numbers of other ranks than 0 are written with the next step, or at the end.
-        A name that several ranks log is written once for each of them.
+        A name that several ranks log is written once for each of them: log a mean over ranks on one of them.
         """
-        samples = self._position()[1]
-        self.write_events([(name, value, samples) for name, value in {**(numbers or {}), **more}.items()])
+        step, samples = self._position()
+        events: list[Event] = [(name, float(value), samples) for name, value in {**(numbers or {}), **more}.items()]
+        if self._writers and events:
+            self._write(events)
+        elif self._mailbox is not None and events:
+            self._mailbox.post(json.dumps([step, events]))
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``. On any rank.
+        """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``.
+
+        Every rank may call this; the numbers of rank 0 are written.
 
         Args:
             events: for each its name, its value, and the samples trained on so far (``engine.global_samples``).
         """
-        plain: list[Event] = [(name, float(value), int(samples)) for name, value, samples in events]
-        if self._writers and plain:
-            self._write(plain)
-        elif self._mailbox is not None and plain:
-            self._mailbox.post(json.dumps([self._position()[0], plain]))
+        if self._writers:
+            self._write([(name, float(value), int(samples)) for name, value, samples in events])
 
     def needs(self, step: int) -> bool:
         """Return True if ``write_step`` would write numbers or print a line for this step."""

@@ -81,11 +81,10 @@ def tensorboard_writer(folder: Path) -> Write:
     def write(events: Sequence[Event], step: int) -> None:
         for name, value, samples in _numbers(events):
             writer.add_scalar(name, value, samples)
-        for name, value, samples in _histograms(events):
-            limits = value.edges()[1:]
-            figures = {"min": value.low, "max": value.high, "num": value.elements, "sum": value.sum}
-            buckets = {"sum_squares": value.squares, "bucket_limits": limits, "bucket_counts": list(value.counts)}
-            writer.add_histogram_raw(name, **figures, **buckets, global_step=samples)
+        for name, found, samples in _histograms(events):
+            figures: dict[str, Any] = {"min": found.low, "max": found.high, "num": found.elements, "sum": found.sum}
+            figures |= {"sum_squares": found.squares, "bucket_limits": found.edges()[1:]}
+            writer.add_histogram_raw(name, **figures, bucket_counts=list(found.counts), global_step=samples)
         writer.flush()
 
     return write

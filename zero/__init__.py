@@ -28,6 +28,7 @@ Around it:
     gathered_parameters.py: ``zero.gathered``: whole parameters outside of a step, to read or write
     parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part
     shard_ranges.py: ranges of parameters in flat tensors, and the rank that writes them
+    histograms.py: histograms of weights and gradients by parameter, for monitors
     state_shards.py: values and optimizer state of this rank, for checkpoints
 
 Sub-folders:

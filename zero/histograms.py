@@ -58,8 +58,8 @@ def parameter_histograms(data_axis: ZeroDataAxis, grid: Grid, bins: int) -> dict
         for axis in axes:
             axis.all_reduce(ranges, op="min")
         bounds = [(low, -high) if math.isfinite(low) else (0.0, 0.0) for low, high in ranges.tolist()]
-        table = torch.stack([_counts(x, lost, *ends, bins) for (_, (x, lost)), ends in zip(named, bounds, strict=True)])
-        table = table.to(device)
+        counted = [_counts(*part, low, high, bins) for (_, part), (low, high) in zip(named, bounds, strict=True)]
+        table = torch.stack(counted).to(device)
         for axis in axes:
             axis.all_reduce(table)
         for (name, _), (low, high), row in zip(named, bounds, table.tolist(), strict=True):
