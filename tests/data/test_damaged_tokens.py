@@ -110,7 +110,7 @@ def copies(tmp_path: Path, source: Path, numbers: range) -> Any:
         yield number, path
 
 
-SOME = [pytest.param(range(20), id="20"), pytest.param(range(20, 600), id="600", marks=pytest.mark.exhaustive)]
+SOME = [pytest.param(range(12), id="12"), pytest.param(range(12, 600), id="600", marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("numbers", SOME)

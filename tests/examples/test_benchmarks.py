@@ -132,6 +132,17 @@ def test_local_updates_counts_who_steps() -> None:
 
 
 @pytest.mark.exhaustive
+def test_data_compares() -> None:
+    args = ("--lengths", "64", "--rounds", "2", "--tokens", "5000", "--files", "20", "--vocab-size", "300", "--json")
+    found = json.loads(run("data.py", *args))
+    rates = found["results"]["64"]
+    assert found["documents"] > 5 and [*rates] == [
+        *("triax", "triax, no masks", "datasets, blocks", "datasets, documents")
+    ]
+    assert all(len(each) == 2 and min(each) > 0 for each in rates.values())
+
+
+@pytest.mark.exhaustive
 def test_compression_makes_its_table(tmp_path: Path) -> None:
     table, text = tmp_path / "table.md", tmp_path / "text.py"
     table.write_text("before\n<!-- benchmarks/compression.py -->\nold\n<!-- end -->\nafter\n")
