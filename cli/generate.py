@@ -7,6 +7,7 @@ that name, in the group ``triax.models``, makes the layers. A folder can only ch
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
 import sys
 import time
@@ -21,6 +22,7 @@ import typer
 from ..grid.environment import read_environment
 from ..grid.errors import ConfigError
 from ..grid.topology import Topology
+from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error
 
 if TYPE_CHECKING:
@@ -41,6 +43,14 @@ class GenerateOptions:
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    stop: tuple[str, ...]
+    samples: int
+    beams: int
+    length_penalty: float
+    logprobs: bool
+    processor: tuple[str, ...]
     seed: int
     dtype: str | None
     pipe: int
@@ -63,6 +73,23 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to p.")
     ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens at least P times as likely as the likeliest one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divide the logits of tokens that are in the text by this number; 1 is none.")
+    ] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation. May be repeated.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts: draws, or the best ones of --beams.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams of a beam search, which draws nothing.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Of --beams: larger values prefer longer texts.")] = 1.0,
+    logprobs: Annotated[
+        bool, typer.Option(help="Print the log-probability of each new token behind the text.")
+    ] = False,
+    logits_processor: Annotated[
+        list[str] | None,
+        typer.Option(help="package.module:function of (ids, scores) that returns scores. May be repeated."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text on any grid.")] = 0,
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the computation, such as bfloat16. Default: the dtype of the weights.")
@@ -80,7 +107,11 @@ def generate(
     environment = read_environment()
     processes = environment.world_size if environment else pipe * (tensor or 1)
     shards = tensor or max(1, processes // pipe)
-    job = GenerateOptions(folder, prompt, max_new_tokens, temperature, top_k, top_p, seed, dtype, pipe, shards)
+    job = GenerateOptions(
+        *(folder, prompt, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, tuple(stop or ())),
+        *(samples, beams, length_penalty, logprobs, tuple(logits_processor or ())),
+        *(seed, dtype, pipe, shards),
+    )
     if environment is not None or processes == 1:
         generate_on_rank(job)
         return
@@ -105,7 +136,9 @@ def generate_on_rank(options: GenerateOptions) -> None:
             raise ValueError(f"--dtype is {options.dtype}, but it must be float32, float64, bfloat16 or float16.")
         text = open_text(options.folder)
         layers = family(options.folder)(options.folder)
-        engine = init_inference(PipelineModule(layers, grid=grid, dtype=dtype), max_batch=1)
+        slots = max(options.beams, options.samples)
+        module = PipelineModule(layers, grid=grid, dtype=dtype)
+        engine = init_inference(module, max_batch=slots, tokenizer=text.tokenizer)
         _write(engine, text, options)
     except (ValueError, FileNotFoundError) as error:
         user_error(error)
@@ -115,21 +148,57 @@ def generate_on_rank(options: GenerateOptions) -> None:
 def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
     ids = text.encode(options.prompt)
     new = options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
-    begin, count, speaks = time.perf_counter(), 0, engine.grid.rank == 0
+    begin, speaks = time.perf_counter(), engine.grid.rank == 0
     ends = [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
-    tokens = engine.stream([ids], new, options.temperature, options.top_k, options.top_p, options.seed, ends)
+    common: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "seed": options.seed,
+        "eos": ends,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "stop_strings": options.stop,
+        "logits_processor": [_function(name) for name in options.processor],
+        "num_return_sequences": options.samples,
+    }
+    write = sys.stdout.write if speaks else lambda text: None
+    if options.samples == 1 and options.beams == 1 and not options.logprobs:  # as it is made
+        write(options.prompt)
+        made = []
+        for token in engine.stream([ids], new, **common):
+            made.append(token.token)
+            if speaks and token.token not in ends:
+                write(_shown(text.follow(token.token)))
+                sys.stdout.flush()
+        write(_shown(text.rest()) + "\n")
+        count = len(made)
+    else:
+        beams: dict[str, Any] = {"num_beams": options.beams, "length_penalty": options.length_penalty}
+        found = engine.generate([options.prompt], new, logprobs=True, **common, **beams)
+        count = sum(len(each.logprobs) for each in found)
+        for number, each in enumerate(found):
+            write(f"--- {number + 1} of {len(found)}\n" if len(found) > 1 else "")
+            write(_shown(each.text) + "\n")
+            if options.logprobs:
+                for token, gain in zip(each.tokens[each.prompt :], each.logprobs):
+                    write(f"{gain:10.4f}  {token:>6}  {text.tokenizer.decode([token])!r}\n")
     if speaks:
-        sys.stdout.write(options.prompt)
-    for token in tokens:
-        count += 1
-        if speaks and token.token not in ends:
-            sys.stdout.write(_shown(text.follow(token.token)))
-            sys.stdout.flush()
-    if speaks:
-        sys.stdout.write(_shown(text.rest()) + "\n")
         sys.stdout.flush()
         seconds = time.perf_counter() - begin
         print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} a second", file=sys.stderr)
+
+
+def _function(name: str) -> Any:
+    """Return the function that ``package.module:function`` names."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--logits-processor is {name}, but there is no such function ({error}). Give package.module:function, "
+            "which Python can import."
+        ) from error
 
 
 def _shown(text: str) -> str:
@@ -178,6 +247,7 @@ class Text(Protocol):
     """
 
     ends: list[int]  # ids of the tokens that end a text
+    tokenizer: Tokenizer
 
     def encode(self, prompt: str) -> list[int]: ...
 
@@ -190,7 +260,7 @@ class ByteText:
     """Tokens that are UTF-8 bytes. A character is returned when all its bytes are there."""
 
     def __init__(self, ends: Iterable[int]) -> None:
-        self.ends = list(ends)
+        self.ends, self.tokenizer = list(ends), BYTES
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def encode(self, prompt: str) -> list[int]:
@@ -211,13 +281,13 @@ class TokenizerText:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ValueError(f"{folder} has a tokenizer. It needs pip install 'triax[hf]'.") from error
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.ends = list(ends)
         self._ids: list[int] = []
         self._shown = ""
 
     def encode(self, prompt: str) -> list[int]:
-        self._ids = list(self._tokenizer(prompt)["input_ids"])
+        self._ids = list(self.tokenizer(prompt)["input_ids"])
         self._shown = self._text()
         return list(self._ids)
 
@@ -233,7 +303,7 @@ class TokenizerText:
         return self._text()[len(self._shown) :]
 
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._ids))
+        return str(self.tokenizer.decode(self._ids))
 
 
 def open_text(folder: Path) -> Text:

@@ -20,7 +20,8 @@ from ..grid.errors import AgreedError
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import channels, receive_value
 from ..pipe.schema import flatten, unflatten
-from .batching import Batcher, DecodeStep, Token
+from .batching import Batcher, DecodeStep, Request, Token
+from .beam_search import continuations
 from .kv_cache import KVCache
 from .sampling import NOT_FINITE, Sampling, choose
 
@@ -51,11 +52,13 @@ class DecodeLoop:
         self._channels = channels(module, "F")
         self._abandoned = False
         self._steps: dict[int, DecodeStep] = {}
-        # For each step: its tokens (replicas, rows), and the receive or the sends of them.
+        # For each step: its tokens (replicas, rows, n), and the receive or the sends of them.
         self._tokens: dict[int, tuple[Tensor, list[Pending]]] = {}
 
-    def run(self, batcher: Batcher, sampling: Sampling) -> Iterator[Token]:
+    def run(self, batcher: Batcher, sampling: Sampling, numbers: int = 1) -> Iterator[Token]:
         """Yield the tokens as they are generated. Collective: every rank iterates.
+
+        ``numbers`` is n, the numbers of each row of a step that ``Batcher.append`` takes.
 
         At tick t, hop n runs step t - n. All ranks go through the ticks in order, so no ranks wait for one another in
         a cycle.
@@ -69,6 +72,7 @@ class DecodeLoop:
         """
         for channel in self._channels.values():
             channel.schemas.clear()  # the model's dtype may have changed since the last stream
+        self._numbers = numbers
         tick, planned, end, failure = 0, 0, None, ""
         closed = False
         while end is None or tick - self._local_hops[-1] < end:
@@ -164,7 +168,7 @@ class DecodeLoop:
         pipe, source = self._grid.pipe, self._stages_of_hop[-1][0]
         self._steps[index] = step
         if step.width and pipe.rank != source:
-            tokens = torch.empty(self._grid.data.size, step.width, dtype=torch.int64)
+            tokens = torch.empty(self._grid.data.size, step.width, self._numbers, dtype=torch.int64)
             self._tokens[index] = tokens, [pipe.receive(tokens, source, _TOKENS)]
 
     def _receive_tokens(self, batcher: Batcher, index: int) -> list[Token]:
@@ -198,6 +202,8 @@ class DecodeLoop:
                     x = shard(x, self._grid.context)
             self._layers_run, self._forward = 0, forward
             for stage in stages:
+                if forward.sources is not None:
+                    self._cache.copy(stage, forward.sources, forward.slots, max(forward.starts))
                 self._cache.begin(stage, forward.slots, forward.starts, forward.shape[1])
                 x = self._module.run_stage(stage, x)
             self._cache.end()
@@ -211,7 +217,7 @@ class DecodeLoop:
             self._tokens[index] = self._choose(step, logits, sampling)
 
     def _choose(self, step: DecodeStep, logits: list[Tensor], sampling: Sampling) -> tuple[Tensor, list[Pending]]:
-        """Draw the tokens of a step, (replicas, rows), and start sending them to the other pipe ranks.
+        """Draw the tokens of a step, (replicas, rows, n), and start sending them to the other pipe ranks.
 
         Called on the ranks of the last stage. Collective over the tensor and data axes.
 
@@ -224,16 +230,29 @@ class DecodeLoop:
             The tokens of all replicas, and the handles of the sends.
         """
         grid = self._grid
-        mine = torch.zeros(1, step.width, dtype=torch.int64)
+        mine = torch.zeros(1, step.width, self._numbers, dtype=torch.int64)
         if logits:
-            rows = torch.cat(logits)  # (rows, V_local)
-            keys = [(*request.key, len(request.tokens)) for request in step.rows(grid.data.rank)]
-            vocab_size = self._vocab_size or rows.shape[-1]
-            mine[0, : len(keys)] = choose(rows, sampling, keys, axis=grid.tensor, vocab_size=vocab_size)
-        tokens = mine.new_empty(grid.data.size, step.width)
-        grid.data.all_gather(tokens, mine)
+            rows = torch.cat(logits) if len(logits) > 1 else logits[0]  # (rows, V_local)
+            numbers = self._next(rows, step.rows(grid.data.rank), sampling)
+            mine[0, : len(numbers)] = numbers
         others = [rank for rank in range(grid.pipe.size) if rank != grid.pipe.rank]
+        tokens = mine
+        if grid.data.size > 1:
+            tokens = mine.new_empty(grid.data.size, *mine.shape[1:])
+            grid.data.all_gather(tokens, mine)
         return tokens, [grid.pipe.send(tokens, rank, _TOKENS) for rank in others]
+
+    def _next(self, logits: Tensor, requests: list[Request], sampling: Sampling) -> Tensor:
+        """Return the numbers of the next tokens of the requests, (rows, n), from their logits (rows, V_local)."""
+        axis, vocab_size = self._grid.tensor, self._vocab_size or logits.shape[-1]
+        searches = [beams for request in requests if (beams := request.beams) is not None]
+        if searches:
+            each = self._numbers // 2
+            searches = searches[:: searches[0].options.beams]
+            return continuations(logits, sampling, searches, each, axis=axis, vocab_size=vocab_size)
+        keys = [(*request.key, len(request.tokens)) for request in requests]
+        sequences = [request.tokens for request in requests]
+        return choose(logits, sampling, keys, axis=axis, vocab_size=vocab_size, sequences=sequences)
 
     def _run_layer(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
         """Run a layer as ``run_hook``. Behind the last attention layer only the last token of each prompt is kept.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,13 @@ from ..grid.agreement import same
 from ..grid.failure import all_or_none
 from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
+from .beam_search import Beams, BeamSearch
 from .decode_loop import DecodeLoop, layers_with_cache
 from .kv_cache import KVCache
-from .sampling import Sampling
+from .sampling import LogitsProcessor, Sampling
+from .text import Tokenizer, ends_with, follow
+
+Prompt = str | Sequence[int] | Tensor
 
 
 def init_inference(
@@ -29,6 +34,7 @@ def init_inference(
     max_batch: int = 8,
     max_length: int | None = None,
     checkpoint: str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> InferenceEngine:
     """Make an engine for generation. Collective: every rank calls it, with the same arguments.
 
@@ -41,6 +47,8 @@ def init_inference(
             positions. Each slot of the KV cache that a call uses takes memory for the longest sequence of the call.
         checkpoint: checkpoint whose weights are loaded first, as ``load_weights`` does. Not for a training engine,
             which has ``load_checkpoint``.
+        tokenizer: tokenizer for string prompts and stop strings: one of transformers', or any object with
+            ``encode(text)`` and ``decode(ids)``. The tokens of ``inference.text.BYTES`` are the bytes of a text.
 
     Raises:
         TypeError: the model is neither a ``PipelineModule`` nor a ``PipelineEngine``.
@@ -52,7 +60,7 @@ def init_inference(
             raise ValueError(f"dtype={dtype} would change the weights that this engine trains. Leave out dtype.")
         if checkpoint is not None:
             raise ValueError("checkpoint is only for a PipelineModule. Call the training engine's load_checkpoint.")
-        return InferenceEngine(model.module, model.whole_weights, dtype, max_batch, max_length)
+        return InferenceEngine(model.module, model.whole_weights, dtype, max_batch, max_length, tokenizer)
     if not isinstance(model, PipelineModule):
         raise TypeError(
             f"model is a {type(model).__name__}, not a PipelineModule or a training engine. Make one of its layers, "
@@ -65,7 +73,50 @@ def init_inference(
             "each rank has only a shard of these weights, because an engine trains them in ZeRO stage 3. Pass the "
             "engine, triax.init_inference(engine, ...), which gathers them."
         )
-    return InferenceEngine(model, nullcontext, dtype, max_batch, max_length)
+    return InferenceEngine(model, nullcontext, dtype, max_batch, max_length, tokenizer)
+
+
+class Completion(NamedTuple):
+    """A generated sequence, as ``InferenceEngine.generate(..., logprobs=True)`` returns it.
+
+    Attributes:
+        tokens: the prompt's ids and the new ones.
+        prompt: number of ids of the prompt.
+        text: the prompt and the new text, without the token that ended it; None if the prompt was given as ids.
+        logprobs: the log-probability of each new token under the model's own distribution. In beam search it is that
+            behind repetition penalty and processors.
+        score: the score by which beam search ranks the sequences of a prompt; None without beam search.
+    """
+
+    tokens: list[int]
+    prompt: int
+    text: str | None
+    logprobs: list[float]
+    score: float | None
+
+
+class _Job(NamedTuple):
+    """A checked call of ``generate`` or ``stream``.
+
+    Attributes:
+        requests: the queue.
+        sampling: the options.
+        ends: function that is True for a sequence that ends.
+        numbers: numbers of each row of a step (``Batcher.append``).
+        beams: K; 1 without beam search.
+        lengths: number of ids of each prompt.
+        strings: the prompts, if they are strings.
+        eos: ids that end a sequence.
+    """
+
+    requests: list[Request]
+    sampling: Sampling
+    ends: Callable[[list[int]], bool]
+    numbers: int
+    beams: int
+    lengths: list[int]
+    strings: list[str]
+    eos: frozenset[int]
 
 
 class InferenceEngine:
@@ -80,6 +131,7 @@ class InferenceEngine:
         max_batch: number of sequences that run at once, on each replica.
         max_length: number of tokens of the longest sequence, prompt included.
         vocab_size: V; 0 if the last layer has no weight (V, hidden).
+        tokenizer: the tokenizer for string prompts, or None.
         cache: KV cache of this rank; ``cache.bytes`` is its memory, 0 before the first call.
     """
 
@@ -90,8 +142,9 @@ class InferenceEngine:
         dtype: torch.dtype | None,
         max_batch: int,
         max_length: int | None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.module, self.grid, self._weights = module, module.grid, weights
+        self.module, self.grid, self._weights, self.tokenizer = module, module.grid, weights, tokenizer
         if self.grid.expert.size > 1:
             raise ValueError(
                 f"the experts of a layer are spread over {self.grid.expert.size} ranks, which generate different "
@@ -122,7 +175,7 @@ class InferenceEngine:
 
     def generate(
         self,
-        tokens: Sequence[Sequence[int] | Tensor],
+        tokens: Sequence[Prompt],
         max_new_tokens: int | Sequence[int],
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -130,47 +183,89 @@ class InferenceEngine:
         seed: int | Sequence[int] = 0,
         eos: int | Iterable[int] | Tensor | None = None,
         stream: Callable[[int, int], object] | None = None,
-    ) -> list[list[int]]:
+        *,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop_strings: str | Sequence[str] = (),
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = (),
+        num_return_sequences: int = 1,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        logprobs: bool = False,
+    ) -> list[Any]:
         """Continue prompts. Collective: every rank passes the same arguments and gets the same sequences.
 
         Prompts may differ in length, and there may be more of them than slots: a prompt starts when a slot is free.
         The tokens drawn for a prompt depend on its tokens and its seed, not on other prompts and not on the grid.
 
         Args:
-            tokens: the prompts, each the ids of at least one token.
+            tokens: the prompts, each the ids of at least one token; or each a string, if the engine has a tokenizer.
             max_new_tokens: number of tokens to generate, one for all prompts or one for each.
             temperature: 0 is greedy; 1 draws from the model's own distribution.
-            top_k, top_p: as ``Sampling``; without effect at temperature 0.
+            top_k, top_p, min_p: as ``Sampling``; without effect at temperature 0.
             seed: seed of the draws; or one per prompt, which makes a prompt independent of its index in the list.
-            eos: id or ids of the tokens that end a sequence.
-            stream: called on rank 0 as ``stream(request, token)`` for each token; ``request`` is the prompt's index.
+            eos: id or ids of the tokens that end a sequence. If None, and the prompts are strings, it is the
+                tokenizer's ``eos_token_id``.
+            stream: called on rank 0 as ``stream(request, token)`` for each token; ``request`` is the index of the
+                sequence in the result.
+            repetition_penalty: as ``Sampling``.
+            stop_strings: string or strings that end a sequence, with the token that completes one. They need a
+                tokenizer.
+            logits_processor: function or functions (ids (1, T), scores (1, V)) -> scores (1, V), as transformers'
+                ``LogitsProcessor``. Every rank of the tensor axis calls them, with equal arguments.
+            num_return_sequences: number of sequences of each prompt: draws, or the best of a beam search.
+            num_beams: K of ``BeamSearch``, which takes the most likely sequences and draws nothing; 1: no beam search.
+            length_penalty, early_stopping: as ``BeamSearch``.
+            logprobs: return ``Completion`` s, with the log-probability of each new token.
 
         Returns:
-            For each prompt, its tokens and the new ones, the ending token included.
+            For each prompt, its tokens and the new ones, the ending token included; of a string prompt, the prompt and
+            the new text, without the ending token. With ``num_return_sequences`` n, the sequences of prompt i are the
+            items i n to i n + n - 1. With ``logprobs``, each is a ``Completion``.
 
         Raises:
             ValueError: on every rank, before anything runs: a prompt or an option out of range, or arguments that
                 differ between ranks.
             RuntimeError: on every rank: the logits are not finite; another stream is open; or a rank failed.
         """
-        sequences = [_ids(prompt) for prompt in tokens]
-        with closing(self.stream(tokens, max_new_tokens, temperature, top_k, top_p, seed, eos)) as events:
+        processors = _functions(logits_processor)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, processors, logprobs)
+        search = None
+        if num_beams != 1:
+            search = BeamSearch(num_beams, length_penalty, early_stopping)
+            self._check_search(search, sampling, num_return_sequences, stream)
+        job = self._job(tokens, max_new_tokens, sampling, seed, eos, stop_strings, num_return_sequences, search)
+        with closing(self._stream(job)) as events:
             for event in events:
-                sequences[event.request].append(event.token)
                 if stream is not None and self.grid.rank == 0:
                     with all_or_none(self.grid, self._loop.abandon, "generate"):
                         stream(event.request, event.token)
-        return sequences
+        found: list[tuple[list[int], list[float], float | None]] = []
+        for request in job.requests[::num_beams]:
+            if request.beams is None:
+                found.append((request.tokens, request.logprobs, None))
+            else:
+                best = request.beams.found[:num_return_sequences]
+                found += [(each.tokens, each.logprobs, each.score) for each in best]
+        done = [self._completion(job, i // num_return_sequences, *each) for i, each in enumerate(found)]
+        return done if logprobs else [each.tokens if each.text is None else each.text for each in done]
 
     def stream(
         self,
-        tokens: Sequence[Sequence[int] | Tensor],
+        tokens: Sequence[Prompt],
         max_new_tokens: int | Sequence[int],
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] = 0,
         eos: int | Iterable[int] | Tensor | None = None,
+        *,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop_strings: str | Sequence[str] = (),
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = (),
+        num_return_sequences: int = 1,
     ) -> Generator[Token, None, None]:
         """Yield ``generate``'s tokens as they are drawn: ``for request, token, position, last in engine.stream(...)``.
 
@@ -179,23 +274,94 @@ class InferenceEngine:
 
         Args, raises: as ``generate``.
         """
-        sampling = Sampling(temperature, top_k, top_p)
-        ends = _ends(eos)
-        requests = self._requests(tokens, max_new_tokens, seed)
-        arguments = [(r.tokens, r.limit, r.key) for r in requests], sampling, sorted(ends)
-        if not same(self.grid.world, arguments, self.grid.device):  # the ranks would wait for one another forever
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, _functions(logits_processor))
+        return self._stream(
+            self._job(tokens, max_new_tokens, sampling, seed, eos, stop_strings, num_return_sequences, None)
+        )
+
+    def _check_search(
+        self, search: BeamSearch, sampling: Sampling, wanted: int, stream: Callable[[int, int], object] | None
+    ) -> None:
+        """Raise ValueError if options do not go with a beam search."""
+        if search.beams > self.max_batch:
+            raise ValueError(
+                f"num_beams is {search.beams}, but max_batch is {self.max_batch}, and each beam needs a slot. Pass "
+                f"max_batch={search.beams} to init_inference."
+            )
+        if wanted > search.beams:
+            raise ValueError(
+                f"num_return_sequences is {wanted}, but num_beams={search.beams} finds {search.beams} sequences. Pass "
+                f"num_beams={wanted} at least."
+            )
+        drawn = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
+        drawn = {name: value for name, value in drawn.items() if value is not None}
+        if sampling.temperature not in (0, 1):
+            drawn["temperature"] = sampling.temperature
+        if drawn or stream is not None:
+            what = ", ".join(f"{name}={value}" for name, value in drawn.items()) or "stream"
+            raise ValueError(
+                f"num_beams={search.beams} takes the most likely sequences, which are known at the end, and draws "
+                f"nothing, so {what} cannot act. Leave it out, or leave out num_beams."
+            )
+
+    def _job(
+        self,
+        prompts: Sequence[Prompt],
+        new: int | Sequence[int],
+        sampling: Sampling,
+        seed: int | Sequence[int],
+        eos: int | Iterable[int] | Tensor | None,
+        stop_strings: str | Sequence[str],
+        samples: int,
+        search: BeamSearch | None,
+    ) -> _Job:
+        """Check the arguments, also between the ranks, and return what a stream runs. Collective.
+
+        Raises:
+            ValueError: an argument out of range, or one that differs between ranks.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("tokens must be a list of prompts, but it is a string. Write generate([text], ...).")
+        strings = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if strings and (self.tokenizer is None or len(strings) < len(prompts)):
+            raise ValueError(
+                "a prompt is a string, but the engine has no tokenizer. Pass one, init_inference(model, tokenizer=...)."
+                if self.tokenizer is None
+                else f"{len(strings)} of {len(prompts)} prompts are strings. Give only strings, or only ids."
+            )
+        if strings and eos is None:
+            eos = getattr(self.tokenizer, "eos_token_id", None)
+        eos_ids = _ends(eos)
+        if samples < 1:
+            raise ValueError(f"num_return_sequences is {samples}. Give at least 1.")
+        stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        ends = ends_with(self.tokenizer, stops, eos_ids)
+        requests = self._requests(prompts, new, seed, 1 if search is not None else samples)
+        lengths = [len(request.tokens) for request in requests[:: samples if search is None else 1]]
+        names = [getattr(each, "__qualname__", type(each).__name__) for each in sampling.processors]
+        facts = [(r.tokens, r.limit, r.key) for r in requests], sampling, names, sorted(eos_ids), stops, search
+        if not same(self.grid.world, facts, self.grid.device):  # the ranks would wait for one another forever
             raise ValueError("the ranks got different prompts or options. Pass the same on every rank.")
-        return self._stream(requests, sampling, ends)
+        numbers = 2 if sampling.logprobs else 1
+        if search is not None:
+            numbers = 2 * max(2, 1 + len(eos_ids))
+            for request in requests:
+                request.beams = Beams(request.tokens, request.limit, search, ends)
+            # The sequences of a search share it, and each is a request in a slot of its own.
+            requests = [replace(request, logprobs=[]) for request in requests for _ in range(search.beams)]
+        beams = 1 if search is None else search.beams
+        return _Job(requests, sampling, ends, numbers, beams, lengths, strings, eos_ids)
 
     def _requests(
-        self, prompts: Sequence[Sequence[int] | Tensor], new: int | Sequence[int], seed: int | Sequence[int]
+        self, prompts: Sequence[Prompt], new: int | Sequence[int], seed: int | Sequence[int], samples: int
     ) -> list[Request]:
-        """Check the prompts and options; return one request per prompt.
+        """Check the prompts and options; return the requests, one for each sample of each prompt.
 
         Args:
-            prompts: the ids of each prompt.
+            prompts: the ids of each prompt, or its text.
             new: number of tokens to generate, one for all prompts or one for each.
             seed: seed of the draws, one for all prompts or one for each.
+            samples: number of sequences of each prompt.
 
         Raises:
             ValueError: a prompt that cannot run, with the reason.
@@ -207,7 +373,7 @@ class InferenceEngine:
                 raise ValueError(f"{argument} has {len(values)} entries for {len(prompts)} prompts. Give one for each.")
         requests = []
         for index, (prompt, limit, key) in enumerate(zip(prompts, limits, keys)):
-            ids = _ids(prompt)
+            ids = _ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) and self.tokenizer else prompt)
             if not ids:
                 raise ValueError(f"prompt {index} is empty. Give it at least one token.")
             if limit < 1:
@@ -223,19 +389,29 @@ class InferenceEngine:
                     f"but max_length is {self.max_length}. Shorten the prompt, or pass max_new_tokens="
                     f"{max(self.max_length - len(ids), 0)} at most."
                 )
-            requests.append(Request(index, ids, len(ids) + limit, key))
+            for sample in range(samples):  # the first one is that of a single sample
+                place = index * samples + sample
+                requests.append(Request(place, list(ids), len(ids) + limit, (*key, sample) if sample else key))
         return requests
 
-    def _stream(
-        self, requests: list[Request], sampling: Sampling, ends: frozenset[int]
-    ) -> Generator[Token, None, None]:
+    def _stream(self, job: _Job) -> Generator[Token, None, None]:
         self._loop.require_free()  # before the other stream's cache is changed
-        replicas = self.grid.data.size
-        slots = min(self.max_batch, -(-len(requests) // replicas))
+        replicas, requests, beams = self.grid.data.size, job.requests, job.beams
+        slots = beams * min(self.max_batch // beams, -(-len(requests) // (replicas * beams)))
         self.cache.reserve(slots, max((request.limit for request in requests), default=0))
-        batcher = Batcher(requests, slots=slots, replicas=replicas, groups=self._loop.hops, eos=ends)
+        batcher = Batcher(requests, slots=slots, replicas=replicas, groups=self._loop.hops, ends=job.ends, beams=beams)
         with all_or_none(self.grid, self._loop.abandon, "generate"), self._weights(), self._loop.attached():
-            yield from self._loop.run(batcher, sampling)
+            yield from self._loop.run(batcher, job.sampling, job.numbers)
+
+    def _completion(
+        self, job: _Job, prompt: int, tokens: list[int], logprobs: list[float], score: float | None
+    ) -> Completion:
+        """Return the result of one sequence of a prompt, with its text if the prompt is one."""
+        length, text = job.lengths[prompt], None
+        if job.strings and self.tokenizer is not None:
+            kept = tokens[:-1] if len(tokens) > length and tokens[-1] in job.eos else tokens
+            text = job.strings[prompt] + follow(self.tokenizer, kept, length)
+        return Completion(tokens, length, text, logprobs, score)
 
     def _agree_on_sizes(self) -> tuple[int, int]:
         """Return (smallest number of positions of any layer, vocabulary size), with 0 for unknown. Collective.
@@ -257,7 +433,12 @@ class InferenceEngine:
         return (-fewest if fewest > -(2**62) else 0), vocab_size
 
 
-def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
+def _functions(given: LogitsProcessor | Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
+    """Return one function, or several, as a tuple. (transformers' list of processors is callable itself.)"""
+    return tuple(given) if isinstance(given, Sequence) else (given,)
+
+
+def _ids(prompt: Prompt) -> list[int]:
     """Return a prompt's ids as a list; ValueError unless it is a 1-d sequence of integers."""
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point():
@@ -267,7 +448,7 @@ def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
         prompt = prompt.tolist()
     if isinstance(prompt, int):
         raise ValueError("tokens must be a list of prompts, each a list of ids. Write generate([[1, 2, 3]], ...).")
-    return [int(token) for token in prompt]
+    return list(map(int, prompt))
 
 
 def _ends(eos: int | Iterable[int] | Tensor | None) -> frozenset[int]:

@@ -60,6 +60,13 @@ class KVCache:
         wanted = self._context is not None and self._context.size > 1 and not any(starts) and tokens > 1
         return self._context if wanted else None
 
+    def copy(self, stage: int, sources: Sequence[int], slots: Sequence[int], tokens: int) -> None:
+        """Copy the keys and values of the first ``tokens`` tokens of some slots to others, in all layers of a stage."""
+        from_, to = (torch.tensor(each, device=self._device) for each in (sources, slots))
+        for (owner, _), pair in self._layers.items():
+            for held in pair if owner == stage else ():
+                held[to, :, :tokens] = held[from_, :, :tokens]
+
     def begin(self, stage: int, slots: Sequence[int], starts: Sequence[int], tokens: int) -> None:
         """Prepare for the next forward of a stage.
 
@@ -78,6 +85,8 @@ class KVCache:
         contiguous = list(slots) == list(range(first, first + count))
         self._rows = slice(first, first + count) if contiguous else torch.tensor(slots, device=self._device)
         self._index = torch.tensor(slots, device=self._device)[:, None]  # (B, 1)
+        # Contiguous slots of equal length are written by one copy; others element by element.
+        self._common = starts[0] if contiguous and starts.count(starts[0]) == count else None
         self._tokens, self._axis = tokens, self.in_parts(starts, tokens)
         new = torch.arange(tokens, device=self._device)
         if self._axis is not None:
@@ -123,8 +132,12 @@ class KVCache:
             y = module.attend_in_parts(q, k, v, torch.zeros(len(q), self._tokens, dtype=torch.int64))
             k, v = (gather(x, self._axis, self._tokens, dim=2) for x in (k, v))
             places = torch.arange(self._tokens, device=self._device)[None]
-        keys[self._index, :, places] = k.transpose(1, 2)  # (B, T, kv heads, d)
-        values[self._index, :, places] = v.transpose(1, 2)
+        if self._common is not None:
+            start, stop = self._common, self._common + self._tokens
+            keys[self._rows, :, start:stop], values[self._rows, :, start:stop] = k, v
+        else:
+            keys[self._index, :, places] = k.transpose(1, 2)  # (B, T, kv heads, d)
+            values[self._index, :, places] = v.transpose(1, 2)
         if self._axis is not None:
             return y
         if self._begins:  # the slots are empty: prefill

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from ..context.context_attention import attention
@@ -140,7 +139,7 @@ class CausalAttention(nn.Module):
         )
 
     def _project_out(self, y: Tensor) -> Tensor:
-        out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # (B, T, heads x dim)
         return out
 
     def _of_own_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,24 +321,27 @@ class SelfAttention(CausalAttention):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""
         q, k, v = self._split(x)
-        if hasattr(self, "q_norm"):
+        if "q_norm" in self._modules:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         return q, k, v
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if hasattr(self, "qkv"):
-            q, k, v = rearrange(self.qkv(x), "b t (three heads dim) -> three b heads t dim", three=3, dim=self.head_dim)
+        if "qkv" in self._modules:
+            q, k, v = self._by_heads(self.qkv(x), 3)
             return q, k, v
         weight, bias = self.kv.used() if isinstance(self.kv, WholeKV) else (self.kv.weight, self.kv.bias)
         # x is gathered, and its gradient reduced, once for q, k and v together.
         pairs = [(self.q.weight, self.q.bias), (weight, bias)]
         queries, pair = column_linears(x, pairs, self.axis, self.sequence_parallel)
         queries, pair = updated(self.q, queries, x), updated(self.kv, pair, x)
-        q = rearrange(queries, "b t (heads dim) -> b heads t dim", dim=self.head_dim)
-        k, v = rearrange(pair, "b t (two heads dim) -> two b heads t dim", two=2, dim=self.head_dim)
+        (q,), (k, v) = self._by_heads(queries, 1), self._by_heads(pair, 2)
         return q, k, v
+
+    def _by_heads(self, y: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """Return the parts of a fused projection by heads: (B, T, parts x heads x dim) -> (B, heads, T, dim) each."""
+        return y.reshape(*y.shape[:2], parts, -1, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
 
 
 class AllHeadsRMSNorm(nn.Module):

@@ -79,14 +79,15 @@ def test_greedy_tokens_are_those_of_transformers(ranks: Any, tmp_path: Path, nam
 def test_what_is_kept_to_draw_from_is_what_transformers_keeps() -> None:
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    from triax.inference.sampling import Sampling, keep
+    from triax.inference.sampling import Sampling, Vocabulary, keep
 
+    whole = Vocabulary(40, None, 40)
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(8), dtype=torch.float64) * 2
     for k in (1, 5, 39, 40):
-        kept = keep(logits, Sampling(top_k=k), None, 40)
+        kept = keep(logits, Sampling(top_k=k), whole)
         assert torch.equal(kept, TopKLogitsWarper(k)(torch.zeros(1, 1), logits))
     for p in (0.05, 0.3, 0.9, 0.999):
-        kept = keep(logits, Sampling(top_p=p), None, 40)
+        kept = keep(logits, Sampling(top_p=p), whole)
         assert torch.equal(kept, TopPLogitsWarper(p)(torch.zeros(1, 1), logits))
 
 

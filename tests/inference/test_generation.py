@@ -393,7 +393,7 @@ class Log:
 
     def __init__(self, lengths: list[int], limits: list[int], slots: int, replicas: int, groups: int) -> None:
         requests = [Request(i, [9] * n, n + m, ()) for i, (n, m) in enumerate(zip(lengths, limits))]
-        batcher = Batcher(requests, slots=slots, replicas=replicas, groups=groups, eos=frozenset())
+        batcher = Batcher(requests, slots=slots, replicas=replicas, groups=groups, ends=lambda ids: False)
         steps: list[DecodeStep] = []
         self.runs: list[list[int]] = [[] for _ in requests]
         self.computed = self.steps = 0
@@ -414,7 +414,7 @@ class Log:
                         self.computed += len(tokens)
             if len(steps) >= groups:  # the oldest running step is done
                 done = steps[-groups]
-                batcher.append(done, [[9] * len(done.rows(r)) for r in range(replicas)] if done.forwards else [])
+                batcher.append(done, [[[9]] * len(done.rows(r)) for r in range(replicas)] if done.forwards else [])
         self.steps = len(steps)
 
 
@@ -450,7 +450,7 @@ def drawn(logits: Tensor, count: int, sampling: Sampling) -> Tensor:
     """Return the frequency of each token in ``count`` draws."""
     keys = [(7, 0, position) for position in range(count)]
     tokens = choose(logits.expand(count, -1), sampling, keys, axis=Grid().tensor, vocab_size=logits.shape[-1])
-    return tokens.bincount(minlength=logits.shape[-1]) / count
+    return tokens[:, 0].bincount(minlength=logits.shape[-1]) / count
 
 
 def test_tokens_come_as_often_as_they_should() -> None:
@@ -491,7 +491,7 @@ def choices(size: int) -> list[list[int]]:
         Sampling(1.0, None, 0.5),
         Sampling(2.0, 9, 0.9),
     ]
-    return [choose(mine, way, keys, axis=grid.tensor, vocab_size=50).tolist() for way in ways]
+    return [choose(mine, way, keys, axis=grid.tensor, vocab_size=50)[:, 0].tolist() for way in ways]
 
 
 def test_a_shared_vocabulary_gives_the_same_choice(ranks: Any) -> None:
@@ -507,7 +507,7 @@ def test_what_is_not_finite_is_no_token() -> None:
     logits[0, 2], logits[1, 3], logits[2, :] = torch.nan, torch.inf, -torch.inf
     logits[3, 1:] = -torch.inf
     for sampling in (Sampling(0.0), Sampling(), Sampling(1.0, 2), Sampling(1.0, None, 0.9)):
-        chosen = choose(logits, sampling, [(0, i) for i in range(4)], axis=Grid().tensor, vocab_size=5)
+        chosen = choose(logits, sampling, [(0, i) for i in range(4)], axis=Grid().tensor, vocab_size=5)[:, 0]
         assert chosen.tolist() == [NOT_FINITE] * 3 + [0]
 
 
