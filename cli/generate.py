@@ -164,9 +164,9 @@ def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> Non
     }
     write = sys.stdout.write if speaks else lambda text: None
     if options.samples == 1 and options.beams == 1 and not options.logprobs:  # as it is made
+        tokens, made = engine.stream([ids], new, **common), []  # which checks the options
         write(options.prompt)
-        made = []
-        for token in engine.stream([ids], new, **common):
+        for token in tokens:
             made.append(token.token)
             if speaks and token.token not in ends:
                 write(_shown(text.follow(token.token)))

@@ -134,7 +134,8 @@ class Batcher:
         self._replicas, self._groups, self._ends, self._beams = replicas, groups, ends, beams
         self._running: list[list[Request]] = [[] for _ in range(groups)]
         # Lowest slots first, so that the slots in use are contiguous; replicas in turn.
-        ranges = [range(*(beams * i for i in split(slots // beams, groups, group)), beams) for group in range(groups)]
+        parts = [split(slots // beams, groups, group) for group in range(groups)]
+        ranges = [range(beams * start, beams * stop, beams) for start, stop in parts]
         self._sizes = [len(span) for span in ranges]
         self._free = [[(slot, replica) for slot in span for replica in range(replicas)] for span in ranges]
 

@@ -20,6 +20,7 @@ from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
 from .beam_search import Beams, BeamSearch
 from .decode_loop import DecodeLoop, layers_with_cache
+from .int8 import Int8, quantize
 from .kv_cache import KVCache
 from .sampling import LogitsProcessor, Sampling
 from .text import Tokenizer, ends_with, follow
@@ -35,6 +36,7 @@ def init_inference(
     max_length: int | None = None,
     checkpoint: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
+    int8: Int8 | bool = False,
 ) -> InferenceEngine:
     """Make an engine for generation. Collective: every rank calls it, with the same arguments.
 
@@ -49,6 +51,8 @@ def init_inference(
             which has ``load_checkpoint``.
         tokenizer: tokenizer for string prompts and stop strings: one of transformers', or any object with
             ``encode(text)`` and ``decode(ids)``. The tokens of ``inference.text.BYTES`` are the bytes of a text.
+        int8: keep the weights of linear layers in 8 bits, in groups of 64 inputs, or as the options say (``Int8``), in
+            place. Not for a training engine.
 
     Raises:
         TypeError: the model is neither a ``PipelineModule`` nor a ``PipelineEngine``.
@@ -60,6 +64,8 @@ def init_inference(
             raise ValueError(f"dtype={dtype} would change the weights that this engine trains. Leave out dtype.")
         if checkpoint is not None:
             raise ValueError("checkpoint is only for a PipelineModule. Call the training engine's load_checkpoint.")
+        if int8:
+            raise ValueError("int8 would change the weights that this engine trains. Leave out int8.")
         return InferenceEngine(model.module, model.whole_weights, dtype, max_batch, max_length, tokenizer)
     if not isinstance(model, PipelineModule):
         raise TypeError(
@@ -73,7 +79,10 @@ def init_inference(
             "each rank has only a shard of these weights, because an engine trains them in ZeRO stage 3. Pass the "
             "engine, triax.init_inference(engine, ...), which gathers them."
         )
-    return InferenceEngine(model, nullcontext, dtype, max_batch, max_length, tokenizer)
+    engine = InferenceEngine(model, nullcontext, dtype, max_batch, max_length, tokenizer)
+    if int8:
+        quantize(model, model.grid, int8 if isinstance(int8, Int8) else Int8())
+    return engine
 
 
 class Completion(NamedTuple):

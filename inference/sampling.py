@@ -89,7 +89,8 @@ class Vocabulary:
 
     def __init__(self, width: int, axis: Axis | None, size: int) -> None:
         self.size, self.axis = size, axis if width != size else None
-        self.start, self.stop = (0, size) if self.axis is None else split(size, axis.size, axis.rank)
+        place = (1, 0) if self.axis is None else (self.axis.size, self.axis.rank)
+        self.start, self.stop = split(size, *place)
 
     def gather(self, part: Tensor, length: int) -> Tensor:
         """Return the parts of all ranks, (B, n) of each, one behind the other: (B, length). Collective."""

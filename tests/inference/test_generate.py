@@ -234,12 +234,13 @@ def test_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ docs/generation.md, benchmark
 
 
-def test_the_documented_programs(ranks: Any, tmp_path: Path) -> None:
+def test_the_documented_programs(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ```python block of docs/generation.md, one behind the other, as a user would go on."""
     text = (ROOT / "docs" / "generation.md").read_text()
     source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     (tmp_path / "program.py").write_text(source)
     ranks(1, program, ["program.py"], str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")  # narrow tables cut long names
     _, known, _ = inside("--help")
     for command_line in re.findall(r"^triax generate (.*)$", text, re.MULTILINE):
         assert all(word in known for word in command_line.split() if word.startswith("--")), command_line
