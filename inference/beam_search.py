@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
     token: int
 
 
-class Found(NamedTuple):
+class FinishedSequence(NamedTuple):
     """A sequence that has ended: its score, its tokens with the prompt, and the log-probability of each new token."""
 
     score: float
@@ -89,7 +89,7 @@ class Beams:
         self.logprobs: list[list[float]] = [[]] * options.beams
         self.scores = [0.0] + [_NEVER] * (options.beams - 1)  # all are alike at first: only one may continue
         self.parents = list(range(options.beams))
-        self.found: list[Found] = []
+        self.found: list[FinishedSequence] = []
 
     def advance(self, candidates: Sequence[Candidate]) -> bool:
         """Continue by the best candidates; return True if the search has ended.
@@ -105,7 +105,9 @@ class Beams:
         ended = [len(sequence) >= self._limit or self._ends(sequence) for sequence in tokens]
         for i in range(count):  # the others are candidates only in place of these
             if ended[i]:
-                self.found.append(Found(candidates[i].score / new**options.length_penalty, tokens[i], gains[i]))
+                self.found.append(
+                    FinishedSequence(candidates[i].score / new**options.length_penalty, tokens[i], gains[i])
+                )
         self.found = sorted(self.found, key=lambda each: -each.score)[:count]
         scores = [each.score + end * _NEVER for each, end in zip(candidates, ended)]
         running = sorted(range(len(candidates)), key=lambda i: -scores[i])[:count]

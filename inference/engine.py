@@ -104,7 +104,7 @@ class Completion(NamedTuple):
     score: float | None
 
 
-class _Job(NamedTuple):
+class _Generation(NamedTuple):
     """A checked call of ``generate`` or ``stream``.
 
     Attributes:
@@ -323,7 +323,7 @@ class InferenceEngine:
         stop_strings: str | Sequence[str],
         samples: int,
         search: BeamSearch | None,
-    ) -> _Job:
+    ) -> _Generation:
         """Check the arguments, also between the ranks, and return what a stream runs. Collective.
 
         Raises:
@@ -359,7 +359,7 @@ class InferenceEngine:
             # The sequences of a search share it, and each is a request in a slot of its own.
             requests = [replace(request, logprobs=[]) for request in requests for _ in range(search.beams)]
         beams = 1 if search is None else search.beams
-        return _Job(requests, sampling, ends, numbers, beams, lengths, strings, eos_ids)
+        return _Generation(requests, sampling, ends, numbers, beams, lengths, strings, eos_ids)
 
     def _requests(
         self, prompts: Sequence[Prompt], new: int | Sequence[int], seed: int | Sequence[int], samples: int
@@ -403,7 +403,7 @@ class InferenceEngine:
                 requests.append(Request(place, list(ids), len(ids) + limit, (*key, sample) if sample else key))
         return requests
 
-    def _stream(self, job: _Job) -> Generator[Token, None, None]:
+    def _stream(self, job: _Generation) -> Generator[Token, None, None]:
         self._loop.require_free()  # before the other stream's cache is changed
         replicas, requests, beams = self.grid.data.size, job.requests, job.beams
         slots = beams * min(self.max_batch // beams, -(-len(requests) // (replicas * beams)))
@@ -413,7 +413,7 @@ class InferenceEngine:
             yield from self._loop.run(batcher, job.sampling, job.numbers)
 
     def _completion(
-        self, job: _Job, prompt: int, tokens: list[int], logprobs: list[float], score: float | None
+        self, job: _Generation, prompt: int, tokens: list[int], logprobs: list[float], score: float | None
     ) -> Completion:
         """Return the result of one sequence of a prompt, with its text if the prompt is one."""
         length, text = job.lengths[prompt], None
