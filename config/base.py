@@ -82,6 +82,10 @@ class Section(BaseModel):
             check_kind(value, kinds)
         return value
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, as a dict does; the default for a key that was not given."""
+        return getattr(self, key) if key in self.model_fields_set else default
+
     def notes(self) -> list[str]:
         """Return notes on the given keys that have no effect, with the reason; those of inner sections too."""
         notes = []

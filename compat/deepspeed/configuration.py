@@ -13,6 +13,7 @@ from ...config.config import batch_sizes
 from ...engine.setup.check import read_config
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 class OffloadDeviceEnum(StrEnum):

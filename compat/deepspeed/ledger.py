@@ -127,6 +127,7 @@ PRESENT = {
             "CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
             "WARMUP_LOG_RATE=log WARMUP_LINEAR_RATE=linear WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
         ),
+        "compat.deepspeed.configuration": "VALID_LR_SCHEDULES",
     },
     "runtime.utils": {
         "compat.deepspeed.utils": "see_memory_usage set_random_seed move_to_device ensure_directory_exists",
