@@ -6,6 +6,7 @@ Describing the model:
     partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
     ties.py                 finds tied layers and weights (an embedding and its head) in the list
     placeholders.py         device="meta": parameters without values, filled one layer at a time
+    process_topology.py     DeepSpeed's topologies: ProcessTopology, PipeDataParallelTopology, ...
     deepspeed_arguments.py  the arguments of DeepSpeed's PipelineModule: num_stages, topology, partition_method, ...
 
 Scheduling, without torch:

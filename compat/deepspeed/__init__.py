@@ -7,15 +7,13 @@ modules.py: modules under DeepSpeed's names; ``install``, which puts this packag
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
 grids.py: the grid of an ``mpu``, of ``mesh_param`` or of ``pipeline.stages``.
-engine.py: the two engines, with all of DeepSpeed's members; timers.py: ``engine.timers`` and ``engine.tput_timer``.
+engine.py: the two engines, with all of DeepSpeed's members.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.
 accelerator.py: ``deepspeed.accelerator``: the device of this process.
 comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.
-utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, weights of a checkpoint.
+utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, nests of tensors.
 fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
-optimizers.py: ``deepspeed.ops.adam`` and its like: classes of optimizers.
-topology.py: ``deepspeed.pipe``'s topologies.
 zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``; leaf_modules.py: ``set_z3_leaf_modules``, ...
 checkpointing.py: ``deepspeed.checkpointing``.
 moe/: ``deepspeed.moe``: ``MoE``.

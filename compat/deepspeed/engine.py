@@ -25,10 +25,10 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Axis, Grid
 from ...grid.errors import AgreedError, ConfigError
+from ...monitor.timers import ThroughputTimer, WallClockTimers
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered
-from .timers import ThroughputTimer, WallClockTimers
 
 # DeepSpeed's methods that return a value of the configuration: name -> the key.
 _VALUES = {

@@ -94,16 +94,16 @@ PRESENT = {
             "DeepSpeedMonitorConfig=MonitorConfig"
         )
     },
-    "ops.adam": {"compat.deepspeed.optimizers": "FusedAdam DeepSpeedCPUAdam"},
-    "ops.adagrad": {"compat.deepspeed.optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {"optim.deepspeed_classes": "FusedAdam DeepSpeedCPUAdam"},
+    "ops.adagrad": {"optim.deepspeed_classes": "DeepSpeedCPUAdagrad"},
     "ops.lamb": {"optim.layerwise": "FusedLamb=Lamb"},
-    "ops.lion": {"compat.deepspeed.optimizers": "DeepSpeedCPULion FusedLion"},
-    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "compat.deepspeed.topology": "ProcessTopology"},
+    "ops.lion": {"optim.deepspeed_classes": "DeepSpeedCPULion FusedLion"},
+    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "pipe.process_topology": "ProcessTopology"},
     "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
     "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
     "pipe.topology": {
         "compat.deepspeed.engine": "PipelineParallelGrid=ParallelGrid",
-        "compat.deepspeed.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
+        "pipe.process_topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
     },
     "profiling.flops_profiler": {
         "monitor.profiler": "FlopsProfiler get_model_profile",
@@ -152,7 +152,7 @@ PRESENT = {
     },
     "utils.logging": {"compat.deepspeed.utils": "log_dist log_dist_once logger set_log_level_from_string"},
     "utils.timer": {
-        "compat.deepspeed.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
+        "monitor.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
     },
     "utils.z3_leaf_module": {
         "compat.deepspeed.leaf_modules": (
@@ -162,7 +162,7 @@ PRESENT = {
         "zero.modules.units": "set_z3_leaf_module=set_leaf z3_leaf_module=is_leaf",
     },
     "utils.zero_to_fp32": {
-        "compat.deepspeed.utils": (
+        "checkpoint.convert.fp32_state_dict": (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
             "load_state_dict_from_zero_checkpoint"
         )
@@ -278,7 +278,9 @@ ABSENT = {
         LATER: "init_inference default_inference_config DeepSpeedInferenceConfig",
     },
     "checkpoint": {FILES: "*"},
-    "checkpointing": {"call deepspeed.checkpointing.checkpoint(function, *args)": "CheckpointFunction"},
+    "checkpointing": {
+        "recompute by the function: deepspeed.checkpointing.checkpoint(function, *args)": "CheckpointFunction"
+    },
     "comm": {
         COMM_LOG: (
             "configure timed_op reset_log has_comm_data get_comm_operation_count get_logged_comm_ops comms_logger "

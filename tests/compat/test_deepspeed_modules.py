@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
-from triax.compat.deepspeed import accelerator, comm, configuration, fragments, optimizers, topology, utils
+from triax.checkpoint.convert import fp32_state_dict
+from triax.compat.deepspeed import accelerator, comm, configuration, fragments, utils
 from triax.compat.deepspeed.accelerator import get_accelerator
 from triax.grid.topology import Topology
+from triax.optim import deepspeed_classes as optimizers
+from triax.pipe import process_topology as topology
 
 LR, BETAS, EPS = 0.01, (0.9, 0.999), 1e-8
 
@@ -185,11 +188,11 @@ def test_adam_is_torchs(adam_w: bool) -> None:
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     for kind, switch in ((optimizers.FusedAdam, "adam_w_mode"), (optimizers.DeepSpeedCPUAdam, "adamw_mode")):
-        net: Any = model()
+        trained: Any = model()
         given: Any = kind
         config = {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
-        optimizer = given(net.parameters(), lr=LR, weight_decay=0.1, **{switch: adam_w})
-        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        optimizer = given(trained.parameters(), lr=LR, weight_decay=0.1, **{switch: adam_w})
+        engine, *_ = deepspeed.initialize(model=trained, optimizer=optimizer, config=config)
         for _ in range(3):
             engine.backward(engine(batch(0)).square().mean())
             engine.step()
@@ -223,19 +226,19 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
     engine.step()
     engine.save_checkpoint(str(tmp_path), tag="one")
     whole: dict[str, Any] = {n: fragments.safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
-    found = utils.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    found = fp32_state_dict.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     assert found.keys() == whole.keys()
     for name, value in found.items():
         assert value.dtype == torch.float32 and torch.equal(value, whole[name]), name
-    utils.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"), tag="one")
+    fp32_state_dict.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"), tag="one")
     saved = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(saved[name], value) for name, value in found.items())
-    loaded = utils.load_state_dict_from_zero_checkpoint(model().float(), str(tmp_path))
+    loaded = fp32_state_dict.load_state_dict_from_zero_checkpoint(model().float(), str(tmp_path))
     assert torch.equal(loaded.state_dict()["0.weight"], found["0.weight"])
     with pytest.raises(FileNotFoundError, match=r"give the tag of a checkpoint"):
-        utils.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "none")
+        fp32_state_dict.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "none")
     with pytest.raises(ValueError, match=r"Unable to find a checkpoint in"):
-        utils.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
+        fp32_state_dict.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
 
 
 def test_utilities(caplog: pytest.LogCaptureFixture) -> None:

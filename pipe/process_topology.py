@@ -6,7 +6,7 @@ from collections import namedtuple
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ...grid.topology import Topology
+from ..grid.topology import Topology
 
 
 class ProcessTopology:

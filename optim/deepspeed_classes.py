@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...optim.elementwise import Lion
+from .elementwise import Lion
 
 
 class FusedAdam(torch.optim.Adam):
