@@ -9,7 +9,7 @@ from typing import Any
 
 from ..grid.errors import ConfigError, describe
 
-NAMES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+NAMES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitSGD")
 
 # DeepSpeed's arguments that have no effect here, with their types.
 _IDLE = {"cuda_aware": bool, "comm_backend_name": str}

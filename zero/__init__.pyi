@@ -6,3 +6,4 @@ from .modules.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from .onebit.adam import OneBitAdam as OneBitAdam
 from .onebit.adam import ZeroOneAdam as ZeroOneAdam
 from .onebit.lamb import OneBitLamb as OneBitLamb
+from .onebit.sgd import OneBitSGD as OneBitSGD

@@ -17,13 +17,14 @@ from ...optim.layerwise import split_for_muon
 from ...optim.schedulers import MakeScheduler
 from ...zero.onebit.adam import OneBit, OneBitAdam, ZeroOneAdam
 from ...zero.onebit.lamb import OneBitLamb
+from ...zero.onebit.sgd import OneBitSGD
 from ...zero.onebit.stepper import stepped_by
 from ...zero.optimizer import ELEMENTWISE, needs_whole_tensors
 from ...zero.protocols import MakeOptimizer
 from ...zero.whole_tensors import WholeTensors
 from .arguments import Groups, parameter_groups
 
-ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
+ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb, OneBitSGD)}
 
 
 def choose_optimizer(

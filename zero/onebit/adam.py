@@ -47,10 +47,11 @@ class OneBit(torch.optim.Optimizer):
     OWN: tuple[str, ...] = ("worker_error",)  # keys of state that each replica has of its own
     SERVER = "server_error"  # key of state of which each replica has the part that it is the server of
     needs_whole_tensors = False  # True if tensor-parallel ranks cannot step their shards
+    means = False  # True if a chunk has two values, the means of its elements of either sign, and not one scale
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        require_at_least(0.0, lr=defaults["lr"], eps=defaults["eps"], weight_decay=defaults["weight_decay"])
-        if not all(0 <= beta < 1 for beta in defaults["betas"]):
+        require_at_least(0.0, **{key: defaults[key] for key in ("lr", "eps", "weight_decay") if key in defaults})
+        if not all(0 <= beta < 1 for beta in defaults.get("betas", ())):
             raise ValueError(f"betas={defaults['betas']}: both numbers must be at least 0 and less than 1")
         super().__init__(params, defaults)
         self.replicas = 1
@@ -87,7 +88,7 @@ class OneBit(torch.optim.Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state.update(self._begin(p))
                 state["step"] = now
                 if p.grad is not None or self._pending(state):
                     gradient = torch.zeros_like(p) if p.grad is None else p.grad
@@ -117,6 +118,10 @@ class OneBit(torch.optim.Optimizer):
 
     def _summed(self, step: int) -> bool:
         return step <= int(self.defaults["freeze_step"])
+
+    def _begin(self, p: Tensor) -> State:
+        """Return the state with which a parameter begins."""
+        return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _pending(self, state: State) -> bool:
         """Return True if the parameter must be stepped even without a gradient in this step; ``state`` is its state."""

@@ -56,13 +56,18 @@ class OneBitMean:
         numel: number of elements of a tensor, a multiple of 8 times the axis's size.
         spans: (start, stop) of each parameter in it, in order. Elements between them are 0 and stay 0.
         device: device of the tensors.
+        means: compress a chunk to two values, the means of its elements of either sign (Seide et al. 2014), in place of
+            one scale. The error is never longer than the tensor, also of sparse ones.
 
     Attributes:
         part: start and stop of the elements of which this rank is the server.
     """
 
-    def __init__(self, axis: Axis, numel: int, spans: Sequence[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self, axis: Axis, numel: int, spans: Sequence[tuple[int, int]], device: torch.device, means: bool = False
+    ) -> None:
         self._axis, size = axis, numel // axis.size
+        self._values = 2 if means else 1  # that each chunk is compressed to
         if size * axis.size != numel or size % _BITS:
             raise ValueError(f"{numel} elements are not a multiple of {_BITS} bits times {axis.size} ranks")
         self.part = (axis.rank * size, (axis.rank + 1) * size)
@@ -86,7 +91,7 @@ class OneBitMean:
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that this rank sends in one call: as a worker and as a server, bits and scales."""
         size = self.part[1] - self.part[0]
-        return 2 * (self._axis.size - 1) * (size // _BITS + self._most * dtype.itemsize)
+        return 2 * (self._axis.size - 1) * (size // _BITS + self._most * self._values * dtype.itemsize)
 
     def __call__(self, own: Tensor, server: Tensor, alive: Tensor) -> Tensor:
         """Return the compressed mean, (numel,), equal on every rank. Collective.
@@ -109,19 +114,19 @@ class OneBitMean:
         total = torch.zeros_like(server)
         for rank in range(size):  # in the same order on every rank
             signs = unpack(incoming[rank : rank + 1, : packed.shape[1]], dtype)[0]
-            total += signs.mul_(self._spread(came[rank, self._mine], self._mine))
+            total += self._decoded(signs, came[rank, self._mine], self._mine)
         server += total.div_(size)
         server.mul_(alive[start:stop])
         packed, scales = self._compress(server, ones, self._mine, 1, alive[start:stop])
-        every = own.new_zeros(len(self._lengths))
+        every = own.new_zeros(len(self._lengths), self._values)
         every[self._mine] = scales
         mine = torch.cat([packed, self._table(every, self._rows[self._axis.rank].unsqueeze(0))], dim=1)
         whole = mine.new_empty(size, mine.shape[1])
         self._axis.all_gather(whole, mine)
         table = self._scales(whole[:, packed.shape[1] :], dtype, self._rows)
         # Each chunk's scale is in the row of one rank and 0 in the others.
-        mean = unpack(whole[:, : packed.shape[1]], dtype).view(-1).mul_(self._spread(table.sum(dim=0), slice(None)))
-        return mean.mul_(alive)
+        signs = unpack(whole[:, : packed.shape[1]], dtype).view(-1)
+        return self._decoded(signs, table.sum(dim=0), slice(None)).mul_(alive)
 
     def _compress(self, x: Tensor, ones: Tensor, chunks: slice, rows: int, alive: Tensor) -> tuple[Tensor, Tensor]:
         """Compress a tensor; ``x`` is overwritten with the compression error.
@@ -135,16 +140,29 @@ class OneBitMean:
             alive: (elements,), 1 for elements that take part, else 0.
 
         Returns:
-            The signs as bits, (rows, bytes), and the scales, (chunks,).
+            The signs as bits, (rows, bytes), and the scales, (chunks, values).
         """
-        scales = self._norms(x, chunks) / ones[chunks]
+        if self._values == 1:
+            scales = (self._norms(x, chunks) / ones[chunks]).unsqueeze(1)
+        else:
+            above = (x >= 0).to(x.dtype).mul_(alive)
+            parts = ((x.clamp(min=0), above), (x.clamp(max=0), alive - above))
+            means = [self._norms(part, chunks, 1) / self._norms(which, chunks, 1).clamp(min=1) for part, which in parts]
+            scales = torch.stack([means[0], -means[1]], dim=1)
         packed = pack((x >= 0).view(rows, -1))
-        x.sub_(unpack(packed, x.dtype).view(-1).mul_(self._spread(scales, chunks)).mul_(alive))
+        x.sub_(self._decoded(unpack(packed, x.dtype).view(-1), scales, chunks).mul_(alive))
         return packed, scales
 
-    def _norms(self, x: Tensor, chunks: slice = slice(None)) -> Tensor:
-        """Return the 2-norm of each of the chunks, (chunks,), of which ``x`` has the elements."""
-        return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), 2))
+    def _decoded(self, signs: Tensor, scales: Tensor, chunks: slice) -> Tensor:
+        """Return the values of signs (elements,), which are overwritten, with the scales (chunks, values)."""
+        if self._values == 1:
+            return signs.mul_(self._spread(scales[:, 0], chunks))
+        above, below = (self._spread(scales[:, number], chunks) for number in (0, 1))
+        return torch.where(signs > 0, above, below)
+
+    def _norms(self, x: Tensor, chunks: slice = slice(None), order: int = 2) -> Tensor:
+        """Return the norm of each of the chunks, (chunks,), of which ``x`` has the elements."""
+        return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), order))
 
     def _spread(self, scales: Tensor, chunks: slice) -> Tensor:
         """Expand one scale per chunk to one per element: (chunks,) -> (elements,)."""
@@ -152,12 +170,13 @@ class OneBitMean:
 
     def _table(self, scales: Tensor, rows: Tensor) -> Tensor:
         """Return the scales as bytes to send, (rows, bytes): row r has those of the chunks that ``rows[r]`` lists."""
-        return torch.cat([scales, scales.new_zeros(1)])[rows].view(torch.uint8)
+        return torch.cat([scales, scales.new_zeros(1, self._values)])[rows].flatten(1).view(torch.uint8)
 
     def _scales(self, table: Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor:
-        """Return received scales, the inverse of ``_table``: (rows, bytes) -> (rows, chunks).
+        """Return received scales, the inverse of ``_table``: (rows, bytes) -> (rows, chunks, values).
 
         Chunks that ``rows`` does not list for a row are 0 there.
         """
-        values = table.contiguous().view(dtype)
-        return values.new_zeros(len(rows), len(self._lengths) + 1).scatter_(1, rows, values)[:, :-1]
+        values = table.contiguous().view(dtype).view(*rows.shape, self._values)
+        found = values.new_zeros(len(rows), len(self._lengths) + 1, self._values)
+        return found.scatter_(1, rows.unsqueeze(2).expand_as(values), values)[:, :-1]

@@ -77,7 +77,9 @@ class OneBitStepper(WholeStepper):
             self.optimizer.average = self._average
             if bucket.flat.numel:
                 spans = [(slot.start, slot.stop) for slot in bucket.flat.slots]
-                self._means[bucket] = OneBitMean(grid.data_context, bucket.flat.numel, spans, grid.device)
+                self._means[bucket] = OneBitMean(
+                    grid.data_context, bucket.flat.numel, spans, grid.device, self.optimizer.means
+                )
 
     def _require_equal_shards(self, grid: Grid) -> None:
         """Check that all ranks of the tensor axis hold shards of equal size. Collective over the grid.
