@@ -1,4 +1,5 @@
 from . import context as context
+from . import data as data
 from . import grid as grid
 from . import models as models
 from . import moe as moe

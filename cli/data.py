@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..grid.errors import ConfigError, CorruptError
+from ..launcher.launch import cores
+from .generate import printable
 
 if TYPE_CHECKING:
     from ..data.token_folder import TokenFolder
@@ -52,7 +54,6 @@ def tokenize(
 ) -> None:
     """Tokenize text into a folder. After an interruption, the same command goes on where it was."""
     from ..data.sources import find_sources
-    from ..data.tokenization import cores
     from ..data.tokenization import tokenize as run
 
     _, left = find_sources(sources, format)
@@ -168,12 +169,12 @@ def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:
     folder.check_tokenizer(tokenizer.facts)
     typer.echo(f"document {number}, {origin}: {len(tokens):,} tokens", err=True)
     if counted is None:
-        typer.echo(tokenizer.decode(tokens.tolist()))
+        typer.echo(printable(tokenizer.decode(tokens.tolist())))
         return
     bold = sys.stdout.isatty()
     edges = [0, *(i for i in range(1, len(counted)) if counted[i] != counted[i - 1]), len(counted)]
     for start, stop in pairwise(edges):
-        text = tokenizer.decode(tokens[start:stop].tolist())
+        text = printable(tokenizer.decode(tokens[start:stop].tolist()))
         typer.echo(typer.style(text, bold=True) if bold and counted[start] else text, nl=False)
     typer.echo()
     typer.echo(f"{Counter(counted.tolist())[1]:,} tokens count in the loss{' (bold)' if bold else ''}", err=True)

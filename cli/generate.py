@@ -169,9 +169,9 @@ def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> Non
         for token in tokens:
             made.append(token.token)
             if speaks and token.token not in ends:
-                write(_shown(text.follow(token.token)))
+                write(printable(text.follow(token.token)))
                 sys.stdout.flush()
-        write(_shown(text.rest()) + "\n")
+        write(printable(text.rest()) + "\n")
         count = len(made)
     else:
         beams: dict[str, Any] = {"num_beams": options.beams, "length_penalty": options.length_penalty}
@@ -179,7 +179,7 @@ def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> Non
         count = sum(len(each.logprobs) for each in found)
         for number, each in enumerate(found):
             write(f"--- {number + 1} of {len(found)}\n" if len(found) > 1 else "")
-            write(_shown(each.text) + "\n")
+            write(printable(each.text) + "\n")
             if options.logprobs:
                 for token, gain in zip(each.tokens[each.prompt :], each.logprobs):
                     write(f"{gain:10.4f}  {token:>6}  {text.tokenizer.decode([token])!r}\n")
@@ -201,7 +201,7 @@ def _function(name: str) -> Any:
         ) from error
 
 
-def _shown(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text to print, without control characters if the output is a terminal."""
     return text.translate(_CONTROL) if sys.stdout.isatty() else text
 

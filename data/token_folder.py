@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..grid.errors import ConfigError, CorruptError
-from .token_file import DTYPES, Array, TokenFile, write_atomically
+from .token_file import Array, TokenFile, write_atomically
 
 NAME = "index.json"
 FORMAT, VERSION = "triax tokens", 1
@@ -292,8 +292,3 @@ def _sha256(path: Path) -> str:
 
 def _checksum(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def bytes_per_token(index: TokenIndex) -> int:
-    """Return the bytes that a token takes in the files."""
-    return int(np.dtype(DTYPES[index.dtype]).itemsize) + (index.kind == "chat")

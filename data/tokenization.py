@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -336,8 +335,3 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"Another process is tokenizing into {folder}. Wait for it, or give another --out."
             ) from error
         yield
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..grid.errors import ConfigError
-from .sources import UNITS, BadDocument, Reading, SourceFile, documents
-from .sources import Part as _Part
+from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts
 
@@ -160,7 +159,7 @@ def train_tokenizer(sources: Iterable[SourceFile], reading: Reading, vocab_size:
 
 def _texts(sources: Iterable[SourceFile], reading: Reading) -> Iterator[str]:
     for source in sources:
-        for line, value in documents(_Part(source.name, source.format), reading):
+        for line, value in documents(Part(source.name, source.format), reading):
             if isinstance(value, BadDocument):
                 raise ConfigError(f"{source.name}, {UNITS[source.format]} {line + value.further}: {value}.")
             if value is not None:
