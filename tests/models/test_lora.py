@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from exact_norms import exact
 from torch import Tensor
 
 import triax
@@ -35,6 +35,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", _LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gpt2": ("GPT2LMHeadModel", _GPT2 | _NO_TOKENS | {"embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+MODELS["mixtral"] = ("MixtralForCausalLM", _LLAMA | _EXPERTS)
+_LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1}
+MODELS["deepseek"] = (
+    "DeepseekV2ForCausalLM",
+    _LLAMA | _LATENT | _DEEPSEEK | {"num_key_value_heads": 8, "aux_loss_alpha": 0.0, "n_shared_experts": 1},
+)
 # PEFT's names of the keys: both libraries take them.
 SOME = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
 EVERY = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
@@ -51,14 +59,13 @@ def make(case: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return exact(model)
+    return with_eager_experts(model)
 
 
-def exact(model: Any) -> Any:
-    """The model with norms in float64: transformers computes RMSNorm in float32."""
-    for norm in model.modules():
-        if type(norm).__name__.endswith("RMSNorm"):
-            norm.forward = partial(F.rms_norm, normalized_shape=(32,), weight=norm.weight, eps=norm.variance_epsilon)
+def with_eager_experts(model: Any) -> Any:
+    """The model, whose experts' grouped product has no float64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
     return model
 
 
@@ -128,6 +135,8 @@ def theirs(name: str, case: str) -> str:
     """PEFT's name of a factor of triax's."""
     if not name.startswith("layers."):
         return f"base_model.model.{name.partition('.lora.')[0]}.lora_{name[-1]}.default.weight"
+    if name.startswith("layers.4.lora."):
+        return f"base_model.model.lm_head.lora_{name[-1]}.default.weight"
     _, block, *middle, part, factor = name.removesuffix(".weight").split(".")
     if case == "gpt2":
         inside = {"attention": "attn", "mlp": "mlp"}[middle[0]]
@@ -159,8 +168,9 @@ def reference(case: str, lora: dict[str, Any], start: dict[str, Tensor], replica
         optimizer.zero_grad()
         rows = [batch(replica, number, i) for replica in range(replicas) for i in range(MICRO)]
         ids, labels = (torch.cat(each) for each in zip(*rows, strict=True))
-        loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
-        loss.backward()
+        with exact(model):
+            loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+            loss.backward()
         losses.append(loss.item())
         optimizer.step()
     ours = {theirs(name, case): name for name in start}
@@ -169,7 +179,7 @@ def reference(case: str, lora: dict[str, Any], start: dict[str, Tensor], replica
 
 
 def logits_of(model: Any) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), exact(model):
         logits: Tensor = model.eval()(input_ids=batch(0, 9, 0)[0]).logits
     return logits
 
@@ -183,15 +193,18 @@ def loaded_by_peft(case: str, folder: Path) -> Any:
 def loaded(folder: Path) -> Any:
     import transformers
 
-    return exact(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+    return with_eager_experts(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
 
 
 def close(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert ours.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-10, msg=name)
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GPT2_SOME = SOME | {"target_modules": ["c_attn", "mlp.c_proj"]}
 SWEEP: list[tuple[Sizes, str, dict[str, Any], dict[str, Any]]] = [  # grid, model, lora, options
     ((1, 1, 1), "llama", EVERY, {"stage": 0, "schedule": "1f1b"}),
@@ -203,6 +216,10 @@ SWEEP: list[tuple[Sizes, str, dict[str, Any], dict[str, Any]]] = [  # grid, mode
     ((2, 2, 2), "llama", EVERY, {"stage": 3, "schedule": "zb-v", "device": "meta"}),
     ((2, 1, 2), "llama", EVERY, {"stage": 1, "schedule": "zb-v", "sequence_parallel": True}),
     ((1, 2, 4), "llama", EVERY, {"stage": 2, "schedule": "1f1b", "sequence_parallel": True}),
+    ((1, 2, 2), "mixtral", SOME | {"target_modules": ["q_proj", "k_proj", "o_proj"]}, {"schedule": "1f1b"}),
+    ((2, 1, 2), "deepseek", EVERY | {"target_modules": LATENT}, {"stage": 1, "schedule": "zb-v"}),
+    ((1, 1, 2), "deepseek", EVERY | {"target_modules": LATENT}, {"schedule": "1f1b", "sequence_parallel": True}),
+    ((1, 1, 2), "llama", SOME | {"target_modules": ["lm_head", "q_proj"]}, {"schedule": "1f1b"}),
     ((4, 2, 1), "llama", SOME, {"stage": 2, "schedule": "1f1b"}),
     ((2, 1, 2), "llama", EVERY, {"stage": 1, "schedule": "1f1b", "activation_checkpointing": {"interval": 1}}),
 ]
@@ -241,7 +258,7 @@ def parallelized(folder: Path, sizes: Sizes, lora: dict[str, Any], stage: int) -
     import transformers
 
     grid = Grid(*sizes)
-    model = exact(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     triax.parallelize(model, grid)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -256,8 +273,9 @@ def parallelized(folder: Path, sizes: Sizes, lora: dict[str, Any], stage: int) -
         total = 0.0
         for index in range(MICRO):
             ids, labels = batch(grid.data.rank, number, index)
-            loss = F.cross_entropy(engine(input_ids=ids).logits.flatten(0, 1), labels.flatten())
-            engine.backward(loss)
+            with exact(model):
+                loss = F.cross_entropy(engine(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+                engine.backward(loss)
             total += loss.item() / MICRO / grid.data.size
             engine.step()
         losses.append(total)
