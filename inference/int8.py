@@ -23,9 +23,18 @@ from ..grid.layout import Layout
 from ..models.attention import WholeKV
 from ..tensor_parallel.embedding import VocabParallelHead
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from ..tensor_parallel.sharded import ColumnSharded, KeyValueWhole, RowSharded
+from ..tensor_parallel.sharded import ColumnSharded, FusedWhole, KeyValueWhole, RowSharded
 
-_LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear, WholeKV, ColumnSharded, RowSharded, KeyValueWhole)
+_LINEAR = (
+    nn.Linear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeKV,
+    ColumnSharded,
+    RowSharded,
+    KeyValueWhole,
+    FusedWhole,
+)
 
 
 @dataclass(frozen=True)

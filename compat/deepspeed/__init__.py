@@ -16,6 +16,7 @@ utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, nests of
 fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
 zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``; leaf_modules.py: ``set_z3_leaf_modules``, ...
 checkpointing.py: ``deepspeed.checkpointing``.
+inference.py: ``init_inference``, its configuration, ``tp_model_init``.
 moe/: ``deepspeed.moe``: ``MoE``.
 """
 

@@ -14,11 +14,17 @@ from .context import initialize as initialize
 from .engine import DeepSpeedConfigError as DeepSpeedConfigError
 from .engine import DeepSpeedEngine as DeepSpeedEngine
 from .engine import DeepSpeedPipelineEngine
+from .inference import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
+from .inference import DeepSpeedInferenceEngine
+from .inference import default_inference_config as default_inference_config
+from .inference import init_inference as init_inference
+from .inference import tp_model_init as tp_model_init
 from .modules import install as install
 from .utils import OnDevice as OnDevice
 from .utils import log_dist as log_dist
 from .utils import logger as logger
 
 PipelineEngine = DeepSpeedPipelineEngine
+InferenceEngine = DeepSpeedInferenceEngine
 
 __version__: str

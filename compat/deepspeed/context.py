@@ -25,7 +25,7 @@ class DeepSpeedContext:
 
     Attributes:
         engines: engines by id, in the order of their creation, which is the same on every rank.
-        grid: the grid that layers with experts have made, or None.
+        grid: the grid that layers with experts or ``tp_model_init`` have made, or None.
         accelerator: the object that ``get_accelerator`` returns, made when it is first asked for.
     """
 
@@ -38,9 +38,14 @@ class DeepSpeedContext:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid that layers with experts have made, if it is in use and not closed."""
+        """The grid that layers or ``tp_model_init`` have made, if it is in use and not closed."""
         grid = None if self._grid is None else self._grid()
         return None if grid is None or (grid.size > 1 and grid.world.group is None) else grid
+
+    def keep_grid(self, grid: Grid, owner: object) -> None:
+        """Let ``initialize`` take this grid, for as long as its owner, a module, exists."""
+        object.__setattr__(owner, "_triax_grid", grid)
+        self._grid = ref(grid)
 
     def expert_grid(self, size: int) -> Grid:
         """Return the grid of layers whose experts are spread over ``size`` ranks, and make it if there is none yet.

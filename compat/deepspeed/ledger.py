@@ -51,7 +51,10 @@ PRESENT = {
         "compat.deepspeed": "dist=comm",
         "data.dataloader": "RepeatingLoader DeepSpeedDataLoader=Loader",
         "compat.deepspeed.engine": "DeepSpeedConfigError DeepSpeedEngine PipelineEngine=DeepSpeedPipelineEngine",
-        "inference.engine": "InferenceEngine",
+        "compat.deepspeed.inference": (
+            "init_inference default_inference_config DeepSpeedInferenceConfig tp_model_init "
+            "InferenceEngine=DeepSpeedInferenceEngine"
+        ),
     },
     "accelerator": {
         "compat.deepspeed.accelerator": (
@@ -82,6 +85,15 @@ PRESENT = {
     },
     "constants": {"compat.deepspeed.configuration": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
     "git_version_info": {"compat.deepspeed.ledger": "version=VERSION"},
+    "inference": {"compat.deepspeed.inference": "DeepSpeedInferenceConfig DeepSpeedTPConfig"},
+    "inference.config": {
+        "compat.deepspeed.inference": (
+            "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig "
+            "InferenceCheckpointConfig BaseQuantConfig QKVQuantConfig WeightQuantConfig=BaseQuantConfig "
+            "ActivationQuantConfig=BaseQuantConfig"
+        )
+    },
+    "inference.engine": {"compat.deepspeed.inference": "InferenceEngine=DeepSpeedInferenceEngine"},
     "moe": {"compat.deepspeed.moe": "layer"},
     "moe.layer": {"compat.deepspeed.moe.layer": "MoE"},
     "moe.utils": {
@@ -207,7 +219,6 @@ ELASTIC = (
     "triax has no elastic training yet: a checkpoint resumes on any number of ranks, so start again with another number"
 )
 BUILDERS = "triax compiles no operators: torch's kernels take their place, and nothing has to be built"
-LATER = "this part is not in triax yet"
 GLOBALS = "a launcher's environment is read by the grid: pass init_distributed nothing, or use triax run or torchrun"
 COALESCED = "torch.distributed has no such collective for gloo: call the one for a single tensor in a loop"
 COMM_LOG = (
@@ -264,9 +275,7 @@ ABSENT = {
         HYBRID: "DeepSpeedHybridEngine",
         INJECTION: "replace_transformer_layer",
         KERNELS: "DeepSpeedTransformerLayer DeepSpeedTransformerConfig HAS_TRITON",
-        AUTOTP: (
-            "set_autotp_mode tp_model_init load_ds_config merge_tp_model_init_into_config record_tp_model_init_args"
-        ),
+        AUTOTP: ("set_autotp_mode load_ds_config merge_tp_model_init_into_config record_tp_model_init_args"),
         "triax has no git hash: deepspeed.version is the version of DeepSpeed whose names these are": (
             "git_hash git_branch"
         ),
@@ -275,7 +284,6 @@ ABSENT = {
             "DeepSpeedSchedulerCallable"
         ),
         "engine.optimizer is a torch.optim.Optimizer: write that": "DeepSpeedOptimizer",
-        LATER: "init_inference default_inference_config DeepSpeedInferenceConfig",
     },
     "checkpoint": {FILES: "*"},
     "checkpointing": {
@@ -304,12 +312,6 @@ ABSENT = {
     "env_report": {"write triax env on the command line": "*"},
     "inference": {
         FASTGEN: "RaggedInferenceEngineConfig InferenceEngineV2 build_hf_engine build_engine_from_ds_checkpoint",
-        LATER: "DeepSpeedTPConfig",
-    },
-    "inference.config": {
-        LATER: (
-            "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig InferenceCheckpointConfig"
-        )
     },
     "moe.sharded_moe": {"triax.moe has the router, the capacity and the dispatch of a mixture: docs/moe.md": "*"},
     "moe.layer": {"deepspeed.moe.layer.MoE holds its experts": "Experts TopKGate"},
@@ -378,7 +380,7 @@ ABSENT_MODULES = {
     "compression.compress": COMPRESSION,
     "datastates": WRITERS,
     "elasticity": ELASTIC,
-    "inference.quantization": LATER,
+    "inference.quantization": "init_inference(model, dtype=torch.int8, quant={...}) quantizes the weights",
     "inference.v2": FASTGEN,
     "io": NVME_TOOLS,
     "launcher": LAUNCHER,
