@@ -63,13 +63,13 @@ _IDLE = {
 }
 
 
-class _Section(BaseModel):
+class InferenceSection(BaseModel):
     """Section of the configuration: unknown keys are errors, and keys have DeepSpeed's second names too."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
 
 
-class DeepSpeedTPConfig(_Section):
+class DeepSpeedTPConfig(InferenceSection):
     """Section ``tensor_parallel``. ``tp_grain_size`` is without effect: shards are even, or whole heads."""
 
     enabled: bool = True
@@ -79,7 +79,7 @@ class DeepSpeedTPConfig(_Section):
     tp_group: Any = None
 
 
-class DeepSpeedMoEConfig(_Section):
+class DeepSpeedMoEConfig(InferenceSection):
     """Section ``moe``. A model's experts are whole on each rank: ``ep_size`` must be 1."""
 
     enabled: bool = True
@@ -90,7 +90,7 @@ class DeepSpeedMoEConfig(_Section):
     ep_group: Any = Field(default=None, alias="expert_group")
 
 
-class BaseQuantConfig(_Section):
+class BaseQuantConfig(InferenceSection):
     """Section ``quant.weight``: ``q_groups`` groups of the inputs of each output, with a scale each."""
 
     enabled: bool = True
@@ -101,13 +101,13 @@ class BaseQuantConfig(_Section):
     post_init_quant: dict[str, Any] = {}
 
 
-class QKVQuantConfig(_Section):
+class QKVQuantConfig(InferenceSection):
     """Section ``quant.qkv``."""
 
     enabled: bool = True
 
 
-class QuantizationConfig(_Section):
+class QuantizationConfig(InferenceSection):
     """Section ``quant``, which acts with ``dtype`` int8. Only weights are quantized."""
 
     enabled: bool = True
@@ -116,7 +116,7 @@ class QuantizationConfig(_Section):
     qkv: QKVQuantConfig = QKVQuantConfig()
 
 
-class InferenceCheckpointConfig(_Section):
+class InferenceCheckpointConfig(InferenceSection):
     """Section ``checkpoint_config``."""
 
     checkpoint_dir: str | None = None
@@ -124,7 +124,7 @@ class InferenceCheckpointConfig(_Section):
     base_dir: str | None = None
 
 
-class DeepSpeedInferenceConfig(_Section):
+class DeepSpeedInferenceConfig(InferenceSection):
     """Configuration of ``init_inference``, with DeepSpeed's keys and their second names.
 
     ``dtype`` is DeepSpeed's default, float16, on a GPU; elsewhere the model's own unless it is given.
