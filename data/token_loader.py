@@ -109,7 +109,11 @@ class TokenLoader:
             self._pool = self._pool or ThreadPoolExecutor(self._threads, "triax data")
             while len(self._ahead) < 2 * self._threads and not self._is_over(self._read + len(self._ahead)):
                 self._ahead.append(self._pool.submit(self._make, self._start, self._read + len(self._ahead)))
-            found = self._ahead.popleft().result()
+            try:
+                found = self._ahead.popleft().result()
+            except BaseException:
+                self._drop()  # the next call makes this microbatch again
+                raise
         self._read += 1
         return found
 
