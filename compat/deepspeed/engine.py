@@ -107,6 +107,10 @@ class DeepSpeedMembers(Engine):
         self.timers = WallClockTimers(self.grid.synchronize)
         if type(self.grid) is Grid:
             self.grid.__class__ = ParallelGrid  # the same grid, with DeepSpeed's methods
+        if self.optimizer is not None:
+            dynamic = self.config.fp16.enabled and not self.config.fp16.loss_scale
+            members = {"optimizer": self.data_axis.optimizer, "dynamic_loss_scale": dynamic}
+            vars(self.optimizer).update(members, loss_scaler=self.loss_scaler)
         self._publish_scale(overflow=False)
 
     def _publish_scale(self, overflow: bool) -> None:
@@ -129,6 +133,11 @@ class DeepSpeedMembers(Engine):
     def global_rank(self) -> int:
         """Rank of this process."""
         return self.grid.rank
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients stay sparse: none."""
+        return set()
 
     @property
     def world_size(self) -> int:

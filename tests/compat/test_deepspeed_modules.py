@@ -241,6 +241,15 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
         fp32_state_dict.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
 
 
+def test_the_optimizer_has_deepspeeds_members() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": LR}}, "fp16": {"enabled": True}}
+    engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config)
+    assert optimizer.optimizer is engine.data_axis.optimizer and optimizer.dynamic_loss_scale
+    assert optimizer.loss_scaler.scale == optimizer.cur_scale == 2**16
+    assert engine.sparse_tensor_module_names == set()
+    assert "optimizer" not in optimizer.state_dict()
+
+
 def test_utilities(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="triax"):
         utils.log_dist("told", ranks=[0])
