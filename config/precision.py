@@ -77,8 +77,10 @@ class Fp16Config(Section):
 class DataTypesConfig(Section):
     """``data_types``: dtypes that ``bf16`` and ``fp16`` determine."""
 
-    grad_accum_dtype: Any = refused(
-        "gradients are accumulated in the dtype of the master weights, fp32 with bf16 and fp16: write fp32", "fp32"
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = setting(
+        None,
+        "Dtype of gradients that microbatches add up: that of the master weights, so that another value has a note and "
+        "no effect.",
     )
     param_dtype: Any = refused("bf16 and fp16 set the dtype of weights: enable one, or leave it out")
     buffer_dtype: Any = refused("buffers have the dtype of the weights: leave it out")

@@ -201,6 +201,13 @@ class Config(Section):
         notes = super().notes()
         if self.torch_autocast.enabled and self.torch_autocast.dtype in ("float16", "fp16"):  # it has fp16's loss scale
             notes = [note for note in notes if not (note.startswith("fp16.") and "without enabled" in note)]
+        wanted = self.data_types.grad_accum_dtype
+        masters = "bf16" if self.bf16.enabled and self.bf16.bf16_master_weights_and_grads else "fp32"
+        if wanted not in (None, masters):
+            notes.append(
+                f"data_types.grad_accum_dtype {wanted} does nothing: gradients are accumulated in the dtype of the "
+                f"master weights, {masters}; communication_data_type sets the dtype in which replicas sum them"
+            )
         if self.histograms.every is not None and not self.monitored:
             notes.append("histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb")
         return notes

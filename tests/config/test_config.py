@@ -486,7 +486,7 @@ def contradictions(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         (put(VALID, "amp", {"enabled": True, "opt_level": "O1"}), ["amp.enabled"]),
         (put(VALID, "torch_autocast", {"enabled": True, "dtype": "float16"}), ["torch_autocast.enabled"]),
         (put(VALID, "comms_logger", {"enabled": True, "prof_all": False}), ["prof_ops"]),
-        (put(VALID, "data_types", {"grad_accum_dtype": draw.choice(["bf16", "fp16"])}), ["grad_accum_dtype"]),
+        (put(VALID, "data_types", {"grad_accum_dtype": draw.choice(["float", "int8"])}), ["grad_accum_dtype"]),
     ]
     return draw.choice(choices)
 

@@ -37,6 +37,14 @@ ACCEPTED: list[tuple[dict[str, Any], set[str]]] = [
     ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}, "bf16": {"enabled": True}}, set()),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, set()),
     ({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"}, set()),
+    ({"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}}, {"data_types"}),
+    (
+        {
+            "data_types": {"grad_accum_dtype": "bf16"},
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        },
+        set(),
+    ),
     (
         {
             "zero_optimization": {
