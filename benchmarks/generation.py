@@ -1,10 +1,12 @@
-"""Tokens a second: the cache beside the whole forward for each token, and beside transformers.
+"""Time of generation beside transformers' ``generate``: the same model, the same prompts of unequal length.
 
-    python benchmarks/generation.py                                   # bytes-small, one process
-    python benchmarks/generation.py --preset bytes-medium --pipe 2    # the same model on two stages
+    python benchmarks/generation.py                                            # 42 M parameters, one process
+    python benchmarks/generation.py --preset llama-42m --batches 1 8           # Llama's layers
+    python benchmarks/generation.py --preset bytes-medium --pipe 2             # on two stages, without transformers
 
-Every row continues the same prompts of 4 tokens to the model's last position, drawing from all of the vocabulary.
-Before anything is timed, the greedy tokens of each are compared in float64: were they not the same, it would fail.
+The contenders take turns, so that what else the machine does hits all of them: a round is one call of each. Of one
+process it is the processor's time, on one thread. All draw from the whole vocabulary, or take the most likely token
+(``--greedy``). Before anything is timed, the greedy tokens of each are compared in float64.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-PROMPT = 4
+CONTENDERS = ("triax", "transformers", "without a cache")
+SHAPE = {"vocab_size": 32000, "max_position_embeddings": 256, "hidden_size": 512, "num_hidden_layers": 8}
+SHAPE |= {"num_attention_heads": 8}
 
 
 def main() -> None:
@@ -27,12 +32,14 @@ def main() -> None:
     from triax.launcher.launch import launch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="bytes-small", help="of GPTConfig (bytes-small)")
+    parser.add_argument("--preset", default="gpt-42m", help="gpt-42m, llama-42m, or a preset of GPTConfig (gpt-42m)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences at once (1 8 32)")
+    parser.add_argument("--new", type=int, default=32, help="new tokens of each sequence (32)")
+    parser.add_argument("--greedy", action="store_true", help="take the most likely token instead of drawing")
     parser.add_argument("--pipe", type=int, default=1, help="stages (1)")
     parser.add_argument("--tensor", type=int, default=1, help="shards (1)")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the best counts (3)")
-    parser.add_argument("--only", nargs="+", help="triax, 'without a cache', transformers: some of them")
+    parser.add_argument("--rounds", type=int, default=7, help="of which the median counts (7)")
+    parser.add_argument("--only", nargs="+", default=CONTENDERS[:2], choices=CONTENDERS, help="the contenders")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     processes = options.pipe * options.tensor
@@ -47,59 +54,69 @@ def measure(options: argparse.Namespace) -> None:
 
     import triax
     from triax.models.gpt import GPTConfig, gpt_layers
+    from triax.models.llama import LlamaConfig, llama_layers
 
-    if options.pipe * options.tensor == 1:
-        torch.set_num_threads(1)  # for as many cores as a rank would have
     grid = triax.Grid(pipe=options.pipe, tensor=options.tensor)
-    config = GPTConfig.preset(options.preset)
-    new = config.max_position_embeddings - PROMPT
-    module = triax.PipelineModule(gpt_layers(config), grid=grid).eval()
+    if grid.size == 1:
+        torch.set_num_threads(1)
+    if options.preset == "llama-42m":
+        layers = llama_layers(LlamaConfig(**SHAPE, num_key_value_heads=8, intermediate_size=1365))
+    else:
+        layers = gpt_layers(GPTConfig(**SHAPE) if options.preset == "gpt-42m" else GPTConfig.preset(options.preset))
+    module = triax.PipelineModule(layers, grid=grid).eval()
     for parameter in module.parameters():
         parameter.data *= 3  # at their initial size, all logits are nearly alike
-
-    def cached(batch: int, greedy: bool) -> Any:
-        engine = engines.setdefault(batch, triax.init_inference(module, max_batch=batch))
-        return engine.generate(prompts(batch), new, temperature=0.0 if greedy else 1.0)
-
-    def whole(batch: int, greedy: bool) -> Any:
-        ids = torch.tensor(prompts(batch))
-        with torch.no_grad():
-            for _ in range(new):
-                logits = module(ids)[:, -1]
-                drawn = torch.multinomial(logits.softmax(-1), 1) if not greedy else logits.argmax(-1, keepdim=True)
-                ids = torch.cat([ids, drawn], dim=1)
-        return ids.tolist()
-
     engines: dict[int, triax.InferenceEngine] = {}
-    contenders: dict[str, Callable[[int, bool], Any]] = {"triax": cached}
+
+    def cached(given: list[list[int]], greedy: bool) -> Any:
+        engine = engines.setdefault(len(given), triax.init_inference(module, max_batch=len(given)))
+        return engine.generate(given, options.new, temperature=0.0 if greedy else 1.0)
+
+    def whole(given: list[list[int]], greedy: bool) -> Any:
+        made = []
+        for prompt in given:
+            ids = torch.tensor([prompt])
+            with torch.no_grad():
+                for _ in range(options.new):
+                    logits = module(ids)[:, -1]
+                    drawn = torch.multinomial(logits.softmax(-1), 1) if not greedy else logits.argmax(-1, keepdim=True)
+                    ids = torch.cat([ids, drawn], dim=1)
+            made += ids.tolist()
+        return made
+
+    contenders: dict[str, Callable[[list[list[int]], bool], Any]] = {"triax": cached}
     if grid.size == 1:
-        contenders |= {"without a cache": whole} | theirs(module, new)
+        contenders |= theirs(module, options.new) | {"without a cache": whole}
+    contenders = {name: run for name, run in contenders.items() if name in options.only}
     module.double()
-    contenders = {name: run for name, run in contenders.items() if name in (options.only or contenders)}
-    answers = [run(2, True) for run in contenders.values()]
+    answers = [run(prompts(2), True) for run in contenders.values()]
     assert all(answer == answers[0] for answer in answers), "the greedy tokens differ"
     module.float()
     engines.clear()
 
+    clock = time.process_time if grid.size == 1 else time.perf_counter
     rows = []
     for batch in options.batches:
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(options.rounds):  # in turns: what else the machine does hits all of them
+        for turn in range(options.rounds + 1):
             for name, run in contenders.items():
-                begin = time.perf_counter()
-                run(batch, False)
-                seconds[name].append(time.perf_counter() - begin)
-        rows += [
-            {"name": name, "batch": batch, "tokens_per_second": batch * new / min(took)}
-            for name, took in seconds.items()
-        ]
+                begin = clock()
+                run(prompts(batch), options.greedy)
+                if turn:  # the first is not measured
+                    seconds[name].append(clock() - begin)
+        for name, took in seconds.items():
+            row: dict[str, Any] = {"name": name, "batch": batch, "milliseconds": [1e3 * s / options.new for s in took]}
+            row["tokens_per_second"] = batch * options.new / statistics.median(took)
+            if "transformers" in seconds:
+                row["of_transformers"] = [ours / theirs for ours, theirs in zip(took, seconds["transformers"])]
+            rows.append(row)
     if grid.rank == 0:
         report(options, rows)
     grid.close()
 
 
-def theirs(module: Any, new: int) -> dict[str, Callable[[int, bool], Any]]:
-    """transformers' own generate of the same model, if it is installed."""
+def theirs(module: Any, new: int) -> dict[str, Callable[[list[list[int]], bool], Any]]:
+    """transformers' own generate of the same model, if it is installed: rows are padded on the left."""
     import torch
 
     try:
@@ -110,22 +127,25 @@ def theirs(module: Any, new: int) -> dict[str, Callable[[int, bool], Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         save_hf(module, folder)
-        model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
 
-    def run(batch: int, greedy: bool) -> Any:
-        model.double() if greedy else model.float()
-        ids = torch.tensor(prompts(batch))
+    def run(given: list[list[int]], greedy: bool) -> Any:
+        model.to(next(iter(module.parameters())).dtype)
+        width = max(map(len, given))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in given])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in given])
         draw = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, pad_token_id=0, **draw)
-        return made.tolist()
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=mask, max_new_tokens=new, pad_token_id=0, **draw)
+        return [row[width - len(prompt) :].tolist() for row, prompt in zip(made, given)]
 
     return {"transformers": run}
 
 
 def prompts(batch: int) -> list[list[int]]:
-    """Different ones."""
-    return [[(17 * row + place) % 256 for place in range(PROMPT)] for row in range(batch)]
+    """Different ones, of 8 to 32 tokens."""
+    return [[(17 * row + place) % 256 for place in range(8 + 7 * row % 25)] for row in range(batch)]
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -133,9 +153,16 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if options.json:
         print(json.dumps({"preset": options.preset, "rows": rows}))
         return
-    print(f"{options.preset}, {options.pipe} pipe x {options.tensor} tensor, {os.cpu_count()} cores: tokens a second")
+    what = "greedy" if options.greedy else "drawn"
+    print(f"{options.preset}, {options.pipe} pipe x {options.tensor} tensor, {os.cpu_count()} cores, {what}")
     for row in rows:
-        print(f"{row['name']:>16}  batch {row['batch']:>3}  {row['tokens_per_second']:>8,.0f}")
+        low, *_, high = sorted(row["milliseconds"] * 2)
+        median = statistics.median(row["milliseconds"])
+        line = f"{row['name']:>16}  batch {row['batch']:>3}  {median:7.1f} ms a step ({low:.1f} to {high:.1f})"
+        line += f"  {row['tokens_per_second']:>7,.0f} tokens a second"
+        if row["name"] != "transformers" and (ratios := row.get("of_transformers")):
+            line += f"  {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) of transformers' time"
+        print(line)
 
 
 if __name__ == "__main__":

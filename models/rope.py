@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .config import LinearScaling, Scaling, YarnScaling
 
+_ATTRIBUTE = "triax_rotations"
+
 
 class Rope:
     """Rotary position embedding of queries and keys.
@@ -93,17 +95,27 @@ class Rope:
             The rotated q and k, with unchanged shapes.
         """
         if positions is None:
-            angles = self.angles(torch.arange(q.shape[2], device=q.device))  # (T, dim / 2)
+            cos, sin = self._rotations(torch.arange(q.shape[2], device=q.device), q.dtype)  # (T, dim / 2)
         else:
-            angles = self.angles(positions)[:, None]  # (B, 1, T, dim / 2)
+            # On the tensor of positions itself, so that the layers of a decode step compute them once.
+            known = vars(positions).setdefault(_ATTRIBUTE, {})
+            key = self.head_dim, self.theta, self.scaling, q.dtype
+            if key not in known:
+                known[key] = self._rotations(positions[:, None], q.dtype)
+            cos, sin = known[key]  # (B, 1, T, dim / 2)
+        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+
+    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = self.angles(positions)
         cos, sin = angles.cos(), angles.sin()
         if self.magnitude != 1.0:
             cos, sin = cos * self.magnitude, sin * self.magnitude
-        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+        return cos.to(dtype), sin.to(dtype)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.leading:
+        if x.shape[-1] == self.head_dim:
+            kept = x[..., :0]
+        elif self.leading:
             x, kept = x[..., : self.head_dim], x[..., self.head_dim :]
         else:
             kept, x = x[..., : -self.head_dim], x[..., -self.head_dim :]
