@@ -22,7 +22,12 @@ from collections.abc import Callable
 from typing import Any
 
 CONTENDERS = ("triax", "transformers", "without a cache")
-SHAPE = {"vocab_size": 32000, "max_position_embeddings": 256, "hidden_size": 512, "num_hidden_layers": 8}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 256,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+}
 SHAPE |= {"num_attention_heads": 8}
 
 
