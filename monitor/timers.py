@@ -103,7 +103,7 @@ class ThroughputTimer:
     """Samples per second over steps: ``engine.tput_timer``.
 
     Args:
-        batch_size: function that returns the samples of a step, over all replicas.
+        batch_size: samples of a step, over all replicas.
         start_step: the first step that counts: the first ones are slow.
 
     Attributes:
@@ -111,8 +111,8 @@ class ThroughputTimer:
         total_elapsed_time: seconds of the counted steps.
     """
 
-    def __init__(self, batch_size: Callable[[], int], start_step: int = 2) -> None:
-        self._batch_size, self.start_step = batch_size, start_step
+    def __init__(self, batch_size: int, start_step: int = 2) -> None:
+        self.batch_size, self.start_step = batch_size, start_step
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self._samples = self._step = 0.0
         self._began: float | None = None
@@ -138,7 +138,7 @@ class ThroughputTimer:
             self.global_step_count += 1
             if self.global_step_count > self.start_step:
                 self.total_elapsed_time += self._step
-                self._samples += self._batch_size()
+                self._samples += self.batch_size
             self._step = 0.0
 
     def avg_samples_per_sec(self) -> float:

@@ -103,7 +103,7 @@ class DeepSpeedMembers(Engine):
     _applied = False
 
     def _start_members(self) -> None:
-        self.tput_timer = ThroughputTimer(self.train_batch_size)
+        self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
         if type(self.grid) is Grid:
             self.grid.__class__ = ParallelGrid  # the same grid, with DeepSpeed's methods
@@ -127,6 +127,7 @@ class DeepSpeedMembers(Engine):
         yield
         self._applied = self.global_steps > steps and self.skipped_steps == skipped
         self._publish_scale(overflow=self.skipped_steps > skipped)
+        self.tput_timer.batch_size = self.batch.train
         self.tput_timer.stop(global_step=self.global_steps > steps)
 
     @property

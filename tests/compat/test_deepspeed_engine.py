@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +297,18 @@ def test_the_local_rank_reaches_the_script(first: bool, monkeypatch: pytest.Monk
         deepspeed.add_config_arguments(parser)
     assert parser.parse_args([]).local_rank == 1 and parser.parse_args(["--local_rank", "3"]).local_rank == 3
     assert not hasattr(deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args([]), "local_rank")
+
+
+def test_a_dropped_engine_is_freed_at_once() -> None:
+    """Without a garbage collection, also while the module lives on."""
+    model = net()
+    engine, *_ = deepspeed.initialize(model=model, config=config())
+    for _ in range(2):
+        engine.backward((engine(microbatch(0, 0, 0)[0])).square().mean())
+        engine.step()
+    watched = weakref.ref(engine)
+    gc.disable()
+    del engine
+    freed = watched() is None
+    gc.enable()
+    assert freed
