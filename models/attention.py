@@ -412,7 +412,8 @@ class WholeKV(nn.Module):
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight and bias of this rank's n key/value heads: (2 n dim, D) and (2 n dim,), or None."""
-        return self._rows(self.weight), None if self.bias is None else self._rows(self.bias)
+        return self.selected(self.weight), None if self.bias is None else self.selected(self.bias)
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def selected(self, x: Tensor) -> Tensor:
+        """Return the rows of this rank's heads, of the keys and then of the values, of a tensor (2 K dim, ...)."""
         return x.unflatten(0, (2, -1, self.head_dim))[:, self.heads].flatten(0, 2)

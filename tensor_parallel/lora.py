@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -78,7 +78,8 @@ class Adapter(nn.Module):
         axis: the tensor axis.
         scaling: s, the factor of the update.
         sequence_parallel: the layer takes or returns this rank's shard of the sequence.
-        rows: range of B's rows that this rank multiplies by, if B is replicated and the layer computes only these.
+        select: returns the rows of B that this rank multiplies by, if B is replicated and the layer computes only
+            these. None: all that it holds.
         seed: keys of the initial A. B starts at 0, so that the model starts as it was.
         like: the layer's weight, whose device and dtype the factors take.
 
@@ -97,13 +98,13 @@ class Adapter(nn.Module):
         axis: Axis,
         scaling: float,
         sequence_parallel: bool,
-        rows: slice | None,
+        select: Callable[[Tensor], Tensor] | None,
         seed: tuple[int, str],
         like: Tensor,
     ) -> None:
         super().__init__()
-        self.axis, self.scaling, self.sequence_parallel, self.rows = axis, scaling, sequence_parallel, rows
-        self._row, self._column = a.sharded, b.sharded or rows is not None
+        self.axis, self.scaling, self.sequence_parallel, self.select = axis, scaling, sequence_parallel, select
+        self._row, self._column = a.sharded, b.sharded or select is not None
         make = partial(sharded_parameter, rank=axis.rank, size=axis.size, device=like.device, dtype=like.dtype)
         with seeded(*seed):
             self.A = make(a, Uniform(1 / math.sqrt(a.shape[1])))
@@ -116,7 +117,7 @@ class Adapter(nn.Module):
             inner = reduced(inner, self.axis, self.sequence_parallel)
         inner = inner * self.scaling
         if self._column:
-            b = self.B if self.rows is None else self.B[self.rows]
+            b = self.B if self.select is None else self.select(self.B)
             return column_linear(inner, b, None, self.axis, self.sequence_parallel)
         return F.linear(inner, self.B)
 
@@ -223,10 +224,10 @@ def adapt(
             chosen.append(part.rpartition(".")[2] if found else None)
             matched |= found
         if any(chosen) and "lora" not in layer._modules:
-            if not _linear(layer):
+            if not _linear(layer) or not getattr(layer, "adaptable", True):
                 raise ValueError(
-                    f"lora.targets names {own}, a {type(layer).__name__}, but LoRA adapts linear layers. Name linear "
-                    "layers, such as the last parts of their names, or write 'all-linear'."
+                    f"lora.targets names {own}, a {type(layer).__name__}, which has no adapters: LoRA adapts linear "
+                    "layers that are sharded or replicated as a whole. Name other layers by the ends of their names."
                 )
             layer.add_module("lora", _adapters(layer, own, chosen, options, axis))
             if not hasattr(layer, "adaptable"):
@@ -270,6 +271,9 @@ def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraO
             "parts, so that an adapter of one of them has no shard of its own. Leave it out of lora.targets."
         )
     sequence = bool(getattr(layer, "sequence_parallel", False)) and axis.size > 1
+    select: Callable[[Tensor], Tensor] | None = None
+    if rows is not None:  # a layer of keys and values has them twice
+        select = layer.selected if len(chosen) == 1 and hasattr(layer, "selected") else lambda b: b[rows]
     a = Layout((options.rank, inputs), partial=sequence or (layout.partial and rows is None))
     if layout.sharded and not column:
         a = Layout((options.rank, inputs), shard_dim=1, unit=layout.unit)
@@ -283,7 +287,7 @@ def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraO
             b = Layout((length, options.rank), partial=sequence)
         if name is not None:
             seed = (options.seed, f"{own}.lora.{name}")
-            found[name] = Adapter(a, b, axis, options.scaling, sequence, rows, seed, layer.weight)
+            found[name] = Adapter(a, b, axis, options.scaling, sequence, select, seed, layer.weight)
         here = b.local_shape(axis.rank, axis.size)[0] if rows is None else rows.stop - rows.start
         parts.append((here, name))
     return Adapters(found, parts)

@@ -114,6 +114,11 @@ def write_adapters(
     adapted = set()
     for name, value in factors.items():
         layer, factor = layer_of(name, layers)
+        if layers and name.partition(".lora.")[0] not in layers:
+            raise ValueError(
+                f"{layer} is a part of a fused layer in transformers' model, where PEFT cannot adapt it alone. Merge "
+                "the adapters instead: save_hf(..., merge_lora=True), or --merge-lora."
+            )
         adapted.add(layer)
         written[f"base_model.model.{layer}.lora_{factor}.weight"] = value if dtype is None else value.to(dtype)
     every = {name for several in layers.values() for name in several} | adapted

@@ -43,6 +43,9 @@ MODELS["deepseek"] = (
     "DeepseekV2ForCausalLM",
     _LLAMA | _LATENT | _DEEPSEEK | {"num_key_value_heads": 8, "aux_loss_alpha": 0.0, "n_shared_experts": 1},
 )
+MODELS["phi3"] = ("Phi3ForCausalLM", _LLAMA)
+_FALCON = {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "alibi": False}
+MODELS["falcon"] = ("FalconForCausalLM", {**_SIZES, **_NO_TOKENS, **_FALCON, "vocab_size": VOCAB, "bias": False})
 # PEFT's names of the keys: both libraries take them.
 SOME = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
 EVERY = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
@@ -388,6 +391,27 @@ def test_a_checkpoint_is_exported_for_peft_and_merged(ranks: Any, tmp_path: Path
     logits = logits_of(peft_model(case, lora, end))
     torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
+
+
+def train_and_merge(folder: Path, out: Path, sizes: Sizes) -> float:
+    targets = ["attention.q", "attention.kv", "attention.out"]
+    engine = engine_of(folder, sizes, {"rank": 3, "alpha": 7, "targets": targets}, stage=1, schedule="1f1b")
+    for number in range(STEPS):
+        step(engine, number)
+    triax.save_hf(engine, out, merge_lora=True)
+    with pytest.raises((ValueError, RuntimeError), match="part of a fused layer"):
+        triax.save_lora(engine, out)
+    return engine.eval_batch(iter([batch(0, 9, 0)] * MICRO)).item()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["phi3", "falcon"])
+def test_layers_that_are_fused_in_transformers_are_merged(ranks: Any, tmp_path: Path, case: str) -> None:
+    folder, out = saved(tmp_path / "model", case), tmp_path / "merged"
+    loss = ranks(2, train_and_merge, folder, out, (1, 1, 2))[0]
+    labels = batch(0, 9, 0)[1].flatten()
+    assert loss == pytest.approx(F.cross_entropy(logits_of(loaded(out)).flatten(0, 1), labels).item(), rel=1e-9)
+    assert abs(loss - F.cross_entropy(logits_of(make(case)).flatten(0, 1), labels).item()) > 1e-4
 
 
 def save_only(folder: Path, out: Path, sizes: Sizes, lora: dict[str, Any]) -> dict[str, Tensor]:
