@@ -86,6 +86,10 @@ def export(
         bool,
         typer.Option("--merge-lora", help="For hf: add LoRA adapters to the weights; default: write them for PEFT."),
     ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="For hf: folder with the tokenizer's files; default: that from which the model was loaded."),
+    ] = None,
 ) -> None:
     """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.
 
@@ -105,8 +109,8 @@ def export(
             f"The format safetensors writes one file, but {target} does not end in .safetensors. Give "
             f"{target.with_suffix('.safetensors')}, or --format hf for a folder."
         )
-    if plain and (config is not None or merge_lora):
-        option = "--merge-lora" if merge_lora else "--config"
+    if plain and (config is not None or merge_lora or tokenizer is not None):
+        option = "--merge-lora" if merge_lora else "--config" if config is not None else "--tokenizer"
         raise ConfigError(f"You gave {option}, but it is used only with --format hf. Leave it out, or add --format hf.")
     reader = _open(path)
     for problem in problems(reader.path, reader.index):
@@ -115,7 +119,7 @@ def export(
     if make is None:
         written = [*write(snapshot, target, kept)]
     else:
-        written = [*export_model(make, snapshot, target, kept, config, merge_lora)]
+        written = [*export_model(make, snapshot, target, kept, config, merge_lora, tokenizer)]
     files = [target] if plain else sorted(target.glob("*.safetensors"))
     typer.echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
 

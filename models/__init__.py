@@ -2,7 +2,8 @@
 
 config.py: configurations: sizes, presets, number of parameters; without torch.
 gpt.py: ``gpt_layers``, the architecture of GPT-2 and GPT-3.
-llama.py: ``llama_layers``, the architecture of Llama, Qwen 2.5 and Qwen 3.
+llama.py: ``llama_layers``, the architecture of Llama, Mistral, Qwen 2.5, Qwen 3 and SmolLM3.
+decoder.py: ``decoder_layers``, the architecture of Gemma, Phi, OPT, GPT-NeoX, Falcon, OLMo-2 and StarCoder2.
 mixtral.py: ``mixtral_layers``, the architecture of Mixtral, Qwen3-MoE and OLMoE.
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.

@@ -1,10 +1,13 @@
 from .attention import SelfAttention as SelfAttention
+from .config import DecoderConfig as DecoderConfig
 from .config import DeepseekConfig as DeepseekConfig
 from .config import GPTConfig as GPTConfig
+from .config import LinearScaling as LinearScaling
 from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
 from .config import RopeScaling as RopeScaling
 from .config import YarnScaling as YarnScaling
+from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
 from .gpt import GPTLoss as GPTLoss
 from .huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss

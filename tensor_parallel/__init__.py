@@ -8,7 +8,7 @@ cross_entropy.py: cross entropy of logits whose vocabulary is sharded.
 norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
 lora.py: low-rank adapters of frozen linear layers, sharded like the layers.
 parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.
-plans.py: sharding styles that a plan for ``parallelize`` can name, and plans for GPT-2, Llama, Qwen and BERT.
+plans.py: sharding styles that a plan for ``parallelize`` can name.
 sharded.py: sharded layers with which ``parallelize`` replaces plain layers.
 """
 

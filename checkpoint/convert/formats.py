@@ -10,11 +10,13 @@ folder: to write to
 dtype: of floating-point tensors; None: their own
 config: a configuration file that the user gave, or None
 merge_lora: True, and given only then, if the products of LoRA adapters are to be added to the weights
+tokenizer: folder with a tokenizer's files, given only if the user gave one
 
 which returns the names that it wrote. Its ValueErrors are shown to the user.
 
 The function may have an attribute ``module_names``, a function from a model to the names of its layers in the format:
-see ``module_names``.
+see ``module_names``. It may have an attribute ``settings``, a function from a model to what a checkpoint keeps of it
+for the format: JSON, in ``model`` under ``settings``.
 """
 
 from __future__ import annotations
@@ -39,19 +41,31 @@ Export = Callable[..., Sequence[str]]
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
     """Return a model's configuration in JSON: that of a Hugging Face model, or the dataclass that its layers are made
-    from, such as ``GPTConfig``; None if there is neither. The options of LoRA adapters are added.
+    from, such as ``GPTConfig``; None if there is neither. The options of LoRA adapters are added, and under
+    ``settings`` what an export format wants to know, such as special tokens.
     """
+    found = _configuration(module)
+    settings = _settings(module) if found is not None else None
+    return _with_lora(found if settings is None else {**(found or {}), "settings": _plain(settings)}, module)
+
+
+def _configuration(module: nn.Module) -> dict[str, Any] | None:
     specs: Any = getattr(module, "specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
     config: Any = getattr(inner, "config", None)
     if hasattr(config, "to_dict"):
         found = config.to_dict()
         found["architectures"] = found.get("architectures") or [type(inner).__name__]
-        return _with_lora({"hf": _plain(found), "prefix": prefix}, module)
+        return {"hf": _plain(found), "prefix": prefix}
     arguments = (value for spec in specs for value in getattr(spec, "args", ()))
     config = next((value for value in arguments if is_dataclass(value) and not isinstance(value, type)), None)
-    found = None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
-    return _with_lora(found, module)
+    return None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
+
+
+def _settings(module: nn.Module) -> Any:
+    """Return what the first format that knows the model wants to keep of it, or None."""
+    finders = (getattr(entry.load(), "settings", None) for entry in entry_points(group=_EXPORTS))
+    return next((found for find in finders if find is not None and (found := find(module)) is not None), None)
 
 
 def _with_lora(found: dict[str, Any] | None, module: nn.Module) -> dict[str, Any] | None:
@@ -97,6 +111,7 @@ def export_model(
     dtype: torch.dtype | None,
     config: Path | None,
     merge_lora: bool = False,
+    tokenizer: Path | None = None,
 ) -> Sequence[str]:
     """Write a checkpoint's weights and buffers in a package's format. One tensor is in memory at a time.
 
@@ -110,7 +125,8 @@ def export_model(
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     model = snapshot.header.get("model")
     try:
-        merge = {"merge_lora": True} if merge_lora else {}
+        merge: dict[str, Any] = {"merge_lora": True} if merge_lora else {}
+        merge |= {} if tokenizer is None else {"tokenizer": tokenizer}
         return export(model, shapes, lambda name: tensors[name].read_all(), folder, dtype, config, **merge)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import DecoderConfig, GPTConfig, LinearScaling, RopeScaling, TransformerConfig, YarnScaling
 from .families import FAMILIES, Config, Family
+from .folder_settings import Settings
 from .names import Entry, Names, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
@@ -128,16 +129,22 @@ def from_hf(config: Config) -> TransformerConfig:
     return family.config(**found)
 
 
-def to_hf(config: TransformerConfig) -> dict[str, Any]:
+def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[str, Any]:
     """Return the content of ``config.json`` for a configuration, without the dtype.
 
     The family is the first one in whose ``config.json`` the configuration can be written without loss.
+
+    Args:
+        config: the configuration.
+        settings: what goes with the model: its family, which is tried first, and its special tokens.
 
     Raises:
         ValueError: there is none. The message names the settings that the nearest family lacks.
     """
     lacking: dict[str, list[str]] = {}
-    for name, family in FAMILIES.items():
+    first, tokens = ("", {}) if settings is None else (settings["family"], settings["tokens"])
+    for name in sorted(FAMILIES, key=lambda name: name != first):
+        family = FAMILIES[name]
         if family.config is not type(config):
             continue
         written = _written(config, name, family)
@@ -151,7 +158,7 @@ def to_hf(config: TransformerConfig) -> dict[str, Any]:
             if getattr(again, field.name) != getattr(config, field.name)
         ]
         if not lacking[family.prefix]:
-            return written
+            return written | tokens
     fewest = min(map(len, lacking.values()), default=0)
     near = [f"{prefix} has no {', '.join(each)}" for prefix, each in lacking.items() if len(each) == fewest]
     raise ValueError(

@@ -16,6 +16,7 @@ from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
 from .config import entries as expanded
 from .config import to_hf
+from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
 from .names import Entry
@@ -32,6 +33,7 @@ def _export(
     dtype: torch.dtype | None = None,
     config: Path | None = None,
     merge_lora: bool = False,
+    tokenizer: Path | None = None,
 ) -> list[str]:
     """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors; or for PEFT.
 
@@ -46,6 +48,7 @@ def _export(
         dtype: dtype of the written weights. If None, each tensor keeps its dtype.
         config: content of a ``config.json`` that is used in place of ``model``.
         merge_lora: write all weights, and add the products of the adapters to them.
+        tokenizer: folder with the tokenizer's files; None: that from which the model was loaded, if any.
 
     Returns:
         Hugging Face's names of the tensors that were written.
@@ -78,14 +81,19 @@ def _export(
             added = updates(name, entries[name], factors, 1.0 if options is None else options.scaling, conv1d)
             write_parts(writer, read(name), parts, entries[name], added)
     writer.close()
+    write_settings(folder, None if model is None else model.get("settings"), tokenizer)
     return [*announced]
 
 
 class _HuggingFace:
-    """The format ``hf``: writes a checkpoint's weights, and tells transformers' names of a model's layers."""
+    """The format ``hf``: writes a checkpoint's weights, and tells transformers' names of a model's layers.
+
+    ``settings`` tells what a checkpoint keeps of the folder that the model was loaded from.
+    """
 
     __call__ = staticmethod(_export)
     module_names = staticmethod(linear_names)
+    settings = staticmethod(settings_of)
 
 
 export = _HuggingFace()
@@ -104,7 +112,7 @@ def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[st
         return dict(model["hf"]), prefix
     kind, fields = str((model or {}).get("class")), dict((model or {}).get("fields", {}))
     if kind in CONFIGS:
-        return to_hf(config_from_fields(kind, fields)), None
+        return to_hf(config_from_fields(kind, fields), (model or {}).get("settings")), None
     of = "does not tell the model's configuration" if model is None else f"has a model made from a {kind}"
     raise ValueError(
         f"the checkpoint {of}. Pass --config config.json if its layers are those of triax.gpt_layers or "

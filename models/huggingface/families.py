@@ -490,6 +490,35 @@ def _bert_plan(config: Any) -> dict[str, Style]:
     }
 
 
+def _t5_plan(config: Any) -> dict[str, Style]:
+    dim = config.d_kv
+    counts = Local({"n_heads": 1, "inner_dim": dim})
+    return {
+        "*shared": Vocab(),
+        "*embed_tokens": Vocab(),
+        "*.SelfAttention": counts,
+        "*.EncDecAttention": counts,
+        "*.SelfAttention.[qkv]": Column(unit=dim, group="qkv"),
+        "*.EncDecAttention.[qkv]": Column(unit=dim),  # queries and keys come from different inputs
+        "*Attention.relative_attention_bias": Column(),
+        "*Attention.o": Row(unit=dim),
+        "*.wi": Column(),
+        "*.wi_[01]": Column(group="wi"),
+        "*.wo": Row(),
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _vit_plan(config: Any) -> dict[str, Style]:
+    dim = config.hidden_size // config.num_attention_heads
+    return {
+        "*.attention.[qkv]_proj": Column(unit=dim, group="qkv"),
+        "*.attention.o_proj": Row(unit=dim),
+        "*.mlp.fc1": Column(),
+        "*.mlp.fc2": Row(),
+    }
+
+
 # --------------------------------------------------------------------------------------------------- the families
 
 _ROPE = {"rope_theta": 1e4}
@@ -828,4 +857,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": Family("Bert", _bert_plan, blocks=False),
     "roberta": Family("Roberta", _bert_plan, blocks=False),
+    "t5": Family("T5", _t5_plan, blocks=False),
+    "vit": Family("ViT", _vit_plan, blocks=False),
 }

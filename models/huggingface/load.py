@@ -117,6 +117,8 @@ def load_hf(
                 assign(parameter, value)
             else:
                 parameter.copy_(value)
+    if hugging_face(module)[0] is None:
+        module.folder_settings = source.settings  # type: ignore[assignment]
     return into
 
 
@@ -126,6 +128,7 @@ class _Loaded:
     def __init__(self, cls: Any, index: int, source: Source, entries: Mapping[str, Entry]) -> None:
         self.cls, self.index, self.source, self.entries = cls, index, source, entries
         self.__name__ = getattr(cls, "__name__", type(cls).__name__)
+        self.folder_settings = source.settings  # save_hf and checkpoints find them here
 
     @torch.no_grad()
     def __call__(self, *args: Any, grid: Grid, **kwargs: Any) -> nn.Module:

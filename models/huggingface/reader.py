@@ -14,6 +14,7 @@ from torch import Tensor
 from ...grid import Grid
 from ...grid.layout import Layout
 from .config import layer_count, read_config
+from .folder_settings import Settings, settings_of_folder, settings_of_model
 from .names import Entry
 
 # Tensors in such files that are no weights: masks and rotary tables.
@@ -27,11 +28,13 @@ class Source(Protocol):
         where: name of the source in error messages.
         config: content of ``config.json``.
         shapes: tensor name -> shape.
+        settings: what the folder or the model has beside weights.
     """
 
     where: str
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    settings: Settings
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
@@ -43,6 +46,7 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self.config = read_config(folder)
+        self.settings = settings_of_folder(folder, self.config)
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -78,6 +82,7 @@ class _Model:
     def __init__(self, model: Any) -> None:
         self.where = f"the {type(model).__name__}"
         self.config = model.config.to_dict()
+        self.settings = settings_of_model(model)
         self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
 

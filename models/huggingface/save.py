@@ -17,6 +17,7 @@ from ...grid.agreement import agreed
 from ..config import TransformerConfig
 from .config import entries as expanded
 from .config import to_hf
+from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
 from .names import Entry, Names
@@ -44,10 +45,13 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
     merge_lora: bool = False,
+    tokenizer: Any = None,
 ) -> None:
     """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors. Collective.
 
     Rank 0 writes the files, and holds one whole tensor at a time. Under ZeRO stage 3 a layer is gathered in addition.
+    The ids of special tokens, ``generation_config.json``, the tokenizer's files and its chat template are those of the
+    folder or the model that ``load_hf`` read.
 
     Args:
         model: an ``Engine``, a ``PipelineModule`` of triax's layers, or a Hugging Face model that ``parallelize``
@@ -60,6 +64,7 @@ def save_hf(
         dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
         max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
         merge_lora: add the products of the model's adapters to the weights. ``save_lora`` writes the adapters.
+        tokenizer: a ``transformers`` tokenizer, or a folder with its files; None: that of the model, if it had one.
 
     Raises:
         ValueError: the model's configuration, its grid or a name is unknown, or the model has adapters and
@@ -114,6 +119,8 @@ def save_hf(
     with agreed(grid, None):
         if writer is not None:
             writer.close()
+            if failure is None:
+                write_settings(Path(path), settings_of(module), tokenizer)
         if failure is not None:
             raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
 
@@ -283,7 +290,7 @@ def written_config(module: nn.Module, config: Any) -> dict[str, Any]:
             "the model has no configuration that can be written. Pass save_hf(model, path, config=GPTConfig(...)), or "
             "the content of config.json as a dict."
         )
-    return to_hf(config) if isinstance(config, TransformerConfig) else dict(config)
+    return to_hf(config, settings_of(module)) if isinstance(config, TransformerConfig) else dict(config)
 
 
 def parts_of(

@@ -1,7 +1,6 @@
 """Every family of ``families.py`` against transformers: logits and gradients, at pipe 2 and tensor 2, and back again.
 
-The models are of toy size, with random weights. The table in docs/models.md is this file's: ``python
-tests/models/test_families.py`` prints it.
+The models are of toy size, with random weights. The table in docs/models.md is this file's (``table``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact_norms import exact
-from torch import Tensor
+from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule, hf_layers
@@ -26,6 +25,9 @@ from triax.models.huggingface.parallelize import parallelize
 from triax.models.huggingface.save import save_hf, wrapping
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel import gather_logits
+from triax.tensor_parallel.plans import Column, Row
+
+from paths import DOCS
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
@@ -330,6 +332,142 @@ def test_generation(ranks: Any, tmp_path: Path) -> None:
 
     check_generated(generated, tmp_path, list(CASES), (1, 1, 1))
     check_generated(on_four, tmp_path, list(CASES), PIPE_AND_TENSOR)
+
+
+# ----------------------------------------------------------------------------------------- encoders, parallelize
+
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 44,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+}
+_ENCODER |= {"num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_T5: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4}
+_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+# Name -> transformers' class and its options.
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", _ENCODER),
+    "roberta": ("RobertaForMaskedLM", _ENCODER | {"max_position_embeddings": 40}),
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "t5-gated": ("T5ForConditionalGeneration", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "vit": (
+        "ViTForImageClassification",
+        {name: value for name, value in _ENCODER.items() if name != "vocab_size"} | {"image_size": 8, "patch_size": 4},
+    ),
+}
+
+
+def encoder(case: str) -> tuple[Any, dict[str, Tensor]]:
+    """A random encoder in fp64, and an input."""
+    import transformers
+
+    kind, options = ENCODERS[case]
+    torch.manual_seed(3)
+    made: Any = getattr(transformers, kind)
+    model = made(made.config_class(**options)).double()
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, VOCABULARY, (2, 9), generator=generator)
+    if case == "vit":
+        return model, {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator).double()}
+    return model, {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)[:, :7]} if case.startswith("t5") else {})
+
+
+def encoded(case: str, grid: Grid | None) -> dict[str, Any]:
+    model, inputs = encoder(case)
+    if grid is not None:
+        parallelize(model, grid)
+    with exact(model):
+        logits = model(**inputs).logits
+    loss = logits.square().sum()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if grid is not None:
+        named = dict(model.named_parameters())
+        gradients = {name: layout_of(named[name]).gather(grid.tensor, each) for name, each in gradients.items()}
+    return {"logits": logits.detach(), "loss": loss.item(), "gradients": gradients}
+
+
+def encoders_on(cases: list[str]) -> list[dict[str, Any]]:
+    return [encoded(case, Grid(tensor=2)) for case in cases]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_encoders_on_two_tensor_ranks(ranks: Any) -> None:
+    for rank in ranks(2, encoders_on, list(ENCODERS), timeout=200):
+        for case, found in zip(ENCODERS, rank, strict=True):
+            compare(found, encoded(case, None), case)
+
+
+class _Attention(nn.Module):
+    """An attention with a parameter, or a norm, over all heads."""
+
+    def __init__(self, sinks: bool) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+        if sinks:
+            self.sinks = nn.Parameter(torch.zeros(4))
+        else:
+            self.q_norm = nn.RMSNorm(8)
+
+
+def refused(sinks: bool) -> str:
+    model = nn.Sequential(_Attention(sinks))
+    before = model.state_dict()
+    with pytest.raises(ValueError, match="heads") as error:
+        parallelize(model, Grid(tensor=2), {"*.q": Column(unit=2), "*.o": Row(unit=2)})
+    assert all(value is before[name] or torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return str(error.value)
+
+
+def test_what_a_forward_would_not_survive_is_refused(ranks: Any) -> None:
+    for said in ranks(2, refused, True):
+        assert "0.sinks has a number for each of 4 heads, which the plan shards with 0.q" in said
+    for said in ranks(2, refused, False):
+        assert "0.q_norm is a RMSNorm over all 8 outputs of 0.q, which the plan shards. Add '0.q_norm': OnAll" in said
+
+
+def test_an_unknown_family_says_how_to_add_it() -> None:
+    import transformers
+
+    model = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            num_hidden_layers=1, hidden_size=16, head_dim=4, num_attention_heads=4, num_local_experts=2, vocab_size=9
+        )
+    )
+    for call in (load_hf, hf_layers, lambda x: parallelize(x, Grid())):
+        with pytest.raises(ValueError, match=r"'gpt_oss'.*docs/models.md, 'Add a family'"):
+            call(model)
+
+
+def table() -> list[str]:
+    """The families' table of docs/models.md: what the tests of this file compare with transformers."""
+    heads = ("`model_type`", "`load_hf`, `save_hf`", "pipe 2, tensor 2", "generate")
+    lines = [f"| {' | '.join((*heads, '`hf_layers`, pipe 2', '`parallelize`, tensor 2'))} |", "|---" * 6 + "|"]
+    checked = {family for family, _ in CASES.values()}
+    for name, family in FAMILIES.items():
+        dense, known = name in checked, family.config is not None
+        if dense:
+            cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10", "1e-10"]
+        else:
+            where = "[moe.md](moe.md)" if known else ""
+            cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else "", ""]
+            cells.append("1e-10" if family.plan is not None else "")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return lines
+
+
+def config_name(config: type[Any] | None) -> str:
+    return "" if config is None else config.__name__
+
+
+def test_the_table_in_the_docs() -> None:
+    """Every family is in a test of this file or of test_moe_models.py, and in the table."""
+    assert {name for name, family in FAMILIES.items() if family.blocks} == {family for family, _ in CASES.values()}
+    assert {name for name, each in FAMILIES.items() if each.config is None} == {case.split("-")[0] for case in ENCODERS}
+    text = (DOCS / "models.md").read_text()
+    assert "\n".join(table()) in text, "\n".join(table())
 
 
 @pytest.mark.parametrize("case", CASES)
