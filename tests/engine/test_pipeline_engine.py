@@ -109,7 +109,7 @@ def test_config_from_a_file_and_from_args(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        ({"type": "Lamb"}, "its trust ratio is of a whole tensor"),
+        ({"type": "Lamp"}, "did you mean 'Lamb'?"),
         ({"type": "SGD", "params": {"lr": 0.1, "beta": 1}}, "SGD has no beta; it takes lr, momentum"),
     ],
 )
