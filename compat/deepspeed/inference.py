@@ -302,7 +302,8 @@ class DeepSpeedInferenceEngine(nn.Module):
         else:
             self.grid = _make_grid(config.tp, None)
             self._prepare()
-        self.module.eval()
+        if trainer is None:
+            self.module.eval()
 
     def _adopt(self, model: Any) -> None:
         """Take over a model that has a grid already: a ``PipelineModule``, or the engine of a module."""

@@ -76,8 +76,9 @@ def sharded(size: int) -> dict[str, Any]:
         config={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     )[0]
     results["tensor"] = engine.grid.tensor.size
-    over = deepspeed.init_inference(engine)
+    over = deepspeed.init_inference(engine.train())
     results["trained"] = float(over(IDS, labels=IDS).loss)
+    assert trained.training  # it goes on as it was
     engine.backward(engine(IDS, labels=IDS).loss)
     engine.step()
     results["stepped"] = float(over(IDS, labels=IDS).loss)
