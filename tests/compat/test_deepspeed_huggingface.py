@@ -131,7 +131,7 @@ def run(count: int, job: str, installed: bool, *words: str) -> dict[str, Any]:
         [sys.executable, *launcher, "--master-port", "0", "--rdzv-backend", "c10d", __file__, *words],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -140,6 +140,7 @@ def run(count: int, job: str, installed: bool, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("own_optimizer", [False, True])
 @pytest.mark.parametrize("stage", OF_STAGE)
 def test_transformers_trainer_with_a_file_for_zero(tmp_path: Path, stage: int, own_optimizer: bool) -> None:
@@ -165,6 +166,7 @@ def test_transformers_trainer_with_a_file_for_zero(tmp_path: Path, stage: int, o
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", OF_STAGE)
 def test_accelerates_deepspeed_plugin(tmp_path: Path, stage: int) -> None:
     wanted = run(1, "accelerated", False, str(tmp_path / "plain"), "0")
