@@ -26,7 +26,19 @@ _LLAMA: dict[str, Any] = {"vocab_size": 53, "hidden_size": 24, "intermediate_siz
 _LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32} | _NO_TOKENS
 _BERT: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 _BERT |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-CASES = {"gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2), "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA)}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA),
+}
+_WIDE = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {"hidden_size": 32}
+_STILL = dict.fromkeys(("embd_pdrop", "resid_pdrop", "dropout", "residual_dropout", "embedding_dropout"), 0.0)
+OTHERS: dict[str, dict[str, Any]] = {
+    "OPT": {"ffn_dim": 36, "word_embed_proj_dim": 32, "attention_dropout": 0.0},
+    "GPTNeoX": {},
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Starcoder2": {"num_key_value_heads": 2},
+}
+CASES |= {name: (f"{name}Config", f"{name}ForCausalLM", _WIDE | _STILL | more) for name, more in OTHERS.items()}
 
 
 class Text(Dataset[dict[str, list[int]]]):
@@ -218,7 +230,7 @@ GRIDS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
 @pytest.mark.parametrize("first", range(len(GRIDS)))
 def test_pipe_2_x_data_2_and_other_grids(ranks: Any, plain: Any, tmp_path: Path, case: str, first: int) -> None:
     """20 steps equal transformers' to 1e-10, and the second half of them again on another grid."""
@@ -235,6 +247,14 @@ def test_pipe_2_x_data_2_and_other_grids(ranks: Any, plain: Any, tmp_path: Path,
         resume = f"{out}/checkpoint-10"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", OTHERS)
+def test_two_stages_of_other_families(ranks: Any, tmp_path: Path, case: str) -> None:
+    (wanted,) = ranks(1, run, str(tmp_path / "plain"), 1, None, case=case, **SHORT)
+    for found in ranks(2, run, str(tmp_path / "out"), 1, {"grid": {"pipe": 2}}, case=case, timeout=120, **SHORT):
+        near(found, wanted, 6)
+
+
 def others(out: str, stage: int) -> dict[str, Any]:
     """Evaluation first, a model that is made by ``train``, the best checkpoint at the end, and narrow weights."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -242,7 +262,7 @@ def others(out: str, stage: int) -> dict[str, Any]:
     trainer = trainer_of(out, 2, two_by_two(stage), **common)
     first = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{out}/before")
-    trainer.model_init = model_of
+    trainer.model_init = lambda: model_of()
     trainer.train()
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     return {"first": first, "losses": losses, "again": trainer.evaluate()["eval_loss"], "dtype": trainer.model.dtype}
