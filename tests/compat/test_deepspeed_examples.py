@@ -7,6 +7,7 @@ Each function is a short script of its own; the originals run after their line `
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.accelerator import get_accelerator
-from triax.compat.deepspeed.optimizers import FusedAdam
 from triax.compat.deepspeed.utils import log_dist
 
 
@@ -476,7 +476,8 @@ def sft(stage: int, folder: str) -> None:
             {"params": [p for n, p in named if not any(nd in n for nd in no_decay)], "weight_decay": 0.1},
             {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
         ]
-        optimizer = FusedAdam(groups, lr=1e-2, betas=(0.9, 0.95))
+        ops: Any = importlib.import_module("triax.compat.deepspeed.ops.adam")  # from the ledger, not seen by mypy
+        optimizer = ops.FusedAdam(groups, lr=1e-2, betas=(0.9, 0.95))
         scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=2, num_training_steps=40)
         engine, _, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, args=args, config=config, lr_scheduler=scheduler, dist_init_required=True

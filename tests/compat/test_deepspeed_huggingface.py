@@ -152,9 +152,8 @@ def test_transformers_trainer_with_a_file_for_zero(tmp_path: Path, stage: int, o
     wanted = run(1, "train", False, str(tmp_path / "plain"))
     out = str(tmp_path / "out")
     for count, resume in ((2, None), (2, f"{out}/checkpoint-3")):
-        found = run(
-            count, "train", True, out if resume is None else f"{out}-again", str(file), *([resume] * bool(resume))
-        )
+        words = [out, str(file)] if resume is None else [f"{out}-again", str(file), resume]
+        found = run(count, "train", True, *words)
         for key, values in wanted.items():
             assert found[key] == pytest.approx(values, rel=1e-6), (key, resume)
 

@@ -348,7 +348,7 @@ def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: 
     import os
 
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")  # no telemetry
-    import datasets  # type: ignore[import-untyped]
+    import datasets
     import tokenizers
     import transformers
     from trl import SFTConfig, SFTTrainer

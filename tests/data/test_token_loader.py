@@ -269,10 +269,10 @@ def test_a_token_that_the_index_does_not_state_is_named_with_its_line(tmp_path: 
     loader = TokenData(path, 16).loader(2, 2, threads=1)
     with pytest.raises(CorruptError, match=r"document 20 \(.*tokens.jsonl, line 21\) has the token 200, but .* 122"):
         rows_of(islice(loader, loader.rows.count))
-    place = loader.state_dict()
+    before = loader.state_dict()
     with pytest.raises(CorruptError, match="document 20 "):  # the place has not moved
         next(loader)
-    assert loader.state_dict() == place
+    assert loader.state_dict() == before
     assert [line.partition(" is ")[2][:7] for line in TokenFolder(path).verify()] == ["damaged"]
 
 

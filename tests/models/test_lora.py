@@ -202,9 +202,7 @@ def loaded(folder: Path) -> Any:
 def close(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert ours.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(
-            ours[name], value, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-10, msg=f"{{}}, of {name}".format)
 
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
