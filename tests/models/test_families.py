@@ -31,7 +31,7 @@ from paths import DOCS
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
-VOCABULARY, ROWS, LENGTH = 61, 2, 13
+VOCABULARY, ROWS, LENGTH = 61, 2, 14  # a length that two tensor ranks share evenly
 _TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 _HEADS = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "intermediate_size": 44, **_HEADS, **_TOKENS}
