@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import weakref
 from pathlib import Path
@@ -197,7 +198,7 @@ def trained(stage: int, folder: str, built: str) -> None:
         model = Model().double()
         deepspeed.zero.Init(module=model)
     else:
-        path = Path(folder) / "config.json"
+        path = Path(folder) / f"{os.getpid()}.json"  # not read while another rank writes it
         path.write_text(json.dumps(settings))
         with deepspeed.zero.Init(config_dict_or_path=str(path)):
             model = Model().double()
