@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..grid.errors import ConfigError
+
 Rates = float | list[float]
 
 
@@ -65,7 +67,10 @@ def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Rates) -> lis
     groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
     if len(values) != groups:
-        raise ValueError(f"{name} has {len(values)} values for {groups} parameter groups")
+        raise ConfigError(
+            f"{name} has {len(values)} values, but the optimizer has parameter groups: {groups}. Give one number, or a "
+            "list with one for each group"
+        )
     if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not v >= 0 for v in values):
         raise ValueError(
             f"{name} = {value!r}: give a number of at least 0, or a list with one for each parameter group"

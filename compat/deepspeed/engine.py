@@ -108,17 +108,15 @@ class DeepSpeedMembers(Engine):
         if type(self.grid) is Grid:
             self.grid.__class__ = ParallelGrid  # the same grid, with DeepSpeed's methods
         if self.optimizer is not None:
-            dynamic = self.config.fp16.enabled and not self.config.fp16.loss_scale
-            members = {"optimizer": self.data_axis.optimizer, "dynamic_loss_scale": dynamic}
+            members = {"optimizer": self.data_axis.optimizer, "dynamic_loss_scale": self.dynamic_loss_scale()}
             vars(self.optimizer).update(members, loss_scaler=self.loss_scaler)
         self._publish_scale(overflow=False)
 
     def _publish_scale(self, overflow: bool) -> None:
         """Set the attributes of the optimizer in which DeepSpeed's scripts find the loss scale."""
-        for name, value in (("cur_scale", self.loss_scale() or 1.0), ("overflow", overflow)):
-            setattr(self.optimizer, name, value) if self.optimizer is not None else None
         if self.optimizer is not None:
-            self.optimizer.loss_scale = self.loss_scale() or 1.0  # type: ignore[attr-defined]
+            scale = self.loss_scale() or 1.0
+            vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -368,12 +366,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
         self.tput_timer.start()
         return super().forward(*args, **kwargs)
 
-    def backward(
-        self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> Tensor:
-        """Run a backward pass, as ``ModuleEngine.backward``. Those before a ``step`` add up."""
-        return super().backward(loss, retain_graph, scale_wrt_gas)
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a microbatch, as ``ModuleEngine.step``."""
         with self._stepping():
@@ -576,9 +568,15 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
             data_iter, return_logits, compute_loss, num_micro_batches: as there.
             reduce_output: ``"avg"``.
             bcast_loss: without effect: every rank has the loss.
+
+        Raises:
+            NotImplementedError: another ``reduce_output``, as DeepSpeed raises.
         """
-        if reduce_output not in ("avg", None):
-            raise NotImplementedError(f"reduce_output={reduce_output!r} is unknown: leave it out, which is the mean")
+        if reduce_output != "avg":
+            raise NotImplementedError(
+                f"reduce_output={reduce_output!r} would not be the mean over the batch, which is what eval_batch "
+                "returns: leave it out, and for the outputs of each microbatch pass return_logits=True"
+            )
         source = self._source(data_iter)
         assert source is not None
         return super().eval_batch(source, return_logits, compute_loss, num_micro_batches)

@@ -1,4 +1,4 @@
-"""What a model's folder has beside its weights: ids of special tokens, generation settings, the tokenizer's files.
+"""Files and settings beside the weights in a model's folder: special tokens, generation settings, the tokenizer.
 
 They go with a model from the folder or the live model that ``load_hf`` read, through checkpoints, to the folder that
 ``save_hf`` or ``triax checkpoint export --format hf`` writes, so that generation ends where it ended before.

@@ -166,6 +166,8 @@ def pipeline() -> list[Any]:
     for wrong in (engine.forward, engine.backward, engine.step):
         with pytest.raises(RuntimeError, match="train_batch"):
             wrong()
+    with pytest.raises(NotImplementedError, match="reduce_output=None would not be the mean"):
+        engine.eval_batch(iter(loader), reduce_output=None)
     grid = engine.grid
     assert grid.get_pipe_parallel_rank() == grid.get_stage_id() == engine.stage_id == grid.stage_id
     assert grid.get_model_parallel_world_size() == 2 and grid.get_slice_parallel_world_size() == 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from varied_llama import varied_llama
 
 import triax
 import triax.compat.deepspeed as deepspeed
@@ -37,39 +38,19 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(Block(), Block(), nn.Linear(8, 3)).double()
 
 
-def llama() -> Any:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=53,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        eos_token_id=None,
-    )
-    torch.manual_seed(4)
-    model = transformers.LlamaForCausalLM(config).double().eval()
-    for parameter in model.parameters():
-        parameter.data *= 5
-    return model
-
-
 def sharded(size: int) -> dict[str, Any]:
     """Outputs of each kind of model on a tensor axis of this size."""
     x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     policy = {Block: ("down",)}
     plain = deepspeed.init_inference(blocks(), tensor_parallel={"tp_size": size}, injection_policy=policy)
-    hugging = deepspeed.init_inference(llama(), config={"tp": {"tp_size": size}})
+    hugging = deepspeed.init_inference(varied_llama(), config={"tp": {"tp_size": size}})
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     results: dict[str, Any] = {"plain": plain(x).tolist(), "loss": float(hugging(IDS, labels=IDS).loss)}
     results["greedy"] = hugging.generate(input_ids=IDS, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
     results["drawn"] = hugging.generate(IDS, max_new_tokens=6, do_sample=True, pad_token_id=0).tolist()
-    quantized = deepspeed.init_inference(llama(), dtype="int8", mp_size=size)
+    quantized = deepspeed.init_inference(varied_llama(), dtype="int8", mp_size=size)
     results["int8"] = float(quantized(IDS, labels=IDS).loss)
-    trained = deepspeed.tp_model_init(llama(), tp_size=size, dtype=torch.float64)
+    trained = deepspeed.tp_model_init(varied_llama(), tp_size=size, dtype=torch.float64)
     engine = deepspeed.initialize(
         model=trained,
         model_parameters=trained.parameters(),
@@ -94,7 +75,7 @@ def test_tensor_parallel_equals_one_process(ranks: Any) -> None:
         assert torch.tensor(result["plain"]).sub(torch.tensor(wanted["plain"])).abs().max() < 1e-10
         for name in ("loss", "trained", "stepped", "int8"):
             assert result[name] == pytest.approx(wanted[name], rel=1e-9), name
-    model = llama()
+    model = varied_llama()
     with torch.no_grad():
         assert wanted["loss"] == pytest.approx(float(model(IDS, labels=IDS).loss), rel=1e-12)
     assert wanted["trained"] == wanted["loss"] != wanted["stepped"] < wanted["loss"]
@@ -121,7 +102,7 @@ def test_dtype_and_attributes() -> None:
     engine.profile_model_time()
     engine(torch.zeros(1, 8).half())
     assert len(engine.model_times()) == 1 and engine.model_times() == []
-    hugging = deepspeed.init_inference(llama(), max_out_tokens=3)
+    hugging = deepspeed.init_inference(varied_llama(), max_out_tokens=3)
     assert hugging.config.vocab_size == 53 and hugging.can_generate()
     with pytest.raises(RuntimeError, match="the input has 4 tokens, but max_out_tokens is 3"):
         hugging.generate(IDS, max_new_tokens=1)
@@ -153,7 +134,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert torch.equal(deepspeed.init_inference(module, **options)(x), wanted(x))
     with pytest.raises(ValueError, match=r"the checkpoint lacks 6 of the model's tensors, such as 1.up.weight"):
         deepspeed.init_inference(blocks(), checkpoint=str(tmp_path / "a.pt"))
-    model = llama()
+    model = varied_llama()
     model.save_pretrained(tmp_path / "hf")
     engine = deepspeed.init_inference(type(model)(model.config).double(), checkpoint=str(tmp_path / "hf"))
     with torch.no_grad():

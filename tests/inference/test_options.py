@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from varied_llama import varied_llama
 
 import triax
 from triax.grid import Grid
@@ -26,31 +27,9 @@ BEAMS: list[dict[str, Any]] = [
 ]
 
 
-def theirs() -> Any:
-    """A random Llama of transformers, whose tokens vary."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=53,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    torch.manual_seed(4)
-    model = transformers.LlamaForCausalLM(config).double().eval()
-    for parameter in model.parameters():
-        parameter.data *= 5
-    return model
-
-
 def engine(**options: Any) -> InferenceEngine:
     """triax's engine for the same model."""
-    return init_inference(triax.PipelineModule(load_hf(theirs())), **{"max_batch": 8, **options})
+    return init_inference(triax.PipelineModule(load_hf(varied_llama())), **{"max_batch": 8, **options})
 
 
 def generated(model: Any, prompt: list[int], **options: Any) -> Any:
@@ -83,7 +62,7 @@ class Ban:
 
 
 def test_greedy_with_a_penalty_and_processors_is_that_of_transformers() -> None:
-    model, ours = theirs(), engine(max_batch=3)
+    model, ours = varied_llama(), engine(max_batch=3)
     seen = set()
     for options in ({}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.8, "logits_processor": [Ban()]}):
         wanted = [generated(model, prompt, **options) for prompt in PROMPTS]
@@ -100,7 +79,7 @@ def test_greedy_with_a_penalty_and_processors_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("options", BEAMS, ids=lambda options: f"{options['num_beams']} beams")
 def test_beams_are_those_of_transformers(options: dict[str, Any]) -> None:
-    model, count = theirs(), options.get("num_return_sequences", 1)
+    model, count = varied_llama(), options.get("num_return_sequences", 1)
     eos = {"eos_token_id": options["eos"]} if "eos" in options else {}
     others = {key: value for key, value in options.items() if key != "eos"}
     found = engine().generate(PROMPTS, NEW, logprobs=True, **options)
@@ -145,7 +124,7 @@ def test_stop_strings_end_where_those_of_transformers_do() -> None:
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=tokens)
     tokenizer.add_tokens([f"<{i}>" for i in range(53 - len(words))])
-    model, ours = theirs(), engine(tokenizer=tokenizer)
+    model, ours = varied_llama(), engine(tokenizer=tokenizer)
     plain = ours.generate(PROMPTS, NEW, temperature=0)
     cut = 0
     for prompt, whole in zip(PROMPTS, plain):

@@ -291,6 +291,11 @@ def test_a_plateau_is_one_of_the_batchs_loss() -> None:
     assert rates == [0.5, 0.5, 0.5, 0.25, 0.25, 0.125]
 
 
+def test_a_list_of_rates_for_another_number_of_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match="warmup_min_lr has 3 values, but the optimizer has parameter groups: 2"):
+        run("WarmupLR", {"warmup_min_lr": [0.1, 0.2, 0.3]})
+
+
 def test_a_schedule_without_an_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="scheduler has no optimizer to set the learning rate of"):
         engine({"type": "WarmupLR"}, optimizer=None)
