@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..grid.errors import describe
+
 Function = Callable[[Tensor], Tensor]  # of a whole tensor
 
 
@@ -179,9 +181,9 @@ class Muon(LayerwiseOptimizer):
         adam_lr: float | None = None,
     ) -> None:
         if ns_dtype not in ("bfloat16", "float32", "float64"):
-            raise ValueError(f"ns_dtype is {ns_dtype!r}: give bfloat16, float32 or float64")
+            raise ValueError(f"ns_dtype is {describe(ns_dtype)}: give bfloat16, float32 or float64")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}: give original or match_rms_adamw")
+            raise ValueError(f"adjust_lr_fn is {describe(adjust_lr_fn)}: give original or match_rms_adamw")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}: give a number of at least 0 and less than 1")
         iteration = {"ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps, "ns_eps": ns_eps}

@@ -187,6 +187,18 @@ def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1)
             raise ConfigError(f"optimizer.type = {name!r}: {reason}, and {problem}, or use {instead}")
 
 
+def require_steps_on(device: str, params: Mapping[str, Any]) -> None:
+    """Check that an optimizer with these arguments steps on a kind of device.
+
+    Raises:
+        ConfigError: ``capturable`` on a CPU, where torch's optimizers fail in their first step.
+    """
+    if params.get("capturable") and device == "cpu":
+        raise ConfigError(
+            "optimizer.params.capturable is true, but the model is on the CPU: leave it out, or use a GPU"
+        )
+
+
 def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """Return the class for one of Adam's names; remove DeepSpeed's switches from the arguments, in place."""
     _drop(params, "torch_adam")  # always torch's

@@ -53,6 +53,7 @@ def choose_optimizer(
         return None
     cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
     require_whole_tensors(cls, config, grid.tensor.size)
+    optimizers.require_steps_on(grid.device.type, params)
     _require_real(cls, groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
 

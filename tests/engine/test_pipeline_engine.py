@@ -88,6 +88,10 @@ def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wante
         ({"gradient_clipping": -1}, "gradient_clipping = -1"),
         ("no/such/file.json", "cannot be read: No such file"),
         (3, "the configuration is a int"),
+        (
+            {**BASE, "pipeline": {"schedule": "auto", "costs": [1e308, 1, 1]}},
+            "pipeline.costs.0 = 1e+308: give a number from 0 to 1e100",
+        ),
     ],
 )
 def test_configurations_refused(config: Any, words: str) -> None:
@@ -111,6 +115,8 @@ def test_config_from_a_file_and_from_args(tmp_path: Path) -> None:
     [
         ({"type": "Lamp"}, "did you mean 'Lamb'?"),
         ({"type": "SGD", "params": {"lr": 0.1, "beta": 1}}, "SGD has no beta; it takes lr, momentum"),
+        ({"type": "Adadelta", "params": {"capturable": True}}, "capturable is true, but the model is on the CPU"),
+        ({"type": "Muon", "params": {"adjust_lr_fn": "é" * 99}}, "é...: give original or match_rms_adamw"),
     ],
 )
 def test_optimizers_refused(optimizer: Any, words: str) -> None:
