@@ -1,4 +1,5 @@
 """Formulas for planning a run, without torch and without processes.
 
-formulas.py  bytes of model states, of activations and of ZeRO's communication, by the papers
+formulas.py         bytes of model states, of activations and of ZeRO's communication, by the papers
+parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
 """

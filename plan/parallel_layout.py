@@ -1,0 +1,118 @@
+"""Parallel layout of a run: degrees, microbatch, schedule, ZeRO stage and recomputation. The formulas' argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..grid.topology import Topology
+from ..pipe.schedules.registry import RECIPES
+
+RECOMPUTATION = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One way to spread a training run over a cluster.
+
+    The batch and the sequence length are arguments of the formulas, because all layouts of a search share them.
+
+    Attributes:
+        pipe, data, context, tensor: sizes of the axes.
+        expert: number of shards of each layer's experts. It divides data x context.
+        microbatch: sequences of a microbatch on one replica.
+        chunks: stages per pipe rank.
+        schedule: name of a schedule, a key of ``pipe/schedules/registry.RECIPES`` other than ``forward``.
+        zero: stage of ZeRO.
+        recompute: ``none``, ``selective`` (the core of attention) or ``full`` (each layer from its input).
+        offload: masters and optimizer state are kept in CPU memory.
+        sequence_parallel: hidden states between tensor-parallel layers are sharded over the sequence; by default True
+            if tensor > 1, and False without a tensor axis, which it would not change.
+
+    Raises:
+        ValueError: a number that no run can have, an unknown name, or chunks that the schedule does not have.
+    """
+
+    pipe: int = 1
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    microbatch: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    zero: int = 0
+    recompute: str = "none"
+    offload: bool = False
+    sequence_parallel: bool | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.pipe, self.data, self.context, self.tensor, self.expert, self.microbatch, self.chunks) < 1:
+            names = ("pipe", "data", "context", "tensor", "expert", "microbatch", "chunks")
+            wrong = next(name for name in names if getattr(self, name) < 1)
+            raise ValueError(f"{wrong} is {getattr(self, wrong)}. Give a whole number of at least 1.")
+        if self.data * self.context % self.expert:
+            raise ValueError(
+                f"expert={self.expert} does not divide data x context = {self.data} x {self.context}. Give a divisor "
+                f"of {self.data * self.context}."
+            )
+        recipe = RECIPES.get(self.schedule)
+        if recipe is None or self.schedule == "forward":
+            known = ", ".join(name for name in RECIPES if name != "forward")
+            raise ValueError(f"there is no schedule {self.schedule!r} for training. Give one of {known}.")
+        if not recipe.accepts(self.chunks):
+            raise ValueError(
+                f"{self.schedule} does not run {self.chunks} chunks per rank. Give chunks={recipe.chunks}, or another "
+                "schedule."
+            )
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero is {self.zero}. Give a stage of ZeRO: 0, 1, 2 or 3.")
+        if self.recompute not in RECOMPUTATION:
+            raise ValueError(f"recompute is {self.recompute!r}. Give one of {', '.join(RECOMPUTATION)}.")
+        sharded = self.tensor > 1 and self.sequence_parallel is not False
+        object.__setattr__(self, "sequence_parallel", sharded)
+
+    @property
+    def gpus(self) -> int:
+        """Number of ranks."""
+        return self.pipe * self.data * self.context * self.tensor
+
+    @property
+    def topology(self) -> Topology:
+        """The grid's topology."""
+        sizes = {"pipe": self.pipe, "data": self.data, "context": self.context, "tensor": self.tensor}
+        if self.context == 1:  # an axis only where it is asked for
+            del sizes["context"]
+        return Topology(expert=self.expert, **sizes)
+
+    def microbatches(self, batch: int) -> int:
+        """Return the number of microbatches of a step on one replica.
+
+        Args:
+            batch: sequences of a step, over all replicas.
+
+        Raises:
+            ValueError: data x microbatch does not divide the batch, or the schedule needs more microbatches.
+        """
+        count, rest = divmod(batch, self.data * self.microbatch)
+        if rest or not count:
+            raise ValueError(
+                f"data x microbatch = {self.data} x {self.microbatch} does not divide batch={batch}. Give a multiple "
+                f"of {self.data * self.microbatch} as the batch."
+            )
+        if count < (least := RECIPES[self.schedule].least(self.pipe)):
+            raise ValueError(
+                f"{self.schedule} needs at least {least} microbatches for pipe={self.pipe}, but batch={batch} is "
+                f"{count} for each of {self.data} replicas. Give a batch of {least * self.data * self.microbatch}."
+            )
+        return count
+
+    def __str__(self) -> str:
+        """List the sizes above 1 and the choices that are not the default, as ``triax plan --layout`` reads them."""
+        shown = {name: getattr(self, name) for name in ("pipe", "data", "context", "tensor", "expert")}
+        parts = [f"{name}={size}" for name, size in shown.items() if size > 1]
+        parts.append(f"microbatch={self.microbatch}")
+        parts += [f"chunks={self.chunks}"] * (self.chunks > 1) + [f"schedule={self.schedule}"] * (self.pipe > 1)
+        parts += [f"zero={self.zero}", f"recompute={self.recompute}"] + ["offload=true"] * self.offload
+        if self.tensor > 1 and not self.sequence_parallel:
+            parts.append("sequence_parallel=false")
+        return ",".join(parts)
