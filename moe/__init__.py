@@ -6,6 +6,7 @@ capacity.py: limit of an expert's tokens per sequence.
 dispatch.py: tokens to the ranks of their experts and back, by all-to-all.
 grouped.py: grouped product, the rows of each expert times its matrix.
 experts.py: the experts' weights and MLPs, and the shared experts.
+module_experts.py: ``ModuleMoE``, a mixture of copies of any module, which returns its load-balancing loss.
 balance.py: auxiliary losses and the bias that balance the experts' loads.
 auxiliary_steps.py: sums of auxiliary losses and loads over an engine's steps.
 """

@@ -14,10 +14,10 @@ accelerator.py: ``deepspeed.accelerator``: the device of this process.
 comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.
 utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, nests of tensors.
 fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
-zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``; leaf_modules.py: ``set_z3_leaf_modules``, ...
+zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``.
 checkpointing.py: ``deepspeed.checkpointing``.
 inference.py: ``init_inference``, its configuration, ``tp_model_init``.
-moe/: ``deepspeed.moe``: ``MoE``.
+moe.py: ``deepspeed.moe``: ``MoE``.
 """
 
 from .modules import names_of, register

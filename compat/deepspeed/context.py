@@ -15,7 +15,9 @@ from ...engine.initialize import initialize as make_engine
 from ...engine.setup.arguments import config_source
 from ...engine.setup.check import read_config
 from ...grid import Grid
+from ...grid.random_states import RandomStates
 from ...pipe.module import PipelineModule
+from ...pipe.recompute.calls import RecomputeCalls
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
 from .grids import grid_of_mesh, grid_of_mpu, lay_out_megatron, restage
 
@@ -27,13 +29,18 @@ class DeepSpeedContext:
         engines: engines by id, in the order of their creation, which is the same on every rank.
         grid: the grid that layers with experts or ``tp_model_init`` have made, or None.
         accelerator: the object that ``get_accelerator`` returns, made when it is first asked for.
+        random: the random states that ``checkpointing.checkpoint`` repeats in the second run.
+        recompute: what ``checkpointing.checkpoint`` calls, made when it is first called.
+        recompute_options: its options, set by ``checkpointing.configure``; None before.
     """
 
     accelerator: Any = None
+    recompute: RecomputeCalls | None = None
+    recompute_options: dict[str, bool] | None = None
 
     def __init__(self) -> None:
         self.engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
-        self.checkpointing: Any = None
+        self.random = RandomStates()
         self._grid: ReferenceType[Grid] | None = None
 
     @property

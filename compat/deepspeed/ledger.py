@@ -64,9 +64,9 @@ PRESENT = {
     "checkpointing": {
         "compat.deepspeed.checkpointing": (
             "configure checkpoint non_reentrant_checkpoint is_configured reset partition_activations_in_checkpoint "
-            "set_num_layers get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
-            "CudaRNGStatesTracker=RandomStates"
+            "set_num_layers get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
+        "grid.random_states": "CudaRNGStatesTracker=RandomStates",
     },
     "checkpoint.utils": {"compat.deepspeed.utils": "clone_tensors_for_torch_save"},
     "comm": {
@@ -94,8 +94,7 @@ PRESENT = {
         )
     },
     "inference.engine": {"compat.deepspeed.inference": "InferenceEngine=DeepSpeedInferenceEngine"},
-    "moe": {"compat.deepspeed.moe": "layer"},
-    "moe.layer": {"compat.deepspeed.moe.layer": "MoE"},
+    "moe.layer": {"compat.deepspeed.moe": "MoE=DeepSpeedMoE"},
     "moe.utils": {
         "compat.deepspeed.utils": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer"
     },
@@ -145,9 +144,11 @@ PRESENT = {
         "compat.deepspeed.utils": "see_memory_usage set_random_seed move_to_device ensure_directory_exists",
     },
     "utils": {
-        "compat.deepspeed.leaf_modules": (
-            "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_parameter "
-            "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+        "compat.deepspeed.zero": "z3_leaf_parameter",
+        "zero.modules.leaf_modules": (
+            "set_z3_leaf_modules=set_leaf_modules unset_z3_leaf_modules=unset_leaf_modules "
+            "get_z3_leaf_modules=leaf_modules set_z3_leaf_modules_by_name=set_leaf_modules_by_name "
+            "set_z3_leaf_modules_by_suffix=set_leaf_modules_by_suffix"
         ),
         "zero.modules.units": "set_z3_leaf_module=set_leaf z3_leaf_module=is_leaf",
         "compat.deepspeed.fragments": (
@@ -167,9 +168,11 @@ PRESENT = {
         "monitor.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
     },
     "utils.z3_leaf_module": {
-        "compat.deepspeed.leaf_modules": (
-            "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_parameter "
-            "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+        "compat.deepspeed.zero": "z3_leaf_parameter",
+        "zero.modules.leaf_modules": (
+            "set_z3_leaf_modules=set_leaf_modules unset_z3_leaf_modules=unset_leaf_modules "
+            "get_z3_leaf_modules=leaf_modules set_z3_leaf_modules_by_name=set_leaf_modules_by_name "
+            "set_z3_leaf_modules_by_suffix=set_leaf_modules_by_suffix"
         ),
         "zero.modules.units": "set_z3_leaf_module=set_leaf z3_leaf_module=is_leaf",
     },

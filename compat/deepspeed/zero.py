@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...config.json_comments import read
 from ...grid.comm.axis import Axis
 from ...zero.gathered_parameters import gathered
 from ...zero.managed import ZeroParamStatus
@@ -103,6 +103,11 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
     return fn
 
 
+def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
+    """Return False: parameters have no mark of their own; ask ``z3_leaf_module`` of the module."""
+    return False
+
+
 _WITHOUT_EFFECT = {
     "zero_param_parallel_group",
     "zero_quantized_weights",
@@ -114,7 +119,7 @@ _WITHOUT_EFFECT = {
 
 def _offload_param(config: Mapping[str, Any] | str | Path | None) -> str | None:
     """Return the device of ``zero_optimization.offload_param`` in a configuration; None without one."""
-    found: Any = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config or {}
+    found: Any = read(config) if isinstance(config, (str, Path)) else config or {}
     place: str | None = ((found.get("zero_optimization") or {}).get("offload_param") or {}).get("device")
     return place
 

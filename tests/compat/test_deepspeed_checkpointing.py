@@ -52,7 +52,7 @@ def gradients(checkpointed: bool) -> tuple[list[Tensor], int, Tensor]:
 
 
 def compare(**options: Any) -> None:
-    CONTEXT.checkpointing = None
+    CONTEXT.recompute = CONTEXT.recompute_options = None
     assert not deepspeed.checkpointing.is_configured()
     wanted, runs, after = gradients(False)
     found, again, then = gradients(True)
@@ -64,7 +64,7 @@ def compare(**options: Any) -> None:
     assert again == 12 and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     deepspeed.checkpointing.partition_activations_in_checkpoint(False)
     deepspeed.checkpointing.reset()
-    CONTEXT.checkpointing = None
+    CONTEXT.recompute = CONTEXT.recompute_options = None
 
 
 def test_dropout_is_exact() -> None:

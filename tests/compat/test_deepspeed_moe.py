@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
-from triax.compat.deepspeed.moe.layer import MoE
+from triax.compat.deepspeed.moe import DeepSpeedMoE as MoE
 
 D, E = 6, 4
 
@@ -125,3 +125,4 @@ def test_what_is_not_there_is_refused(options: dict[str, Any], text: str) -> Non
     arguments = {"expert": nn.Linear(D, D), **copy.deepcopy(options)}
     with pytest.raises(ValueError, match=text):
         MoE(D, **arguments)
+    assert deepspeed.moe.layer.MoE is MoE

@@ -1,8 +1,8 @@
-"""DeepSpeed's layer ``MoE``: a mixture of copies of any module, which returns its load-balancing loss.
+"""ModuleMoE: a mixture of copies of any module, which returns its load-balancing loss.
 
-``triax.moe.MoE`` is triax's own: its experts are computed by one product each, and its losses enter the division of the
-batch, with the same numbers on every grid. Here the caller adds the loss, as with DeepSpeed, so that its value is that
-of a microbatch on one rank and changes with the grid.
+``MoE`` computes its experts by one product each, and its losses enter the division of the batch, with the same numbers
+on every grid. Here the experts are modules, and the caller adds the loss to that of the model, so that its value is
+that of a microbatch on one rank and changes with the grid.
 """
 
 from __future__ import annotations
@@ -15,77 +15,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ....grid.layout import Layout, set_layout
-from ....grid.ranges import split
-from ....moe.capacity import within_capacity
-from ....moe.dispatch import Dispatch
-from ....moe.grouped import Groups
-from ....moe.router import Router
-from ..context import CONTEXT
+from ..grid import Grid
+from ..grid.layout import Layout, set_layout
+from ..grid.ranges import split
+from .capacity import within_capacity
+from .dispatch import Dispatch
+from .grouped import Groups
+from .router import Router
 
 
 class ModuleMoE(nn.Module):
-    """Mixture of experts with DeepSpeed's arguments: each of E experts is a copy of a module.
+    """Mixture of experts: each of E experts is a copy of a module.
 
     Args:
-        hidden_size: D.
+        grid: the grid, whose expert axis the experts are spread over.
+        hidden: D.
         expert: the module that is copied, (N, D) -> (N, D).
-        num_experts: E.
-        ep_size: number of ranks over which the experts are spread: the grid's expert axis. The first layer makes the
-            grid, ``Grid(expert=ep_size)``, if there is none; ``initialize`` then takes it.
-        k: number of experts of a token.
-        capacity_factor: with ``drop_tokens``, an expert takes at most this number x k x T / E tokens of a sequence of T
-            tokens, in the order of the sequence, in training mode. (DeepSpeed counts over all tokens of a rank.)
-        eval_capacity_factor: the same in evaluation mode.
+        experts: E.
+        top_k: number of experts of a token.
+        capacity: an expert takes at most this number x k x T / E tokens of a sequence of T tokens, in the order of the
+            sequence, in training mode. None: no limit.
+        eval_capacity: the same in evaluation mode.
         min_capacity: smallest number of tokens that an expert may take.
-        use_residual: add the output of a dense copy of ``expert``; a softmax of a linear layer weighs the two.
-        noisy_gate_policy: None.
-        drop_tokens: limit experts to their capacity.
-        use_rts: without effect: tokens are dropped in the order of the sequence, never at random.
-        use_tutel: False.
-        enable_expert_tensor_parallelism: False; ``triax.moe.MoE(shard_tensor=True)`` has it.
-        top2_2nd_expert_sampling: without effect: the second expert is the second best one.
+        residual: add the output of a dense copy of ``expert``; a softmax of a linear layer weighs the two.
 
     Raises:
-        ValueError: an argument asks for what is not implemented, or a number does not fit the others.
+        ValueError: the expert axis does not divide E, or the expert has buffers.
     """
 
     def __init__(
         self,
-        hidden_size: int,
+        grid: Grid,
+        hidden: int,
         expert: nn.Module,
-        num_experts: int = 1,
-        ep_size: int = 1,
-        k: int = 1,
-        capacity_factor: float = 1.0,
-        eval_capacity_factor: float = 1.0,
-        min_capacity: int = 4,
-        use_residual: bool = False,
-        noisy_gate_policy: str | None = None,
-        drop_tokens: bool = True,
-        use_rts: bool = True,
-        use_tutel: bool = False,
-        enable_expert_tensor_parallelism: bool = False,
-        top2_2nd_expert_sampling: bool = True,
+        experts: int,
+        top_k: int = 1,
+        capacity: float | None = None,
+        eval_capacity: float | None = None,
+        min_capacity: int = 1,
+        residual: bool = False,
     ) -> None:
         super().__init__()
-        for name, given in (
-            ("noisy_gate_policy", noisy_gate_policy),
-            ("use_tutel", use_tutel),
-            ("enable_expert_tensor_parallelism", enable_expert_tensor_parallelism),
-        ):
-            if given:
-                raise ValueError(f"{name}={given!r} is not implemented: leave it out, or use triax.moe.MoE")
-        if num_experts % ep_size:
-            raise ValueError(f"ep_size={ep_size} does not divide num_experts={num_experts}: give a divisor of it")
-        self.grid = CONTEXT.expert_grid(ep_size)
-        self.num_experts, self.k, self.drop_tokens = num_experts, k, drop_tokens
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
-        self.min_capacity = min_capacity
-        self.gate = Router(hidden_size, num_experts, k, normalize=k > 1)
-        self.experts = ModuleExperts(expert, num_experts, (self.grid.expert.rank, ep_size))
-        self.mlp = copy.deepcopy(expert) if use_residual else None
-        self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
+        size = grid.expert.size
+        if experts % size:
+            raise ValueError(f"{size} ranks of the expert axis do not divide {experts} experts: give a divisor of it")
+        self.grid, self.num_experts, self.k = grid, experts, top_k
+        self.capacities, self.min_capacity = (eval_capacity, capacity), min_capacity
+        self.gate = Router(hidden, experts, top_k, normalize=top_k > 1)
+        self.experts = ModuleExperts(expert, experts, (grid.expert.rank, size))
+        self.mlp = copy.deepcopy(expert) if residual else None
+        self.coefficient = nn.Linear(hidden, 2) if residual else None
 
     def forward(self, hidden_states: Tensor, used_token: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the layer.
@@ -103,8 +82,8 @@ class ModuleMoE(nn.Module):
         routing = self.gate(rows, valid)
         chosen = routing.experts
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts + 1)[: self.num_experts]
-        if self.drop_tokens:
-            factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        factor = self.capacities[self.training]
+        if factor is not None:
             least = self.min_capacity * self.num_experts / (self.k * rows.shape[1])
             kept = within_capacity(chosen, self.num_experts, max(factor, least))
             chosen = chosen.masked_fill(~kept, self.num_experts)
@@ -161,6 +140,3 @@ class ModuleExperts(nn.Module):
                 for i, rows in enumerate(x.split(groups.lengths))
             ]
         )
-
-
-MoE = ModuleMoE  # DeepSpeed's name

@@ -1,7 +1,6 @@
-"""DeepSpeed's ``set_z3_leaf_modules`` and its relatives: modules whose parameters stage 3 gathers as one unit.
+"""Leaf modules: modules that stage 3 does not cut into units, so that all their parameters are gathered as one.
 
-They act if they are called before ``initialize``. Without them a module is cut where its ``ModuleList`` s and
-``Sequential`` s are.
+Choose them before the engine is made. Without them a module is cut where its ``ModuleList`` s and ``Sequential`` s are.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from ...zero.modules.units import is_leaf, set_leaf
+from .units import is_leaf, set_leaf
 
 
-def set_z3_leaf_modules(
+def set_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Make the modules of these classes leaf modules, and return them.
@@ -29,35 +28,30 @@ def set_z3_leaf_modules(
     return _of_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(
+def unset_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Undo ``set_z3_leaf_modules``."""
+    """Undo ``set_leaf_modules``."""
     return _of_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+def leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the leaf modules of a model."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
-def set_z3_leaf_modules_by_name(
+def set_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Make the modules of these whole names leaf modules (``flag=False``: no more); return them and missing names."""
     return _of_names(model, module_names, flag, raise_if_not_found, lambda name, wanted: name == wanted)
 
 
-def set_z3_leaf_modules_by_suffix(
+def set_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Make the modules whose names end so leaf modules (``flag=False``: no more); return them and unmatched ends."""
     return _of_names(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
-
-
-def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """Return False: parameters have no mark of their own; ask ``z3_leaf_module`` of the module."""
-    return False
 
 
 def _of_classes(

@@ -1,2 +1,0 @@
-from . import layer as layer
-from .layer import MoE as MoE
