@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ GRACE = 30.0  # seconds in which they must end when this process received a sign
 CAUSE_TIME = 4.0  # seconds in which another host may report that it has the cause of a failure
 
 _STOPPED = "; the other ranks were stopped"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SAVING = (signal.SIGTERM, signal.SIGUSR1)  # ranks may write a checkpoint; Slurm sends them to all processes of a job
+_SIGNALS = (*_SAVING, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def outcome_of(
     with _environment({**defaults, **(environment or {})}), launch_folder() as temp:
         # The server imports its modules while this process imports its own, below. A running server is used unchanged.
         multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
-        multiprocessing.forkserver.ensure_running()
+        with _ignored_by_children():
+            multiprocessing.forkserver.ensure_running()
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
             # Hosts may share a file system: the first one removes old files before the others have started any rank.
@@ -152,6 +155,8 @@ def outcome_of(
                 old.unlink()
         told = {**defaults, **(environment or {})} if hosts is not None or environment else {}
         folder = str(logs) if logs else None
+        # torch's own list, and the signal by which Slurm announces the time limit.
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(number.name for number in _SIGNALS))
         if rendezvous is not None:
             # In torch 2.13 a host that joins later waits forever for the address of the store that the agents share.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -359,6 +364,21 @@ def _quiet(*prefixes: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _ignored_by_children() -> Iterator[None]:
+    """Start processes that ignore the signals on which ranks save: without the fork server ranks would count as ended.
+
+    ``run_rank`` lets them act again.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SAVING if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,8 @@ def log_file(folder: str | Path, rank: int) -> Path:
 
 def run_rank(job: LaunchJob) -> None:
     """Run one rank: the entry point of its process, which has torchrun's environment variables."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them
+        signal.signal(number, signal.SIG_DFL)
     _leave_with_launcher()
     os.environ.update(job.environment)
     os.environ["TRIAX_LAUNCH_FOLDER"] = job.folder  # a grid writes its rank's name there

@@ -187,6 +187,40 @@ def test_other_exit_codes(run: Any) -> None:
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: no more paper"
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
+def test_ranks_save_after_a_signal_to_every_process(number: signal.Signals, tmp_path: Path) -> None:
+    """Slurm sends signals to all processes of a job: the launcher waits for its ranks, and the fork server stays."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from triax.launcher.launch import launch\n"
+        "def work():\n"
+        "    got = []\n"
+        f"    signal.signal({int(number)}, lambda *_: got.append(1))\n"
+        "    os.write(1, b'ready\\n')\n"
+        "    while not got:\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(0.5)\n"
+        "    os.write(1, b'saved\\n')\n"
+        "    sys.exit(143)\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(launch(work, ranks=2))\n"
+    )
+    program = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert program.stdout is not None and program.stderr is not None
+    try:
+        assert [program.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        os.killpg(program.pid, number)
+        assert program.wait(20) == 128 + number
+        assert [program.stdout.readline() for _ in range(2)] == ["saved\n"] * 2
+        assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
+    finally:
+        program.kill()
+        program.wait()
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM, signal.SIGKILL]
 )
