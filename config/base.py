@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..grid.errors import describe
 
@@ -65,6 +65,8 @@ def extra_of(field: Any) -> dict[str, Any]:
 class Section(BaseModel):
     """Section of the configuration. An unknown key, or a value of another type, is an error."""
 
+    TITLE: ClassVar[str] = "the configuration"  # of a file whose outermost section this is
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @field_validator("*", mode="before")
@@ -78,7 +80,7 @@ class Section(BaseModel):
         if isinstance(value, str) and value == "auto" and "x-auto" in extra:
             return extra["x-auto"]
         kinds = kinds_of(field.annotation)
-        if kinds is not None:
+        if kinds is not None and not any(isinstance(each, BeforeValidator) for each in field.metadata):
             check_kind(value, kinds)
         return value
 

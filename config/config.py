@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,6 +14,8 @@ from .base import Section, inner_section
 from .consistency import check_consistency
 from .json_comments import read
 from .schema import Config
+
+S = TypeVar("S", bound=Section)
 
 
 class BatchSizes(Section):
@@ -38,12 +41,27 @@ def parse_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
         config = read(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
-    try:
-        checked = Config.model_validate(_without_comments(config))
-    except ValidationError as error:
-        raise ConfigError("; ".join(dict.fromkeys(map(_explain, error.errors())))) from error
+    checked = check_keys(Config, _without_comments(config))
     check_consistency(checked)
     return checked
+
+
+def check_keys(section: type[S], values: Any, separator: str = "; ") -> S:
+    """Return the outermost section of a file, with its keys and values checked.
+
+    Args:
+        section: class of the section.
+        values: the file's keys and values.
+        separator: what stands between the messages, if there are several errors.
+
+    Raises:
+        ConfigError: as ``parse_config``.
+    """
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        messages = dict.fromkeys(_explain(each, section) for each in error.errors())
+        raise ConfigError(separator.join(messages)) from error
 
 
 def batch_sizes(config: Config, data: int) -> BatchSizes:
@@ -83,16 +101,16 @@ def _without_comments(value: Any) -> Any:
     return [_without_comments(each) for each in value] if isinstance(value, list) else value
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, root: type[Section]) -> str:
     """Return pydantic's error as one line that starts with the key."""
-    place = [str(part) for part in error["loc"] if part not in ("constrained-int", "nullable")]
-    where = ".".join(place) or "the configuration"
+    place = _keys_of(error["loc"], root)
+    where = ".".join(place) or root.TITLE
     if error["type"] == "extra_forbidden":
-        return _no_such_key(place[:-1], place[-1])
+        return _no_such_key(place[:-1], place[-1], root)
     if error["type"] == "missing":
         return f"{where} is missing: write it"
     given = error["input"]
-    if isinstance(given, str) and given == "auto" and place:
+    if isinstance(given, str) and given == "auto" and place and root is Config:
         return f'{where} is "auto", which a trainer fills in from its own arguments: write a value'
     text = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"][0].lower() + error["msg"][1:]
     if error["type"] in ("model_type", "dict_type"):
@@ -102,19 +120,25 @@ def _explain(error: Any) -> str:
     return f"{where} = {describe(given)}: {text}"
 
 
-def _no_such_key(place: list[str], key: str) -> str:
+def _keys_of(place: Sequence[str | int], root: type[Section]) -> list[str]:
+    """Return the keys in pydantic's place of an error, without its names of types and validators."""
+    return [str(part) for part in place if not re.match(r"(constrained-|function-|nullable|model-)", str(part))]
+
+
+def _no_such_key(place: list[str], key: str, root: type[Section]) -> str:
     """Return the error message for an unknown key: the nearest key, or the sections that have a key of this name.
 
     Args:
         place: the names of the sections that lead to the key, from the outermost one.
         key: the unknown key.
+        root: the outermost section.
     """
-    known = _names(_section(place))
-    sections = [name for name, section in _sections() if key in _names(section)]
-    where = ".".join(place) or "the configuration"
+    known = _names(_section(place, root))
+    sections = [name for name, section in _sections(root) if key in _names(section)]
+    where = ".".join(place) or root.TITLE
     if 0 < len(sections) <= 3:
         return f"{where}: there is no {key!r} here, but in {' and '.join(sections)}: write it there"
-    if len(known) > 20 and not close(key, known):
+    if root is Config and len(known) > 20 and not close(key, known):
         return f"{where}: there is no {describe(key)}, and no key like it: `triax config --table` lists all keys"
     return no_such(where, key, known)
 
@@ -123,18 +147,19 @@ def _names(section: type[Section]) -> list[str]:
     return [field.alias or key for key, field in section.model_fields.items()]
 
 
-def _sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield each section by its path; the outermost one is "the configuration"."""
-    yield prefix.removesuffix(".") or "the configuration", section
+def _sections(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield each section by its path; the outermost one by its title."""
+    yield prefix.removesuffix(".") or section.TITLE, section
     for key, field in section.model_fields.items():
         inner = inner_section(field.annotation)
         if inner is not None:
             yield from _sections(inner, f"{prefix}{key}.")
 
 
-def _section(place: list[str]) -> type[Section]:
+def _section(place: list[str], root: type[Section]) -> type[Section]:
     """Return the class of the section at a path of keys."""
-    found: type[Section] = Config
+    found = root
     for part in place:
-        found = inner_section(found.model_fields[part].annotation) or found
+        if (field := found.model_fields.get(part)) is not None:
+            found = inner_section(field.annotation) or found
     return found

@@ -26,7 +26,7 @@ from paths import ROOT
 
 DRAWS = ("pipe/program/draw.py",)  # may use rich and matplotlib, in the functions that draw
 
-CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2"}
+CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "yaml"}
 # Imported where they are used, not before.
 EXTRAS = {"matplotlib", "tensorboard", "transformers", "accelerate", "deepspeed", "wandb", "pyarrow", "tokenizers"}
 # Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.
@@ -263,7 +263,7 @@ OFFENDERS = [
     (bad_dependencies, "compat/huggingface/trainer.py", "import transformers\nfrom .arguments import A", None),
     (bad_dependencies, "compat/huggingface/a.py", "from .trainer import Trainer", "which needs an extra"),
     (bad_dependencies, "compat/huggingface/a.py", "def f():\n    from .trainer import Trainer", None),
-    (bad_dependencies, "engine/a.py", "import yaml", "does not name"),
+    (bad_dependencies, "engine/a.py", "import attrs", "does not name"),
     (bad_dependencies, "engine/a.py", "import torch, json, pydantic\nfrom rich.table import Table", None),
     (bad_dependencies, "pipe/program/new.py", "import json\nfrom ...grid.topology import Topology", None),
     (bad_dependencies, "grid/topology.py", "if TYPE_CHECKING:\n    from .grid import Grid\n    import torch", None),

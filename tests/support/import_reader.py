@@ -31,7 +31,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
     "compat": (*_PARTS, "models", "engine", "inference"),
-    "cli": (*_PARTS, "models", "engine", "inference", "compat"),
+    "train": (*_PARTS, "models", "engine", "inference"),
+    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train"),
 }
 FOLDERS = tuple(ARROWS)
 # Files and folders that run where torch is not installed, on the standard library alone.
@@ -45,7 +46,7 @@ BARE = (
     *("zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
 )
 # Files that run without torch, though not without other packages.
-TORCH_FREE = (*BARE, "config")
+TORCH_FREE = (*BARE, "config", "train/__init__.py", "train/schema.py", "train/file.py")
 
 
 @dataclass(frozen=True)

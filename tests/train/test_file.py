@@ -1,0 +1,100 @@
+"""Training files: what is read from YAML, TOML and JSON, and what an error says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from triax.grid.errors import ConfigError
+from triax.train.file import read_training_file
+from triax.train.schema import TrainingFile
+
+RUN = """\
+name: small
+model: {preset: bytes-tiny}
+data: tokens
+training:
+  tokens: 1.5M
+  batch: 8
+  learning_rate: 1e-3
+  optimizer: SGD
+  time_limit: 1h30m
+  zero: 2
+sample: {prompt: "def "}
+export: false
+"""
+
+
+def _write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_short_forms_and_changes(tmp_path: Path) -> None:
+    changes = ["training.batch=16", "training.recompute=full", "model.lora.rank=4"]
+    run, _ = read_training_file(_write(tmp_path, RUN), changes)
+    training = run.training
+    assert (training.tokens, training.batch, training.time_limit) == (1_500_000, 16, 5400)
+    assert (training.learning_rate.peak, training.optimizer.type, training.zero.stage) == (1e-3, "SGD", 2)
+    assert run.data.training == "tokens" and training.recompute.granularity == "full"
+    assert run.export is None and run.model.lora is not None and run.model.lora.rank == 4
+
+
+def test_the_three_formats_are_equal(tmp_path: Path) -> None:
+    yaml = _write(tmp_path, "model: {preset: gpt2}\ndata: tokens\ntraining: {steps: 5, batch: 2}\n")
+    toml = _write(tmp_path, 'data = "tokens"\n[model]\npreset = "gpt2"\n[training]\nsteps = 5\nbatch = 2\n', "run.toml")
+    values = {"model": {"preset": "gpt2"}, "data": "tokens", "training": {"steps": 5, "batch": 2}}
+    jsn = _write(tmp_path, json.dumps(values), "run.json")
+    read = [read_training_file(path)[0] for path in (yaml, toml, jsn)]
+    assert read[0] == read[1] == read[2] == TrainingFile.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("batch: 8", "bacth: 8", "line 6: training: there is no 'bacth'; did you mean 'batch'?"),
+        ("batch: 8", "batch: x", "line 6: training.batch = 'x': give a whole number"),
+        ("batch: 8", "batch: 8\n  steps: 3", "line 4: training: steps and tokens all say how long the run is"),
+        ("1h30m", "90", "line 9: training.time_limit = 90: give a time with its unit"),
+        ("1.5M", "many", "line 5: training.tokens = 'many': give a whole number of tokens"),
+        ("name: small", "nme: small", "line 1: the training file: there is no 'nme'; did you mean 'name'?"),
+        ("name: small", "name: a/b", "line 1: name = 'a/b'"),
+        ("data: tokens", "", "run.yaml: data is missing: write it"),
+        ("name: small", "name: small\nname: big", "line 2 is not YAML: 'name' stands here twice"),
+        ("name: small", "name: [", "is not YAML"),
+        ("name: small", "on: small", "the key true is no text: write it in quotes"),
+        ("name: small", "name: !!python/object:os.system x", "line 1 is not YAML"),
+        ("preset: bytes-tiny", "preset: a, folder: b", "line 2: model: both preset and folder are given"),
+        ("preset: bytes-tiny", "folder: b, overrides: {dropout: 0.1}", "overrides change the shape"),
+    ],
+)
+def test_errors_name_line_and_key(tmp_path: Path, before: str, after: str, expected: str) -> None:
+    assert before in RUN
+    with pytest.raises(ConfigError) as caught:
+        read_training_file(_write(tmp_path, RUN.replace(before, after)))
+    assert expected in str(caught.value) and str(caught.value).startswith(str(tmp_path))
+
+
+def test_errors_of_changes(tmp_path: Path) -> None:
+    path = _write(tmp_path, RUN)
+    for change, expected in (
+        ("training.batch", "is not key=value"),
+        ("training.batch=-1", "with training.batch=...: training.batch = -1"),
+        ("training.optimizer.lr=1", "which is 'SGD' in"),
+        ("traning.batch=1", "there is no 'traning'; did you mean 'training'?"),
+    ):
+        with pytest.raises(ConfigError, match=change.split("=")[0].split(".")[0]) as caught:
+            read_training_file(path, [change])
+        assert expected in str(caught.value)
+
+
+def test_files_that_grow_or_do_not_end(tmp_path: Path) -> None:
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(6)
+    )
+    for text in (bomb, "a: &a [*a]\n", "[" * 1000):
+        with pytest.raises(ConfigError, match=r"nested|not YAML"):
+            read_training_file(_write(tmp_path, text))
