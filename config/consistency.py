@@ -73,6 +73,11 @@ def _check_local_updates(config: Config) -> None:
             f"local_updates and offload_optimizer (to {zero.offload_optimizer.device}) are both given, but "
             "local_updates keeps its weights and differences on the device: leave one of them out"
         )
+    if config.gradient_allreduce_op != "mean":
+        raise ConfigError(
+            "gradient_allreduce_op sum is for gradients that are summed over replicas, but with local_updates the "
+            "weights of the replicas are averaged: leave it out"
+        )
     scaled = config.prescale_gradients or config.gradient_predivide_factor != 1.0
     if scaled or config.torch_autocast.lower_precision_safe_modules:
         keys = "prescale_gradients and gradient_predivide_factor are"

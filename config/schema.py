@@ -40,6 +40,11 @@ class Config(Section):
     gradient_accumulation_steps: int | None = setting(
         None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1
     )
+    managed_gradient_accumulation: bool = setting(
+        True,
+        "false: each engine.step() updates the weights, after any number of backward passes, whose gradients are "
+        "divided by gradient_accumulation_steps all the same. Not for a PipelineModule.",
+    )
     optimizer: OptimizerConfig | None = setting(None, "Optimizer; null: the one of initialize(optimizer=...).")
     scheduler: SchedulerConfig | None = setting(
         None, "Learning-rate schedule; null: constant rates, or initialize(lr_scheduler=...)."
@@ -54,6 +59,11 @@ class Config(Section):
     )
     gradient_predivide_factor: float = setting(
         1.0, "Divide gradients by this number before they are summed.", gt=0.0, allow_inf_nan=False
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = setting(
+        "mean",
+        "Combine the gradients of the replicas, each the mean over its own samples, by their mean, or by their sum, "
+        "which is as many times larger as there are replicas.",
     )
     zero_optimization: ZeroConfig = setting(ZeroConfig(), "ZeRO: what the data axis shards.")
     pipeline: PipelineConfig = setting(PipelineConfig(), "The pipeline schedule.")
@@ -142,9 +152,6 @@ class Config(Section):
     )
 
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
-    gradient_allreduce_op: Any = refused(
-        "gradients are summed and divided by the weight of the batch: write mean", "mean"
-    )
     disable_allgather: Any = refused("every rank needs the new weights: leave it out")
     elasticity: Any = refused(
         "batch sizes for several numbers of ranks are not chosen here: leave it out, and write train_batch_size, which "
@@ -169,7 +176,6 @@ class Config(Section):
         "experts are spread over consecutive ranks of data x context: leave it out"
     )
     disable_python_gc: Any = refused("leave it out, and call gc.disable() yourself")
-    managed_gradient_accumulation: Any = refused("leave it out: train_batch runs all microbatches of a step", True)
     zero_allow_untested_optimizer: Any = idle("every elementwise optimizer runs in every stage")
     zero_force_ds_cpu_optimizer: Any = idle("an offloaded update runs on the CPU with the named optimizer")
     aio: Any = idle("files are mapped into memory: there are no reads to queue")

@@ -29,12 +29,12 @@ from ..grid.nest import map_tensors
 from ..grid.random import DropoutState, bind_dropout, set_dropout_samples
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
+from ..optim.schedulers import advance_schedule
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
-from .optimizer_step import advance_schedule
 from .setup.module import ModuleOptimizer, broadcast_weights, describe_loss
 from .setup.recomputation import log_profile, recompute_blocks
 
@@ -93,7 +93,8 @@ class ModuleEngine(Engine):
         self._make_step(parts)
         self.observer = ModuleObserver(self)
         self.microbatch = 0
-        self._user_boundary: bool | None = None  # from set_gradient_accumulation_boundary; None: counted
+        # From set_gradient_accumulation_boundary. None: counted. Unmanaged, each step() ends one.
+        self._user_boundary: bool | None = None if config.managed_gradient_accumulation else True
         self._in_no_sync = False  # within no_sync
         self._scaled_by_user = False  # the loss of this microbatch went through scale()
         self._engine_backwards = 0  # backward passes of this microbatch that backward() made
@@ -117,6 +118,8 @@ class ModuleEngine(Engine):
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
                 self._begin_step()
+            if not self.config.managed_gradient_accumulation:
+                self.microbatch = self.backward_passes.count
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
                 first = self.grid.replica * share + self.microbatch * self.batch.micro
@@ -220,6 +223,9 @@ class ModuleEngine(Engine):
                 )
             try:
                 if self.is_gradient_accumulation_boundary():
+                    if not self.config.managed_gradient_accumulation:
+                        missing = self.batch.accumulation - self.backward_passes.count
+                        self._samples_before -= missing * self.batch.micro * self.grid.replicas
                     self.microbatch = -1
                     with torch.no_grad(), self.replicas.stepping() as grid:
                         self._step(grid, self.optimizer, lr_kwargs)
@@ -265,7 +271,16 @@ class ModuleEngine(Engine):
         """Set before each forward whether its microbatch is the last one of a step, in place of counting them.
 
         Gradients are divided by gradient_accumulation_steps in any case.
+
+        Raises:
+            RuntimeError: under ``managed_gradient_accumulation: false``, where each ``step`` updates the weights.
         """
+        with self.all_or_none("set_gradient_accumulation_boundary"):
+            if not self.config.managed_gradient_accumulation:
+                raise AgreedError(
+                    "set_gradient_accumulation_boundary() was called, but managed_gradient_accumulation is false, so "
+                    "that each engine.step() updates the weights: leave one of the two out"
+                )
         self._user_boundary = is_boundary
         self._mark_last()
 
@@ -344,7 +359,11 @@ class ModuleEngine(Engine):
             self.backward_passes.begin()
 
     def _mark_last(self) -> None:
-        self.backward_passes.next_is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.
+        options = self.data_axis.options
+        managed = self.config.managed_gradient_accumulation or (options.stage > 1 and options.reduce_every_backward)
+        boundary = managed and self.is_gradient_accumulation_boundary()
+        self.backward_passes.next_is_last = boundary and not self._in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self._options.weight_dtype if tensor.is_floating_point() else None)

@@ -11,19 +11,14 @@ update                the optimizer, the learning-rate schedule, fp16's loss sca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
-import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..config.schema import Config
 from ..grid import Grid, agreement
-from ..grid.errors import AgreedError
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
-from ..optim.schedulers import advance, follow
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.norm import clip_factor
 
@@ -100,7 +95,7 @@ class OptimizerStep:
         Raises:
             AgreedError: on every rank, if the loss or the norm is not finite and ``nan_loss`` is ``raise``.
         """
-        divisor = weight * self._data_axis.options.prescale * self.scale
+        divisor = weight * self._data_axis.options.divisor * self.scale
         self.norm = math.sqrt(self._square[0]) / divisor if self._square else None
         skipped = self.nonfinite.skips(grid, loss, self.norm, losses, self._squares)
         overflow = (
@@ -140,34 +135,3 @@ class OptimizerStep:
         (square,) = agreement.totals(grid, [self._data_axis.squares()])
         self.norm = math.sqrt(square)
         return 1.0
-
-
-def advance_schedule(
-    schedule: LRScheduler | None,
-    optimizer: torch.optim.Optimizer,
-    loss: Tensor | None,
-    arguments: Mapping[str, Any] | None = None,
-) -> None:
-    """Advance a learning-rate schedule by one step.
-
-    Args:
-        schedule: the schedule. If it is None, nothing is done.
-        optimizer: the optimizer whose learning rate the schedule sets.
-        loss: the step's loss. None if the engine was not given a loss.
-        arguments: arguments of the schedule's ``step`` method, in place of the loss.
-
-    Raises:
-        AgreedError: if the schedule depends on the loss, and there is no loss.
-    """
-    if schedule is None:
-        return
-    if arguments:
-        schedule.step(**arguments)
-        follow(schedule, optimizer)
-    elif isinstance(schedule, ReduceLROnPlateau) and loss is None:
-        raise AgreedError(
-            "ReduceLROnPlateau needs the loss, which the engine knows only from engine.backward(loss): call that, or "
-            'pass the loss to engine.step(lr_kwargs={"metrics": loss})'
-        )
-    else:
-        advance(schedule, loss, optimizer)

@@ -22,6 +22,7 @@ from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..moe.auxiliary_steps import AuxiliarySteps
+from ..optim.schedulers import advance_schedule
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.module import PipelineModule
@@ -42,7 +43,6 @@ from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
-from .optimizer_step import advance_schedule
 from .setup.recomputation import log_profile
 
 

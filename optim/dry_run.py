@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .optimizers import LAYERWISE, WHOLE_TENSOR, Classes, fused, resolve
-from .schedulers import advance, make_scheduler
+from .schedulers import advance_schedule, make_scheduler
 from .signature import trial
 
 _STEPS = 3  # an argument that something is divided by shows an error by the third step
@@ -75,7 +75,7 @@ def _scheduled(kind: str, params: Mapping[str, Any], over: tuple[str, Mapping[st
             try:
                 scheduler = make_scheduler(kind, params)(optimizer)
                 for _ in range(_STEPS):
-                    advance(scheduler, torch.ones(()), optimizer)
+                    advance_schedule(scheduler, optimizer, torch.ones(()))
                 return
             except ValueError:
                 if groups == sizes[-1]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..grid.errors import ConfigError, describe, nearest
+from ..grid.errors import AgreedError, ConfigError, describe, nearest
 from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .signature import check_arguments, defaults_of
 
@@ -105,20 +105,37 @@ def _has_default(key: str, cls: type[LRScheduler], name: str) -> bool:
     return parameter is not None
 
 
-def advance(scheduler: LRScheduler, loss: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
-    """Step a schedule after an optimizer step, and set the learning rates.
+def advance_schedule(
+    schedule: LRScheduler | None,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor | None,
+    arguments: Mapping[str, Any] | None = None,
+) -> None:
+    """Advance a learning-rate schedule by one step, and set the optimizer's learning rates.
 
     Args:
-        scheduler: the schedule.
-        loss: the step's loss, which ReduceLROnPlateau needs; others ignore it.
-        optimizer: the engine's optimizer, which gets the rates.
+        schedule: the schedule. If it is None, nothing is done.
+        optimizer: the engine's optimizer, whose learning rate the schedule sets.
+        loss: the step's loss, which ReduceLROnPlateau needs. None if the engine was not given a loss.
+        arguments: arguments of the schedule's ``step`` method, in place of the loss.
+
+    Raises:
+        AgreedError: if the schedule depends on the loss, and there is no loss.
     """
-    if isinstance(scheduler, ReduceLROnPlateau):
-        assert loss is not None  # the engine refuses such a schedule without a loss
-        scheduler.step(float(loss))
+    if schedule is None:
+        return
+    if arguments:
+        schedule.step(**arguments)
+    elif not isinstance(schedule, ReduceLROnPlateau):
+        schedule.step()
+    elif loss is None:
+        raise AgreedError(
+            "ReduceLROnPlateau needs the loss, which the engine knows only from engine.backward(loss): call that, or "
+            'pass the loss to engine.step(lr_kwargs={"metrics": loss})'
+        )
     else:
-        scheduler.step()
-    follow(scheduler, optimizer)
+        schedule.step(float(loss))
+    follow(schedule, optimizer)
 
 
 def follow(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:

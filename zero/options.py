@@ -24,6 +24,8 @@ class ZeroOptions:
         communication_dtype: dtype in which gradients are summed over the data axis; None is ``accumulation_dtype``.
         low_precision_parameters: the parameters to which ``communication_dtype`` applies; None: all.
         prescale: factor applied to gradients before they are summed over the data axis. It is not undone here.
+        divisor: number by which the optimizer's step divides the sums, beside the batch's weight: ``prescale``; and
+            1 / replicas, if the mean over each replica's batch is summed over the replicas.
         reduce_every_backward: in stages 2 and 3, reduce after every backward pass; if False, gradients stay whole
             until the last backward pass of a step.
         reduce_scatter: reduce-scatter gradients; if False, all-reduce them and keep the owned range.
@@ -48,6 +50,7 @@ class ZeroOptions:
     communication_dtype: torch.dtype | None = None
     low_precision_parameters: Collection[Tensor] | None = None
     prescale: float = 1.0
+    divisor: float = 1.0
     reduce_every_backward: bool = True
     reduce_scatter: bool = True
     allgather_partitions: bool = True

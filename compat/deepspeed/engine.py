@@ -36,6 +36,7 @@ _VALUES = {
     "dataloader_drop_last": "dataloader_drop_last",
     "dump_state": "dump_state",
     "gradient_predivide_factor": "gradient_predivide_factor",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
     "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",

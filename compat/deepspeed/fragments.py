@@ -120,7 +120,7 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
             if passes is not None and passes.count and engine.is_gradient_accumulation_boundary():
                 passes.reduce()
                 weight = engine.grid.data.size * engine.batch.accumulation
-                return weight * engine.data_axis.options.prescale * engine.optimizer_step.scale
+                return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale
     if require:
         raise ValueError(
             f"the parameter of shape {tuple(param.shape)} has no gradient to set: call this after the last "

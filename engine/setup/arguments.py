@@ -34,6 +34,11 @@ def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -
     if isinstance(model, PipelineModule):
         if grid is not None and grid is not model.grid:
             raise ConfigError("the PipelineModule was built on another grid than grid=: leave grid= out")
+        if not config.managed_gradient_accumulation:
+            raise ConfigError(
+                "managed_gradient_accumulation is false, but train_batch of a PipelineModule runs all microbatches of "
+                "a step: leave the key out"
+            )
         return model.grid
     if grid is None:
         sizes = [config.tensor_parallel.autotp_size, config.tensor_parallel.tp_size]

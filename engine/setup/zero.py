@@ -25,7 +25,7 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
     Raises:
         ConfigError: a key does not fit the module or the number of replicas.
     """
-    half, zero = weight_dtype(config), config.zero_optimization
+    half, zero, data = weight_dtype(config), config.zero_optimization, grid.data_context.size
     low_precision = low_precision_parameters(config, module, grid)
     return ZeroOptions(
         stage=zero.stage,
@@ -33,7 +33,8 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
         accumulation_dtype=None if half is None or config.bf16.bf16_master_weights_and_grads else torch.float32,
         communication_dtype=communication_dtype(config) if low_precision is None else autocast_dtype(config),
         low_precision_parameters=low_precision,
-        prescale=_prescale(config, grid.data_context.size),
+        prescale=_prescale(config, data),
+        divisor=_prescale(config, data) / (grid.replicas if config.gradient_allreduce_op == "sum" else 1),
         reduce_every_backward=zero.reduce_each_microbatch,
         reduce_scatter=zero.reduce_scatter,
         allgather_partitions=zero.allgather_partitions,
@@ -46,7 +47,7 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
         max_reuse_distance=zero.stage3_max_reuse_distance or 0,
         offload=_offload(zero),
         exchange=make_exchange(config, module, grid),
-        zeropp=_zeropp(zero, grid.data_context.size),
+        zeropp=_zeropp(zero, data),
     )
 
 

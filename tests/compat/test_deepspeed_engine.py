@@ -77,6 +77,53 @@ def test_several_backward_passes_everywhere(ranks: Any, size: int, tmp_path: Pat
     ranks(size, all_passes, CASES, str(tmp_path))
 
 
+def unmanaged(stage: int, op: str) -> None:
+    """Train with another number of backward passes in each step, and compare gradients and weights with torch's."""
+    model, accumulation = net(), 2
+    settings = {**config("SGD", accumulation, stage), "managed_gradient_accumulation": False}
+    settings["gradient_allreduce_op"] = op
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+    assert not engine.managed_gradient_accumulation()
+    reference = net()
+    optimizer = torch.optim.SGD(groups(reference), lr=0.05, momentum=0.9)
+    divisor, samples = accumulation * (engine.dp_world_size if op == "mean" else 1), 0
+    for step, count in enumerate((3, 1, 2)):
+        optimizer.zero_grad()
+        for index in range(count):
+            x, y = microbatch(step, index, engine.global_rank)
+            engine.backward((engine(x, times=0.9) - y).square().mean())
+            for replica in range(engine.dp_world_size):
+                x, y = microbatch(step, index, replica)
+                ((reference(x, times=0.9) - y).square().mean() / divisor).backward()
+        engine.step()
+        samples += count * MICRO * engine.dp_world_size
+        assert engine.was_step_applied() and engine.global_samples == samples
+        wanted = {n: p for n, p in reference.named_parameters() if p.grad is not None}
+        norm = nn.utils.clip_grad_norm_(wanted.values(), CLIP)
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-10)
+        gradients = engine.gather("gradients")
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+        optimizer.step()
+    weights = engine.module_state_dict()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter, rtol=1e-10, atol=1e-12)
+    with pytest.raises(AssertionError, match="set_gradient_accumulation_boundary"):
+        engine.set_gradient_accumulation_boundary(True)
+
+
+def test_a_step_of_any_number_of_backward_passes(ranks: Any) -> None:
+    ranks(2, unmanaged, 1, "sum")
+    ranks(2, unmanaged, 3, "mean")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_step_of_any_number_of_backward_passes_everywhere(ranks: Any, stage: int, op: str) -> None:
+    ranks(2, unmanaged, stage, op)
+
+
 def test_the_module_may_be_zeroed_copied_and_called() -> None:
     """The generator's pass leaves gradients in the discriminator, which ``netD.zero_grad()`` discards."""
     model = net()
