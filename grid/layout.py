@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .comm.axis import Axis
-from .ranges import split
+from .ranges import shard_shape, split
 
 # Not plain `layout`: every tensor has that attribute already (torch.strided), and it cannot be written.
 _ATTRIBUTE = "triax_layout"
@@ -132,13 +132,7 @@ class Layout:
 
     def local_shape(self, rank: int, size: int, expert: tuple[int, int] = (0, 1)) -> tuple[int, ...]:
         """Return the shape of the shard of the rank that ``boxes`` describes."""
-        shape = list(self.shape)
-        if self.expert_dim is not None:
-            start, stop = split(shape[self.expert_dim], expert[1], expert[0])
-            shape[self.expert_dim] = stop - start
-        if self.shard_dim is not None:
-            shape[self.shard_dim] = sum(self.lengths(rank, size))
-        return tuple(shape)
+        return shard_shape(self.shape, rank, size, self.shard_dim, self.parts, self.unit, expert, self.expert_dim)
 
     def lengths(self, rank: int, size: int) -> list[int]:
         """Return the length of each fused part in the shard of rank ``rank`` on a tensor axis of size ``size``."""

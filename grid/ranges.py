@@ -25,6 +25,40 @@ def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]
     return units * index // parts * unit, units * (index + 1) // parts * unit
 
 
+def shard_shape(
+    shape: Sequence[int],
+    rank: int,
+    size: int,
+    dim: int | None,
+    parts: Sequence[int] | None = None,
+    unit: int = 1,
+    expert: tuple[int, int] = (0, 1),
+    expert_dim: int | None = None,
+) -> tuple[int, ...]:
+    """Return the shape of one rank's shard of a tensor that the tensor axis and the expert axis shard.
+
+    >>> shard_shape((48, 7), 1, 4, 0, parts=(16, 16, 16), unit=4)
+    (12, 7)
+
+    Args:
+        shape: the unsharded shape.
+        rank, size: rank on, and size of, the tensor axis.
+        dim: the dim that the tensor axis shards, or None.
+        parts: lengths of fused parts along ``dim``, each sharded on its own; None: one part.
+        unit: rows along ``dim`` that stay together.
+        expert: rank on, and size of, the expert axis.
+        expert_dim: the dim that the expert axis shards, or None.
+    """
+    local = list(shape)
+    if expert_dim is not None:
+        start, stop = split(shape[expert_dim], expert[1], expert[0])
+        local[expert_dim] = stop - start
+    if dim is not None:
+        spans = (split(length, size, rank, unit) for length in parts or (shape[dim],))
+        local[dim] = sum(stop - start for start, stop in spans)
+    return tuple(local)
+
+
 def check_units(what: str, length: int, unit: int, tensor: int) -> None:
     """Check that the tensor axis can shard a length in whole units, with at least one unit for each rank.
 

@@ -84,8 +84,8 @@ class TokenEmbedding(VocabParallelEmbedding):
 class CappedHead(VocabParallelHead):
     """``VocabParallelHead`` whose logits have a cap, as for ``softcapped``."""
 
-    def __init__(self, *args: Any, softcap: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, grid: Grid, softcap: float, **kwargs: Any) -> None:
+        super().__init__(*args, grid=grid, **kwargs)
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:

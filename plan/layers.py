@@ -1,0 +1,428 @@
+"""Shapes of a model's layers: parameters, matrix products and attention of each, from its configuration. No torch.
+
+``layers_of`` lists the layers of the functions that make a model (``gpt_layers``, ``llama_layers``, ``decoder_layers``,
+``mixtral_layers``, ``deepseek_layers``), in their order. The formulas for memory, time and traffic read these shapes
+only.
+
+>>> from triax.models.config import LlamaConfig
+>>> layers = layers_of(LlamaConfig.preset("llama3-8b"))
+>>> [layer.name for layer in layers[:2]], len(layers), sum(layer.parameters for layer in layers)
+(['TokenEmbedding', 'LlamaBlock'], 35, 8030261248)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..grid.ranges import shard_shape
+from ..models.config import (
+    DecoderConfig,
+    DeepseekConfig,
+    GPTConfig,
+    LlamaConfig,
+    MixtralConfig,
+    TransformerConfig,
+)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a layer. Its fields are those of ``grid.layout.Layout``, which needs torch.
+
+    Attributes:
+        name: name within the layer, such as ``attention.out.weight``.
+        shape: the unsharded shape.
+        shard_dim: the dim that the tensor axis shards; None: each rank holds the whole tensor, and under sequence
+            parallelism its gradient is summed over the tensor axis.
+        parts: lengths of fused parts along ``shard_dim``, each sharded on its own; None: one part.
+        unit: rows along ``shard_dim`` that stay together.
+        expert_dim: the dim that the expert axis shards, or None.
+        heads: if given, the tensor axis shards the weight only if its size divides this number, and otherwise each rank
+            holds the whole weight (keys and values of grouped queries).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_dim: int | None = None
+    parts: tuple[int, ...] | None = None
+    unit: int = 1
+    expert_dim: int | None = None
+    heads: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the unsharded tensor."""
+        return math.prod(self.shape)
+
+    def sharded(self, tensor: int) -> bool:
+        """Return True if a tensor axis of this size shards the weight."""
+        return self.shard_dim is not None and (self.heads is None or self.heads % tensor == 0)
+
+    def local_shape(self, rank: int, tensor: int, expert: tuple[int, int] = (0, 1)) -> tuple[int, ...]:
+        """Return the shape of a rank's shard.
+
+        Args:
+            rank, tensor: rank on, and size of, the tensor axis.
+            expert: rank on, and size of, the expert axis.
+        """
+        dim = self.shard_dim if self.sharded(tensor) else None
+        return shard_shape(self.shape, rank, tensor, dim, self.parts, self.unit, expert, self.expert_dim)
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """Matrix product of each token with a weight: ``inputs`` -> ``outputs`` numbers, over all tensor-parallel ranks.
+
+    Attributes:
+        weight: name of the weight.
+        sharding: ``column``: the tensor axis shards the outputs; ``row``: the inputs; ``none``: every rank has the
+            whole weight and computes the tokens of its hidden states (1/t of them under sequence parallelism).
+        times: products of one token: 1, or the number of experts that it goes to.
+        heads: as for ``Weight``; a rank that holds the whole weight multiplies the rows of its own queries' heads only.
+    """
+
+    weight: str
+    inputs: int
+    outputs: int
+    sharding: str = "none"
+    times: int = 1
+    heads: int | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sizes of causal attention.
+
+    Attributes:
+        heads, kv_heads: heads of queries, and of keys and values.
+        query_dim, value_dim: width of a head of queries and keys, and of values.
+        window: number of tokens that a token attends to, or None.
+        rope: queries and keys are rotated.
+        norms: queries and keys are normalized.
+        latent: width of the vectors from which DeepSeek's heads are projected, in all; 0 without them.
+    """
+
+    heads: int
+    kv_heads: int
+    query_dim: int
+    value_dim: int
+    window: int | None = None
+    rope: bool = True
+    norms: bool = False
+    latent: int = 0
+
+
+@dataclass(frozen=True)
+class Feedforward:
+    """Sizes of an MLP, or of a mixture of experts.
+
+    Attributes:
+        width: hidden width of the MLP, or of one expert.
+        gated: there are a gate and a product with it.
+        experts: number of experts; 0: an MLP.
+        per_token: number of experts that each token goes to.
+        shared: hidden width of the experts that every token goes to.
+    """
+
+    width: int
+    gated: bool
+    experts: int = 0
+    per_token: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer of a model's list.
+
+    Attributes:
+        kind: ``embedding``, ``positions``, ``block``, ``norm`` or ``head``.
+        name: name of its class.
+        hidden: width of the hidden states.
+        weights: its parameters, in the module's order.
+        products: its products with weights.
+        attention, feedforward: of a block.
+        norms: number of norms over the hidden states.
+        dropout: it has a dropout (a block has two).
+        tie: key of the layers that share its weights, or None.
+        buffers: bytes of its buffers.
+    """
+
+    kind: str
+    name: str
+    hidden: int
+    weights: tuple[Weight, ...]
+    products: tuple[MatrixProduct, ...] = ()
+    attention: Attention | None = None
+    feedforward: Feedforward | None = None
+    norms: int = 0
+    norm: str = "rms"
+    dropout: bool = False
+    tie: str | None = None
+    buffers: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the unsharded layer."""
+        return sum(weight.numel for weight in self.weights)
+
+
+def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[LayerShape]:
+    """List the layers of a model.
+
+    Args:
+        config: the model's configuration.
+        shard_tensor: the tensor axis shards the hidden width of experts, as the option of ``mixtral_layers`` does.
+
+    Raises:
+        TypeError: the configuration's class is not one of ``models/config.CONFIGS``.
+    """
+    maker = _MAKERS.get(type(config))
+    if maker is None:
+        raise TypeError(
+            f"the layers of a {type(config).__name__} are unknown. Give one of "
+            f"{', '.join(sorted(cls.__name__ for cls in _MAKERS))}."
+        )
+    return maker(config, shard_tensor)
+
+
+# ------------------------------------------------------------------------------------------------ parts of layers
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool, sharding: str, **how: Any) -> tuple[Weight, ...]:
+    """Return weight and bias of a column-parallel or a row-parallel linear layer."""
+    dim = {"column": 0, "row": 1, "none": None}[sharding]
+    weights = [Weight(f"{name}.weight", (outputs, inputs), dim, **how)]
+    if bias:
+        column = {"shard_dim": 0, **how} if sharding == "column" else {}
+        weights.append(Weight(f"{name}.bias", (outputs,), **column))
+    return tuple(weights)
+
+
+def _norm(name: str, width: int, kind: str) -> tuple[Weight, ...]:
+    weights = (Weight(f"{name}.weight", (width,)),)
+    return (*weights, Weight(f"{name}.bias", (width,))) if kind == "layer" else weights
+
+
+def _products(weights: Sequence[Weight], times: int = 1) -> tuple[MatrixProduct, ...]:
+    """Return the products with the matrices among the weights."""
+    found = []
+    for weight in weights:
+        if len(weight.shape) < 2:
+            continue
+        *_, outputs, inputs = weight.shape
+        dims = len(weight.shape)
+        sharding = "none" if weight.shard_dim is None else ("column", "row")[weight.shard_dim - (dims - 2)]
+        repeated = times if weight.expert_dim is not None else 1
+        found.append(MatrixProduct(weight.name, inputs, outputs, sharding, repeated, weight.heads))
+    return tuple(found)
+
+
+def _mlp(width: int, hidden: int, gated: bool, bias: bool) -> tuple[Weight, ...]:
+    if gated:
+        first = _linear("mlp.gate_up", 2 * hidden, width, bias, "column", parts=(hidden, hidden))
+    else:
+        first = _linear("mlp.up", hidden, width, bias, "column")
+    return (*first, *_linear("mlp.down", width, hidden, bias, "row"))
+
+
+def _experts(width: int, sizes: Feedforward, shard_tensor: bool) -> tuple[Weight, ...]:
+    """Return the weights of a mixture of gated experts."""
+    shards = shard_tensor
+    weights = [Weight("mlp.router.weight", (sizes.experts, width))]
+    for name, each, count in (("routed", sizes.width, sizes.experts), ("shared", sizes.shared, 0)):
+        if not each:
+            continue
+        lead, at = ((count,), 1) if count else ((), 0)
+        expert: dict[str, Any] = {"expert_dim": 0} if count else {}
+        first: dict[str, Any] = {"shard_dim": at, "parts": (each, each)} if shards else {}
+        last: dict[str, Any] = {"shard_dim": at + 1} if shards else {}
+        weights.append(Weight(f"mlp.{name}.gate_up", (*lead, 2 * each, width), **first, **expert))
+        weights.append(Weight(f"mlp.{name}.down", (*lead, width, each), **last, **expert))
+    return tuple(weights)
+
+
+def _ends(config: TransformerConfig, softcap: bool = False, bias: bool = False) -> tuple[LayerShape, LayerShape]:
+    """Return the token embedding and the head."""
+    vocabulary, width = config.vocab_size, config.hidden_size
+    rows = Weight("weight", (vocabulary, width), 0)
+    tie = "embed" if config.tie_word_embeddings else None
+    embedding = LayerShape("embedding", "TokenEmbedding", width, (rows,), tie=tie)
+    weights = (rows, Weight("bias", (vocabulary,), 0)) if bias else (rows,)
+    name = "TokenEmbedding" if tie else "CappedHead" if softcap else "VocabParallelHead"
+    return embedding, LayerShape("head", name, width, weights, _products(weights), tie=tie)
+
+
+def _positions(config: TransformerConfig, offset: int = 0) -> LayerShape:
+    weight = Weight("weight", (offset + config.max_position_embeddings, config.hidden_size))
+    return LayerShape("positions", "PositionEmbedding", config.hidden_size, (weight,), dropout=config.dropout > 0)
+
+
+def _final_norm(width: int, kind: str) -> LayerShape:
+    names = {"rms": "FinalRMSNorm", "rms_offset": "FinalOffsetRMSNorm", "layer": "FinalLayerNorm"}
+    weights = tuple(Weight(name, (width,)) for name in ("weight", "bias")[: 2 if kind == "layer" else 1])
+    return LayerShape("norm", names[kind], width, weights, norms=1, norm=kind)
+
+
+# ------------------------------------------------------------------------------------------------------ families
+
+
+def _gpt(config: GPTConfig, shard_tensor: bool) -> list[LayerShape]:
+    d, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    linear = (
+        *_linear("attention.qkv", 3 * d, d, True, "column", parts=(d, d, d), unit=dim),
+        *_linear("attention.out", d, d, True, "row", unit=dim),
+        *_mlp(d, config.intermediate_size, False, True),
+    )
+    weights = (*_norm("norm1", d, "layer"), *linear[:4], *_norm("norm2", d, "layer"), *linear[4:])
+    block = LayerShape(
+        *("block", "GPTBlock", d, weights, _products(linear)),
+        attention=Attention(heads, heads, dim, dim, config.sliding_window, rope=False),
+        feedforward=Feedforward(config.intermediate_size, gated=False),
+        norms=2,
+        norm="layer",
+        dropout=config.dropout > 0,
+    )
+    first, head = _ends(config)
+    return [first, _positions(config), *[block] * config.num_hidden_layers, _final_norm(d, "layer"), head]
+
+
+def _llama_attention(config: LlamaConfig) -> tuple[Weight, ...]:
+    """Return the weights of grouped-query attention."""
+    d, heads, keys, dim = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    pair: dict[str, Any] = {"parts": (keys * dim, keys * dim), "unit": dim, "heads": keys}
+    weights = [
+        *_linear("attention.q", heads * dim, d, config.qkv_bias, "column", unit=dim),
+        *_linear("attention.kv", 2 * keys * dim, d, config.qkv_bias, "column", **pair),
+    ]
+    if config.qk_norm_all_heads:
+        weights += [
+            Weight(f"attention.{name}_norm.weight", (count * dim,), 0, unit=dim)
+            for name, count in (("q", heads), ("k", keys))
+        ]
+    elif config.qk_norm:
+        weights += [Weight(f"attention.{name}_norm.weight", (dim,)) for name in "qk"]
+    return (*weights, *_linear("attention.out", d, heads * dim, config.out_bias, "row", unit=dim))
+
+
+def _llama_sizes(config: LlamaConfig, layer: int) -> Attention:
+    normed = config.qk_norm or config.qk_norm_all_heads
+    heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return Attention(heads, keys, dim, dim, config.window_of(layer), config.has_rope(layer), normed)
+
+
+def _llama_block(config: LlamaConfig, layer: int, name: str, mlp: tuple[Weight, ...], sizes: Feedforward) -> LayerShape:
+    d, attention = config.hidden_size, _llama_attention(config)
+    return LayerShape(
+        *("block", name, d, (*_norm("norm1", d, "rms"), *attention, *_norm("norm2", d, "rms"), *mlp)),
+        products=(*_products(attention), *_products(mlp, sizes.per_token)),
+        attention=_llama_sizes(config, layer),
+        feedforward=sizes,
+        norms=2,
+        dropout=config.dropout > 0,
+    )
+
+
+def _llama(config: LlamaConfig, shard_tensor: bool) -> list[LayerShape]:
+    d, hidden = config.hidden_size, config.intermediate_size
+    mlp, sizes = _mlp(d, hidden, True, config.mlp_bias), Feedforward(hidden, gated=True)
+    first, head = _ends(config)
+    blocks = [_llama_block(config, i, "LlamaBlock", mlp, sizes) for i in range(config.num_hidden_layers)]
+    return [first, *blocks, _final_norm(d, "rms"), head]
+
+
+def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
+    d, hidden, kind = config.hidden_size, config.intermediate_size, config.norm
+    attention, mlp = _llama_attention(config), _mlp(d, hidden, config.gated, config.mlp_bias)
+    before, behind = config.norm_place != "after", config.norm_place != "before"
+    ahead = (_norm("norm1", d, kind) if before else (), _norm("norm2", d, kind) if before else ())
+    weights = (*ahead[0], *attention, *(() if config.shared_norm else ahead[1]), *mlp)
+    if behind:
+        weights = (*weights, *_norm("post_norm1", d, kind), *_norm("post_norm2", d, kind))
+    blocks = [
+        LayerShape(
+            *("block", "DecoderBlock", d, weights, _products((*attention, *mlp))),
+            attention=_llama_sizes(config, layer),
+            feedforward=Feedforward(hidden, config.gated),
+            norms=1 if config.shared_norm else 4 if before and behind else 2,
+            norm=kind,
+            dropout=config.dropout > 0,
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
+    first, head = _ends(config, config.final_logit_softcapping is not None, config.head_bias)
+    learned = [_positions(config, config.position_offset)] * config.learned_positions
+    return [first, *learned, *blocks, _final_norm(d, kind), head]
+
+
+def _mixtral(config: MixtralConfig, shard_tensor: bool) -> list[LayerShape]:
+    d, hidden, sparse = config.hidden_size, config.intermediate_size, set(config.moe_layers)
+    experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok)
+    dense = _mlp(d, hidden, True, config.mlp_bias), Feedforward(hidden, gated=True)
+    mixture = _experts(d, experts, shard_tensor), experts
+    first, head = _ends(config)
+    mlps = [mixture if i in sparse else dense for i in range(config.num_hidden_layers)]
+    blocks = [_llama_block(config, i, "MixtralBlock", *mlp) for i, mlp in enumerate(mlps)]
+    return [first, *blocks, _final_norm(d, "rms"), head]
+
+
+def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
+    d, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    query, pair = nope + rope, nope + value
+    if config.q_lora_rank is None:
+        queries = _linear("attention.q", heads * query, d, False, "column", unit=query)
+    else:
+        queries = (
+            *_linear("attention.q_a", config.q_lora_rank, d, False, "none"),
+            *_norm("attention.q_a_norm", config.q_lora_rank, "rms"),
+            *_linear("attention.q_b", heads * query, config.q_lora_rank, False, "column", unit=query),
+        )
+    attention = (
+        *queries,
+        *_linear("attention.kv_a", rank + rope, d, False, "none"),
+        *_norm("attention.kv_a_norm", rank, "rms"),
+        *_linear("attention.kv_b", heads * pair, rank, False, "column", unit=pair),
+        *_linear("attention.out", d, heads * value, False, "row", unit=value),
+    )
+    latent = (config.q_lora_rank or 0) + rank + rope
+    shared = config.n_shared_experts * config.moe_intermediate_size
+    experts = Feedforward(
+        *(config.moe_intermediate_size, True, config.n_routed_experts, config.num_experts_per_tok, shared)
+    )
+    dense, sparse = Feedforward(config.intermediate_size, gated=True), set(config.moe_layers)
+    blocks = []
+    for layer in range(config.num_hidden_layers):
+        sizes = experts if layer in sparse else dense
+        mlp = _experts(d, sizes, shard_tensor) if layer in sparse else _mlp(d, sizes.width, True, False)
+        biased = layer in sparse and config.scoring_func == "sigmoid"
+        blocks.append(
+            LayerShape(
+                *(
+                    "block",
+                    "DeepseekBlock",
+                    d,
+                    (*_norm("norm1", d, "rms"), *attention, *_norm("norm2", d, "rms"), *mlp),
+                ),
+                products=(*_products(attention), *_products(mlp, sizes.per_token)),
+                attention=Attention(heads, heads, query, value, latent=latent),
+                feedforward=sizes,
+                norms=2,
+                dropout=config.dropout > 0,
+                buffers=4 * config.n_routed_experts if biased else 0,  # the router's bias, fp32
+            )
+        )
+    first, head = _ends(config)
+    return [first, *blocks, _final_norm(d, "rms"), head]
+
+
+_MAKERS: dict[type[TransformerConfig], Callable[[Any, bool], list[LayerShape]]] = {
+    GPTConfig: _gpt,
+    LlamaConfig: _llama,
+    DecoderConfig: _decoder,
+    MixtralConfig: _mixtral,
+    DeepseekConfig: _deepseek,
+}
