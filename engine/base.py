@@ -136,13 +136,14 @@ class Engine:
         """Return samples per step, samples per microbatch, and microbatches per step and replica."""
         return self.batch.train, self.batch.micro, self.batch.accumulation
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step from the next step on. The number of microbatches changes, their size does not.
+    def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
+        """Set the samples per step from the next step on, by the number of microbatches or by their size.
 
         Every rank calls this, between two steps.
 
         Args:
             train_batch_size: samples per step, over all replicas.
+            micro: samples per microbatch; None: as before.
 
         Raises:
             ConfigError: if the size is not a whole number of microbatches, if the schedule does not run that many, or
@@ -155,7 +156,7 @@ class Engine:
             )
         sizes = {
             "train_batch_size": train_batch_size,
-            "train_micro_batch_size_per_gpu": self.batch.micro,
+            "train_micro_batch_size_per_gpu": micro or self.batch.micro,
             "gradient_accumulation_steps": None,
         }
         config = self.config.model_copy(update=sizes)

@@ -379,7 +379,7 @@ class ModuleEngine(Engine):
         self.microbatch = 0
         self._mark_last()
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
+    def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
         """Set the samples per step, as ``Engine.set_train_batch_size``.
 
         Raises:
@@ -390,7 +390,7 @@ class ModuleEngine(Engine):
                 f"set_train_batch_size was called after {self.microbatch} microbatches of a step: call it after "
                 "engine.step() has ended the step"
             )
-        super().set_train_batch_size(train_batch_size)
+        super().set_train_batch_size(train_batch_size, micro)
         self._mark_last()
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:

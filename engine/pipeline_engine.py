@@ -295,7 +295,7 @@ class PipelineEngine(Engine):
                 f"{list(schedule.placement)}, but the model was built on {list(self.module.placement)}: keep the batch "
                 "size, or make the engine with the new one"
             )
-        if self.config.recomputation.contiguous_memory_optimization:
+        if self.config.recomputation.contiguous_memory_optimization and microbatches != self.batch.accumulation:
             raise ConfigError(
                 "set_train_batch_size does not work with contiguous_memory_optimization, whose buffer is made for the "
                 "first number of microbatches: set it to false"

@@ -14,6 +14,7 @@
 - ``hang_watch.py``: finds the rank that hangs, with its op and line
 - ``mailbox.py``: texts that any rank posts for rank 0, without a collective
 - ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
+- ``megatron.py``: the grid of Megatron's ``mpu``
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``devices.py``: GPUs of this machine as text
 - ``errors.py``: the errors of the library

@@ -171,6 +171,17 @@ class Grid:
         assert joint is not None  # every rank is in one of an axis's groups
         return joint
 
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Return torch's process group of an axis, also of an axis of one rank; None without ``torch.distributed``.
+
+        ``axis.group`` is None on an axis of one rank, and torch takes None for all processes.
+        """
+        if axis.group is None and dist.is_initialized():
+            if self.mesh is not None and axis.name in self.topology.names:
+                return self.mesh.get_group(axis.name)
+            return dist.group.WORLD if self.size == 1 else None
+        return axis.group
+
     def subgroup(self, axis: str, members: Sequence[int], purpose: str = "") -> Axis | None:
         """Return the axis of the ranks at positions ``members`` of an axis, e.g. of the stages that hold a tied weight.
 

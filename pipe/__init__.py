@@ -7,6 +7,7 @@ Describing the model:
     ties.py                 finds tied layers and weights (an embedding and its head) in the list
     placeholders.py         device="meta": parameters without values, filled one layer at a time
     process_topology.py     DeepSpeed's topologies: ProcessTopology, PipeDataParallelTopology, ...
+    on_grid.py              a model that was built without a grid, cut into the stages of one
     deepspeed_arguments.py  the arguments of DeepSpeed's PipelineModule: num_stages, topology, partition_method, ...
 
 Scheduling, without torch:

@@ -9,6 +9,7 @@ norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
 lora.py: low-rank adapters of frozen linear layers, sharded like the layers.
 parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.
 plans.py: sharding styles that a plan for ``parallelize`` can name.
+megatron_layouts.py: layouts of the parameters that Megatron's layers have sharded themselves.
 sharded.py: sharded layers with which ``parallelize`` replaces plain layers.
 """
 

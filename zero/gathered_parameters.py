@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..grid import layout_of
 from .bucket import Bucket
@@ -59,6 +60,28 @@ def gathered(
             stack.enter_context(_gathered(data_axis, some, modifier_rank))
         stack.enter_context(shown(unmanaged, modifier_rank))
         yield
+
+
+def whole_state_dict(module: nn.Module, keep: bool, without: Collection[str] = ()) -> dict[str, Tensor] | None:
+    """Return a module's ``state_dict()`` with whole parameters in host memory. Collective over the data axis.
+
+    Parameters are gathered one after the other, so that a rank that keeps none holds one of them at a time. Only the
+    data axis is gathered.
+
+    Args:
+        module: of an engine, or under a ``ShardedOptimizer``.
+        keep: True on the ranks that want the values; the others get None.
+        without: names that are left out.
+    """
+    found: dict[str, Tensor] = {}
+    copies: dict[Tensor, Tensor] = {}  # a parameter with two names has one copy
+    for key, value in module.state_dict(keep_vars=True).items():
+        if key not in without:
+            if value not in copies:
+                with gathered(value) if isinstance(value, nn.Parameter) and hasattr(value, "ds_id") else nullcontext():
+                    copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
+            found[key] = copies[value]
+    return found if keep else None
 
 
 @contextmanager

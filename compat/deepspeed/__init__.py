@@ -6,7 +6,7 @@ __main__.py: ``python -m triax.compat.deepspeed script.py``: a script that impor
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
-grids.py: the grid of an ``mpu``, of ``mesh_param`` or of ``pipeline.stages``.
+grids.py: a grid with the methods of DeepSpeed's ``PipelineParallelGrid`` and of Megatron's ``mpu``.
 engine.py: the two engines, with all of DeepSpeed's members.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.

@@ -11,10 +11,10 @@ from typing import Any
 
 from ...config.json_comments import read
 from ...grid import Grid
+from ...grid.megatron import grid_of_mpu
 from ...grid.random_states import RandomStates
 from ...pipe.recompute.calls import RecomputeCalls
 from .context import CONTEXT
-from .grids import grid_of_mpu
 from .modules import rest_of
 
 __getattr__, __path__ = rest_of(__name__)

@@ -15,11 +15,13 @@ from ...engine.initialize import initialize as make_engine
 from ...engine.setup.arguments import config_source
 from ...engine.setup.check import read_config
 from ...grid import Grid
+from ...grid.megatron import grid_of_mpu
 from ...grid.random_states import RandomStates
 from ...pipe.module import PipelineModule
+from ...pipe.on_grid import on_grid
 from ...pipe.recompute.calls import RecomputeCalls
+from ...tensor_parallel.megatron_layouts import lay_out_megatron
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
-from .grids import grid_of_mesh, grid_of_mpu, lay_out_megatron, restage
 
 
 class DeepSpeedContext:
@@ -131,10 +133,10 @@ def initialize(
             grid = mpu if isinstance(mpu, Grid) else grid_of_mpu(mpu)
             lay_out_megatron(model, grid)
         elif grid is None and mesh_param is not None:
-            grid = grid_of_mesh(mesh_param)
+            grid = Grid(data=mesh_param[0], context=mesh_param[1])
         stages = _stages(model, args, config, config_params)
         if stages > 1 and isinstance(model, PipelineModule):
-            model, model_parameters = restage(model, stages, model_parameters)
+            model, model_parameters = on_grid(model, Grid(pipe=stages), model_parameters)
         made: tuple[Any, Any, Any, Any] = make(
             args,
             model,

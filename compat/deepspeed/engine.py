@@ -7,19 +7,18 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...config.config import batch_sizes
 from ...config.schema import Config
+from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine, TrainingParts
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
@@ -28,44 +27,91 @@ from ...grid.errors import AgreedError, ConfigError
 from ...monitor.timers import ThroughputTimer, WallClockTimers
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
-from ...zero.gathered_parameters import gathered
+from ...zero.gathered_parameters import gathered, whole_state_dict
+from .grids import ParallelGrid
 
-# DeepSpeed's methods that return a value of the configuration: name -> the key.
-_VALUES = {
-    "communication_data_type": "communication_data_type",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "dump_state": "dump_state",
-    "gradient_predivide_factor": "gradient_predivide_factor",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "memory_breakdown": "memory_breakdown",
-    "optimizer_name": "optimizer.type",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-    "sparse_gradients_enabled": "sparse_gradients",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
-    "zero_offload_param": "zero_optimization.offload_param",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
+# Properties of DeepSpeed's engines: name -> the place of the value in the engine.
+_PROPERTIES = {
+    "global_rank": "grid.rank",
+    "world_size": "grid.size",
+    "dp_world_size": "grid.data.size",
+    "mp_world_size": "grid.tensor.size",
+    "data_parallel_group": "grid.data",
+    "seq_parallel_group": "grid.context",
+    "seq_data_parallel_group": "grid.data_context",
 }
+_PIPELINE_PROPERTIES = {
+    "stage_id": "grid.pipe.rank",
+    "num_stages": "grid.pipe.size",
+    "micro_batches": "batch.accumulation",
+    "micro_batch_size": "batch.micro",
+}
+# Methods that return a value: name -> its place.
+_METHODS = {
+    "get_data_parallel_rank": "grid.data.rank",
+    "get_tensor_parallel_rank": "grid.tensor.rank",
+    "get_model_parallel_rank": "grid.tensor.rank",
+    "get_sequence_parallel_group": "seq_parallel_group",
+    "steps_per_print": "config.steps_per_print",
+    "fp16_auto_cast": "config.fp16.enabled",
+    "amp_enabled": "config.amp.enabled",
+    "communication_data_type": "config.communication_data_type",
+    "dataloader_drop_last": "config.dataloader_drop_last",
+    "dump_state": "config.dump_state",
+    "gradient_predivide_factor": "config.gradient_predivide_factor",
+    "managed_gradient_accumulation": "config.managed_gradient_accumulation",
+    "memory_breakdown": "config.memory_breakdown",
+    "optimizer_name": "config.optimizer.type",
+    "optimizer_params": "config.optimizer.params",
+    "scheduler_name": "config.scheduler.type",
+    "scheduler_params": "config.scheduler.params",
+    "sparse_gradients_enabled": "config.sparse_gradients",
+    "torch_autocast_enabled": "config.torch_autocast.enabled",
+    "flops_profiler_enabled": "config.flops_profiler.enabled",
+    "zero_allgather_bucket_size": "config.zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "config.zero_optimization.allgather_partitions",
+    "zero_contiguous_gradients": "config.zero_optimization.contiguous_gradients",
+    "zero_gather_16bit_weights_on_model_save": "config.zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size": "config.zero_optimization.zero_hpz_partition_size",
+    "zero_ignore_unused_parameters": "config.zero_optimization.ignore_unused_parameters",
+    "zero_max_live_parameters": "config.zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "config.zero_optimization.stage3_max_reuse_distance",
+    "zero_offload_optimizer": "config.zero_optimization.offload_optimizer",
+    "zero_offload_param": "config.zero_optimization.offload_param",
+    "zero_overlap_comm": "config.zero_optimization.overlap_comm",
+    "zero_param_persistence_threshold": "config.zero_optimization.stage3_param_persistence_threshold",
+    "zero_prefetch_bucket_size": "config.zero_optimization.stage3_prefetch_bucket_size",
+    "zero_quantized_gradients": "config.zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "config.zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "config.zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "config.zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "config.zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "config.zero_optimization.round_robin_gradients",
+    "zero_sub_group_size": "config.zero_optimization.sub_group_size",
+}
+_PIPELINE_METHODS = {
+    "is_first_stage": "module.is_first",
+    "is_last_stage": "module.is_last",
+    "get_pipeline_parallel_rank": "grid.pipe.rank",
+}
+# Methods that do nothing here: ``backward`` does all that belongs to it, and reduces gradients.
+_IDLE = ("_backward_prologue", "_backward_epilogue", "allreduce_gradients")
+
+
+def _value(engine: Engine, path: str) -> Any:
+    """Return the value at a path of attributes: of an axis its process group, and None behind a None."""
+    found: Any = engine
+    for name in path.split("."):
+        found = None if found is None else getattr(found, name)
+    return engine.grid.group(found) if isinstance(found, Axis) else found
+
+
+def _add_members(cls: type, properties: Mapping[str, str], methods: Mapping[str, str]) -> None:
+    """Add properties and methods, by the places of their values."""
+    for name, path in properties.items():
+        setattr(cls, name, property(partial(_value, path=path), doc=f"``engine.{path}``"))
+    for name, path in methods.items():
+        setattr(cls, name, partialmethod(_value, path))
 
 
 class DeepSpeedError(AgreedError, AssertionError):
@@ -106,8 +152,7 @@ class DeepSpeedMembers(Engine):
     def _start_members(self) -> None:
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
-        if type(self.grid) is Grid:
-            self.grid.__class__ = ParallelGrid  # the same grid, with DeepSpeed's methods
+        self.grid = ParallelGrid(self.grid)
         if self.optimizer is not None:
             members = {"optimizer": self.data_axis.optimizer, "dynamic_loss_scale": self.dynamic_loss_scale()}
             vars(self.optimizer).update(members, loss_scaler=self.loss_scaler)
@@ -129,114 +174,17 @@ class DeepSpeedMembers(Engine):
         self.tput_timer.batch_size = self.batch.train
         self.tput_timer.stop(global_step=self.global_steps > steps)
 
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self.grid.rank
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Modules whose gradients stay sparse: none."""
-        return set()
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.grid.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of replicas."""
-        return self.grid.data.size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Number of ranks of the tensor axis."""
-        return self.grid.tensor.size
-
-    @property
-    def seq_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of the context axis."""
-        return group_of(self.grid, self.grid.context)
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of the data axis."""
-        return group_of(self.grid, self.grid.data)
-
-    @property
-    def seq_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of the data and the context axis."""
-        return group_of(self.grid, self.grid.data_context)
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the rank on the data axis."""
-        return self.grid.data.rank
-
-    def get_tensor_parallel_rank(self) -> int:
-        """Return the rank on the tensor axis."""
-        return self.grid.tensor.rank
-
-    get_model_parallel_rank = get_tensor_parallel_rank
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the context axis."""
-        return self.seq_parallel_group
-
-    def steps_per_print(self) -> int | None:
-        """Return the steps between two printed lines."""
-        return self.config.steps_per_print
-
-    def was_step_applied(self) -> bool:
-        """Return True if the last ``step`` updated the weights: it ended a batch, and fp16 did not skip it."""
-        return self._applied
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter group."""
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            group["lr"] = lr
+    def dynamic_loss_scale(self) -> bool:
+        """Return True if fp16 adapts its loss scale."""
+        return self.config.fp16.enabled and not self.config.fp16.loss_scale
 
     def get_type(self) -> list[Any]:
         """Return the ``type`` of each parameter group, or None."""
         return [group.get("type") for group in self.optimizer.param_groups] if self.optimizer else []
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the samples per microbatch from the next step on; the number of microbatches does not change.
-
-        Every rank calls this, between two steps.
-
-        Raises:
-            ConfigError: if the batches come from ``training_data``, whose order is made for one batch size.
-        """
-        if self.training_dataloader is not None:
-            raise DeepSpeedConfigError(
-                "set_train_micro_batch_size does not work with training_data, whose order is made for one batch size: "
-                "leave training_data out of initialize, and read the batches from a loader of your own"
-            )
-        sizes = {
-            "train_batch_size": micro_batch_size * self.batch.accumulation * self.grid.replicas,
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            "gradient_accumulation_steps": self.batch.accumulation,
-        }
-        config = self.config.model_copy(update=sizes)
-        self._samples_before, self._batch_size_since = self.global_samples, self.global_steps
-        self.config, self.batch = config, batch_sizes(config, self.grid.replicas)
-
     def optimizer_state_dict(self) -> Any:
         """Return ``optimizer.state_dict()``: this rank's shard."""
         return None if self.optimizer is None else self.optimizer.state_dict()
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return True if fp16 adapts its loss scale."""
-        return self.config.fp16.enabled and not self.config.fp16.loss_scale
-
-    def fp16_auto_cast(self) -> bool:
-        """Return True if inputs are cast to float16."""
-        return self.config.fp16.enabled
-
-    def amp_enabled(self) -> bool:
-        """Return True if the section ``amp`` is on."""
-        return self.config.amp.enabled
 
     def postscale_gradients(self) -> bool:
         """Return True if gradients are divided after they are summed."""
@@ -255,6 +203,25 @@ class DeepSpeedMembers(Engine):
     def zero_optimization_partition_weights(self) -> bool:
         """Return True if weights are sharded (stage 3)."""
         return self.zero_optimization_stage() >= 3
+
+    def was_step_applied(self) -> bool:
+        """Return True if the last ``step`` updated the weights: it ended a batch, and fp16 did not skip it."""
+        return self._applied
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = lr
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Set the samples per microbatch from the next step on; the number of microbatches does not change.
+
+        Every rank calls this, between two steps.
+
+        Raises:
+            ConfigError: if the batches come from ``training_data``, whose order is made for one batch size.
+        """
+        self.set_train_batch_size(micro_batch_size * self.batch.accumulation * self.grid.replicas, micro_batch_size)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the weights, and the dtype in which gradients accumulate."""
@@ -281,15 +248,7 @@ class DeepSpeedMembers(Engine):
         )
 
     is_compiled = False
-
-    def _backward_prologue(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: ``backward`` does all that belongs to it."""
-
-    def _backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: ``backward`` does all that belongs to it."""
-
-    def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Do nothing: the backward pass reduces gradients."""
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # modules whose gradients stay sparse
 
     # --------------------------------------------------------------------------------------------------- files
 
@@ -333,21 +292,19 @@ class DeepSpeedMembers(Engine):
         """Write unsharded weights: an older name of ``save_16bit_model``. Collective."""
         return self.save_16bit_model(save_dir, save_filename)
 
-    def all_or_none(self, call: str) -> AbstractContextManager[None]:
-        return _both(deepspeed_errors(), super().all_or_none(call))
+    @contextmanager
+    def all_or_none(self, call: str) -> Iterator[None]:
+        with deepspeed_errors(), super().all_or_none(call):
+            yield
 
-    def _value(self, name: str) -> Callable[[], Any] | None:
-        """Return DeepSpeed's method that returns a value of the configuration; None if there is no such method."""
-        if name not in _VALUES:
-            return None
+    if TYPE_CHECKING:
 
-        def value() -> Any:
-            found: Any = self.config
-            for key in _VALUES[name].split("."):
-                found = None if found is None else getattr(found, key)
-            return found
+        def __getattr__(self, name: str) -> Any: ...  # members of the tables
 
-        return value
+
+_add_members(DeepSpeedMembers, _PROPERTIES, _METHODS)
+for _name in _IDLE:
+    setattr(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
 
 
 class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
@@ -389,18 +346,7 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
         if self.grid.tensor.size * self.grid.expert.size > 1:
             state = {key: value.cpu() for key, value in super().module_state_dict().items() if key not in left_out}
             return state if self.grid.rank == 0 else None
-        found: dict[str, Tensor] = {}
-        copies: dict[Tensor, Tensor] = {}  # a parameter with two names has one copy
-        for key, value in self.module.state_dict(keep_vars=True).items():
-            if key in left_out:
-                continue
-            if value not in copies:
-                sharded = isinstance(value, nn.Parameter) and hasattr(value, "ds_id")
-                with gathered(value) if sharded else nullcontext():
-                    first = self.grid.rank == 0
-                    copies[value] = value.detach().to("cpu", copy=True) if first else torch.empty(0)
-            found[key] = copies[value]
-        return found if self.grid.rank == 0 else None
+        return whole_state_dict(self.module, self.grid.rank == 0, left_out)
 
     def module_state_dict(
         self,
@@ -444,9 +390,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
                 custom_load_fn(src=state_dict, dst=self.module)
             else:
                 self.module.load_state_dict(state_dict, strict=strict)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._value(name) or super().__getattr__(name)
 
     def module_called(self) -> None:
         """Begin the next step, if the last one has ended: the module is run in training."""
@@ -500,41 +443,9 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         super().__init__(module, config, schedule, parts)
         self._start_members()
 
-    @property
-    def stage_id(self) -> int:
-        """Rank on the pipe axis."""
-        return self.grid.pipe.rank
-
-    @property
-    def num_stages(self) -> int:
-        """Number of ranks of the pipe axis."""
-        return self.grid.pipe.size
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of microbatches of a step."""
-        return self.batch.accumulation
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Number of samples of a microbatch."""
-        return self.batch.micro
-
-    def is_first_stage(self) -> bool:
-        """Return True if this rank reads the inputs."""
-        return bool(self.module.is_first)
-
-    def is_last_stage(self) -> bool:
-        """Return True if this rank computes the loss."""
-        return bool(self.module.is_last)
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """Return the rank on the pipe axis."""
-        return self.grid.pipe.rank
-
     def set_dataloader(self, loader: Any) -> None:
         """Let ``train_batch`` without an argument read from a loader, which begins again at its end."""
-        self._data = _endless(loader)
+        self._data = RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Let ``train_batch`` without an argument read from an iterator."""
@@ -597,128 +508,5 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         source = self._data if data_iter is None else data_iter
         return source if source is None or self._batch_fn is None else map(self._batch_fn, source)
 
-    def __getattr__(self, name: str) -> Any:
-        if (value := self._value(name)) is not None:
-            return value
-        raise AttributeError(f"a {type(self).__name__} has no {name!r}")
 
-
-class ParallelGrid(Grid):
-    """The grid, with the methods of DeepSpeed's ``PipelineParallelGrid`` and of Megatron's ``mpu``."""
-
-    @property
-    def stage_id(self) -> int:
-        """Rank on the pipe axis."""
-        return self.pipe.rank
-
-    @property
-    def is_first_stage(self) -> bool:
-        """True on the first rank of the pipe axis."""
-        return self.pipe.is_first
-
-    @property
-    def is_last_stage(self) -> bool:
-        """True on the last rank of the pipe axis."""
-        return self.pipe.is_last
-
-    data_parallel_size = property(operator.attrgetter("data.size"))
-    pipe_parallel_size = property(operator.attrgetter("pipe.size"))
-    model_parallel_size = slice_parallel_size = property(operator.attrgetter("tensor.size"))
-    data_parallel_id = property(operator.attrgetter("data.rank"))
-    global_rank = property(operator.attrgetter("rank"))
-    world_size = property(operator.attrgetter("size"))
-
-    def get_global_rank(self) -> int:
-        """Return the rank of this process."""
-        return self.rank
-
-    def get_stage_id(self) -> int:
-        """Return the rank on the pipe axis."""
-        return self.pipe.rank
-
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Return the size of the pipe axis."""
-        return self.pipe.size
-
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-
-    def get_pipe_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the pipe axis."""
-        return group_of(self, self.pipe)
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the rank on the data axis."""
-        return self.data.rank
-
-    get_data_parallel_id = get_data_parallel_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the size of the data axis."""
-        return self.data.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the data axis."""
-        return group_of(self, self.data)
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the ranks of the data axis."""
-        return list(self.data.ranks)
-
-    def get_model_parallel_rank(self) -> int:
-        """Return the rank among the ranks of one replica: pipe and tensor axis."""
-        return self.joint("pipe", "tensor").rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks of one replica."""
-        return self.pipe.size * self.tensor.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks of one replica. Collective when it is first called."""
-        return group_of(self, self.joint("pipe", "tensor"))
-
-    def get_slice_parallel_rank(self) -> int:
-        """Return the rank on the tensor axis."""
-        return self.tensor.rank
-
-    get_tensor_model_parallel_rank = get_slice_parallel_rank
-
-    def get_slice_parallel_world_size(self) -> int:
-        """Return the size of the tensor axis."""
-        return self.tensor.size
-
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
-
-    def get_slice_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the tensor axis."""
-        return group_of(self, self.tensor)
-
-    get_tensor_model_parallel_group = get_slice_parallel_group
-
-    def stage_to_global(self, stage_id: int, **others: int) -> int:
-        """Return the rank of a stage in this replica."""
-        return self.topology.rank(**{**self.coordinate._asdict(), "pipe": stage_id, **others})
-
-
-def group_of(grid: Grid, axis: Axis) -> dist.ProcessGroup | None:
-    """Return torch's process group of an axis, also of one rank; None without ``torch.distributed``.
-
-    (An axis of one rank has no group, and torch would take None for all processes.)
-    """
-    if axis.group is not None or not dist.is_initialized():
-        return axis.group
-    if grid.mesh is not None and axis.name in grid.topology.names:
-        return grid.mesh.get_group(axis.name)
-    return dist.group.WORLD if grid.size == 1 else axis.group
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+_add_members(DeepSpeedPipelineEngine, _PIPELINE_PROPERTIES, _PIPELINE_METHODS)

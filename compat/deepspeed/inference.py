@@ -22,6 +22,7 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.load_weights import load_weights
 from ...grid import Grid
+from ...grid.megatron import grid_of_mpu
 from ...inference.engine import InferenceEngine
 from ...inference.engine import init_inference as make_engine
 from ...inference.int8 import Int8, quantize
@@ -31,7 +32,6 @@ from ...pipe.module import PipelineModule
 from ...tensor_parallel.plans import Column, Local, Row, Style
 from .context import CONTEXT
 from .engine import DeepSpeedConfigError, DeepSpeedError
-from .grids import grid_of_mpu
 from .modules import rest_of
 
 __getattr__, __path__ = rest_of(__name__)

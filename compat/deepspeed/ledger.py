@@ -113,7 +113,7 @@ PRESENT = {
     "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
     "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
     "pipe.topology": {
-        "compat.deepspeed.engine": "PipelineParallelGrid=ParallelGrid",
+        "compat.deepspeed.grids": "PipelineParallelGrid=ParallelGrid",
         "pipe.process_topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
     },
     "profiling.flops_profiler": {

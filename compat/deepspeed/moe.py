@@ -60,9 +60,9 @@ class DeepSpeedMoE(ModuleMoE):
                 raise ValueError(f"{name}={given!r} is not implemented: leave it out, or use triax.moe.MoE")
         if num_experts % ep_size:
             raise ValueError(f"ep_size={ep_size} does not divide num_experts={num_experts}: give a divisor of it")
-        limits = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
+        first, second = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
         grid = CONTEXT.expert_grid(ep_size)
-        super().__init__(grid, hidden_size, expert, num_experts, k, *limits, min_capacity, use_residual)
+        super().__init__(grid, hidden_size, expert, num_experts, k, first, second, min_capacity, use_residual)
 
 
 __getattr__, __path__ = rest_of(__name__)

@@ -30,7 +30,7 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
 def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -> Grid:
     """Return the grid to train on: the model's own, the one given, or all processes as replicas."""
     if mpu is not None:
-        raise ConfigError("triax does not read Megatron's mpu: leave it out, and pass grid=triax.Grid(tensor=...)")
+        raise ConfigError("mpu was given, but grid takes its place: pass grid=triax.grid.megatron.grid_of_mpu(mpu)")
     if isinstance(model, PipelineModule):
         if grid is not None and grid is not model.grid:
             raise ConfigError("the PipelineModule was built on another grid than grid=: leave grid= out")

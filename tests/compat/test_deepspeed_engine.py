@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
-from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine, ParallelGrid
+from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine
+from triax.compat.deepspeed.grids import ParallelGrid
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import LayerSpec
 
