@@ -46,7 +46,7 @@ _BATCH = 2**20  # characters that are tokenized at once
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TokenizationJob:
     """Tokenization, as every process has to know it."""
 
     out: Path
@@ -113,7 +113,7 @@ def tokenize(
         raise ConfigError(f"processes={processes} and piece_bytes={piece_bytes} must be at least 1.")
     reading = Reading(key or ("messages" if chat else "text"), chat, split)
     folder = Path(out)
-    job = _Job(folder, str(tokenizer), end, reading, skip_bad)
+    job = _TokenizationJob(folder, str(tokenizer), end, reading, skip_bad)
     _tokenizer.cache_clear()  # the files of a tokenizer may have changed since an earlier call
     _template.cache_clear()
     opened = _tokenizer(job)
@@ -177,7 +177,7 @@ def _begin(folder: Path, plan: str, pieces: int) -> None:
 
 
 def _run(
-    job: _Job, pieces: list[list[Part]], processes: int, progress: Callable[[int, int], None]
+    job: _TokenizationJob, pieces: list[list[Part]], processes: int, progress: Callable[[int, int], None]
 ) -> tuple[list[PieceRecord], int]:
     """Tokenize the pieces that have no record. Returns all records, and the number of pieces tokenized."""
     records = [read_record(job.out / f"{number:05d}.json") for number in range(len(pieces))]
@@ -227,16 +227,16 @@ def _entries(pieces: list[list[Part]], records: list[PieceRecord]) -> Iterator[F
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(job: _Job) -> TextTokenizer:
+def _tokenizer(job: _TokenizationJob) -> TextTokenizer:
     return open_tokenizer(job.tokenizer, job.end)
 
 
 @lru_cache(maxsize=1)
-def _template(job: _Job) -> ChatTemplate:
+def _template(job: _TokenizationJob) -> ChatTemplate:
     return ChatTemplate(job.tokenizer)
 
 
-def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> PieceRecord:
+def _tokenize_piece(job: _TokenizationJob, number: int, parts: list[Part]) -> PieceRecord:
     """Tokenize one piece, write its file and then its record. Returns the record."""
     vocab_size = _tokenizer(job).facts.vocab_size
     dtype = DTYPES[token_dtype(vocab_size)]
@@ -289,7 +289,7 @@ def _tokenize_piece(job: _Job, number: int, parts: list[Part]) -> PieceRecord:
     return record
 
 
-def _batches(job: _Job, parts: list[Part]) -> Iterator[list[tuple[int, int, Any]] | int]:
+def _batches(job: _TokenizationJob, parts: list[Part]) -> Iterator[list[tuple[int, int, Any]] | int]:
     """Yield lists of (source, line, document), and at the end of each part its number of lines."""
     batch: list[tuple[int, int, Any]] = []
     held = 0
@@ -307,7 +307,7 @@ def _batches(job: _Job, parts: list[Part]) -> Iterator[list[tuple[int, int, Any]
         yield batch
 
 
-def _encode(job: _Job, values: list[Any]) -> list[tuple[Array, Array] | BadDocument]:
+def _encode(job: _TokenizationJob, values: list[Any]) -> list[tuple[Array, Array] | BadDocument]:
     """Return tokens, and which of them count in the loss, of each document."""
     if job.reading.is_chat:
         template = _template(job)

@@ -46,7 +46,15 @@ BARE = (
     *("zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
 )
 # Files that run without torch, though not without other packages.
-TORCH_FREE = (*BARE, "config", "train/__init__.py", "train/schema.py", "train/file.py")
+TORCH_FREE = (
+    *BARE,
+    "config",
+    "train/__init__.py",
+    "train/schema.py",
+    "train/file.py",
+    "train/job.py",
+    "train/learning_rate.py",
+)
 
 
 @dataclass(frozen=True)

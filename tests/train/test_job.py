@@ -1,0 +1,127 @@
+"""The resolved run: sizes that follow from others, DeepSpeed's keys, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triax.config.config import parse_config
+from triax.grid.errors import ConfigError
+from triax.models.config import LlamaConfig
+from triax.models.huggingface.config import to_hf
+from triax.train.job import Job, resolve
+from triax.train.learning_rate import LearningRate
+from triax.train.schema import TrainingFile
+
+
+def _job(processes: int | None = None, **keys: Any) -> Job:
+    training = {"steps": 100, "batch": 8} | keys.pop("training", {})
+    values = {"model": {"preset": "bytes-tiny"}, "data": "tokens", "training": training} | keys
+    return resolve(TrainingFile.model_validate(values), processes)
+
+
+def test_the_least_file_has_sensible_values() -> None:
+    job = _job()
+    assert (job.sequence, job.steps, job.batch.train, job.tokens_per_step) == (64, 100, 8, 512)
+    assert job.topology.world_size == 1 and job.precision == "fp32"
+    params = job.engine["optimizer"]["params"]
+    assert params == {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    assert job.config == parse_config(job.engine) and job.config.zero_optimization.stage == 1
+
+
+def test_steps_follow_from_tokens_and_replicas_from_processes() -> None:
+    tokens = {"steps": None, "tokens": 100_000, "batch": None, "batch_tokens": 1024, "microbatch": 2}
+    job = _job(8, training=tokens, grid={"pipe": 2, "tensor": 2}, model={"preset": "bytes-small"})
+    assert job.topology.size("data") == 2 and job.batch.train == 8 and job.batch.accumulation == 2
+    assert job.steps == math.ceil(100_000 / 1024)
+
+
+def test_a_hugging_face_folder_gives_its_shape(tmp_path: Path) -> None:
+    import json
+
+    config = LlamaConfig.preset("llama3-8b", num_hidden_layers=2, hidden_size=64, num_attention_heads=8)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
+    model = {"folder": str(tmp_path), "weights": False, "overrides": {"num_hidden_layers": 3}}
+    job = _job(model=model, training={"sequence": 16})
+    assert isinstance(job.model, LlamaConfig) and job.model.num_hidden_layers == 3 and job.layers == 6
+
+
+def test_deepspeed_keys_are_taken_as_they_are() -> None:
+    given = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "betas": "auto"}},
+        "bf16": {"enabled": True},
+        "steps_per_print": 5,
+    }
+    job = _job(deepspeed=given)
+    assert job.config.zero_optimization.stage == 2 and not job.config.zero_optimization.overlap_comm
+    assert job.engine["optimizer"] == {"type": "Adam", "params": {"lr": 1e-2}}
+    assert job.config.steps_per_print == 5 and job.precision == "bf16" and job.batch.train == 8
+    job = _job(deepspeed={"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 0.5})
+    assert job.learning_rate is None and job.config.gradient_clipping == 0.5
+
+
+def test_learning_rates() -> None:
+    cosine = LearningRate("cosine", 10, 110, 0.1, 0)
+    assert cosine.share(0) == 0.1 and cosine.share(9) == 1.0 and cosine.share(10) == 1.0
+    assert math.isclose(cosine.share(60), 0.55) and math.isclose(cosine.share(110), 0.1)
+    assert math.isclose(LearningRate("linear", 0, 100, 0.0, 0).share(25), 0.75)
+    assert LearningRate("constant", 2, 100, 0.1, 0).share(99) == 1.0
+    wsd = LearningRate("wsd", 10, 100, 0.0, 20)
+    assert wsd.share(79) == 1.0 and wsd.share(80) == 1.0 and wsd.share(90) == 0.5 and wsd.share(100) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("processes", "keys", "expected"),
+    [
+        (None, {"training": {"batch": None}}, "training has no batch: give batch"),
+        (None, {"training": {"steps": None}}, "training has no end: give steps, tokens or epochs"),
+        (None, {"training": {"batch": 9}, "grid": {"data": 2}}, "must be a multiple of training.microbatch 1 x 2"),
+        (
+            None,
+            {"training": {"batch": None, "batch_tokens": 100}},
+            "multiple of the sequence of 64 tokens: give 128",
+        ),
+        (None, {"training": {"sequence": 65}}, "but the model has 64 positions"),
+        (None, {"grid": {"tensor": 8}}, "grid.tensor is 8, but"),
+        (None, {"grid": {"pipe": 7}}, "is 7 stages, but"),
+        (None, {"grid": {"expert": 2, "data": 2}}, "a GPTConfig has no experts"),
+        (None, {"model": {"preset": "bytes-tny"}}, "there is no preset 'bytes-tny'; did you mean 'bytes-tiny'?"),
+        (None, {"model": {"preset": "gpt2", "overrides": {"layers": 2}}}, "model.overrides: there is no 'layers'"),
+        (None, {"model": {"preset": "gpt2", "overrides": {"hidden_size": "x"}}}, "overrides.hidden_size = 'x': give a"),
+        (None, {"model": {"preset": "gpt2", "overrides": {"num_attention_heads": 0}}}, "num_attention_heads is 0"),
+        (None, {"model": {"preset": "gpt2", "attention": "gather"}}, "has no effect, because grid.context is 1"),
+        (None, {"model": {"preset": "gpt2", "experts": {"capacity": 2}}}, "model.experts has no effect"),
+        (None, {"model": {"folder": "/no/such"}}, "model.folder /no/such: "),
+        (None, {"schedule": "1f2b"}, "schedule: there is no '1f2b'; did you mean '1f1b'?"),
+        (None, {"schedule": "forward"}, "has no backward passes"),
+        (None, {"schedule": {"name": "1f1b", "costs": [1, 1, 1]}}, "schedule.costs is for the schedule auto"),
+        (None, {"schedule": {"name": "interleaved", "chunks": 1}}, "schedule: interleaved does not run 1 chunks"),
+        (6, {"grid": {"pipe": 4}}, "takes 4 processes a replica, and there are 6"),
+        (6, {"grid": {"pipe": 2, "data": 2}}, "is a grid of 4 processes, and there are 6"),
+        (None, {"training": {"optimizer": {"type": "AdamW", "lr": 1}}}, "give it as training.learning_rate"),
+        (None, {"training": {"learning_rate": {"warmup_steps": 200}}}, "a warmup of 200 steps, but the run has 100"),
+        (
+            None,
+            {"training": {"zero": 1}, "deepspeed": {"zero_optimization": {}}},
+            "training.zero and deepspeed.zero",
+        ),
+        (None, {"deepspeed": {"zero_optimisation": {}}}, "deepspeed: there is no 'zero_optimisation'"),
+        (None, {"deepspeed": {"checkpoint": {"every": 3}}}, "give checkpoint.every"),
+        (None, {"deepspeed": {"json_monitor": {}}}, "deepspeed.json_monitor has no effect here"),
+        (None, {"deepspeed": "/no/such.json"}, "cannot be read"),
+        (
+            None,
+            {"sample": {"prompt": "a"}, "grid": {"expert": 2, "data": 2}, "model": {"preset": "mixtral-8x7b"}},
+            "sample",
+        ),
+    ],
+)
+def test_what_is_refused(processes: int | None, keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        _job(processes, **keys)

@@ -1,0 +1,65 @@
+"""Training and held-out rows of a run, with the checks of tokenizer and vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..data.mixture import Rows
+from ..data.token_data import TokenData
+from ..grid.errors import ConfigError
+from .schema import TrainingFile
+
+
+def open_data(file: TrainingFile, sequence: int, part: str, **checks: Any) -> TokenData:
+    """Open the rows of a part: ``training``, or ``held_out``.
+
+    Args:
+        file: the training file.
+        sequence: tokens of a row.
+        part: the part.
+        checks: ``tokenizer`` and ``vocab_size``, as for ``TokenData``.
+
+    Raises:
+        ConfigError: the data cannot be used; the message begins with the key.
+    """
+    data = file.data
+    own = data.validation if part == "held_out" else None
+    options: dict[str, Any] = {}
+    if own is None:
+        options = {"held_out": data.held_out or 0.0, "part": part, "shuffle": data.shuffle}
+    try:
+        return TokenData(
+            data.training if own is None else own,
+            sequence,
+            packing=data.packing,
+            document_mask=data.document_mask,
+            **options,
+            **checks,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"data.{'training' if own is None else 'validation'}: {error}") from error
+
+
+def training_rows(file: TrainingFile, sequence: int) -> Rows:
+    """Return the rows that are trained on."""
+    return open_data(file, sequence, "training").rows(file.seed)
+
+
+def check_data(
+    file: TrainingFile, sequence: int, tokenizer: str | None, vocab_size: int
+) -> tuple[TokenData, TokenData | None]:
+    """Open the rows to train on and those to evaluate on, and check them against the tokenizer and the vocabulary.
+
+    Returns:
+        The two; the second is None if nothing is held out.
+
+    Raises:
+        ConfigError: data that the model or the tokenizer does not fit.
+    """
+    checks = {"tokenizer": tokenizer, "vocab_size": vocab_size}
+    training = open_data(file, sequence, "training", **checks)
+    if file.data.held_out is not None or file.data.validation is not None:
+        return training, open_data(file, sequence, "held_out", **checks)
+    if "evaluate" in file.model_fields_set:
+        raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")
+    return training, None

@@ -1,0 +1,492 @@
+"""The resolved run: model configuration, topology, schedule, engine configuration and steps. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ..config.base import Section, check_kind, kinds_of
+from ..config.config import BatchSizes, batch_sizes, parse_config
+from ..config.json_comments import read
+from ..config.schema import Config
+from ..grid.errors import ConfigError, describe, nearest, no_such
+from ..grid.topology import Topology
+from ..models.config import CONFIGS, TransformerConfig, config_from_fields
+from ..models.huggingface.config import from_hf, read_config
+from ..pipe.partition import uniform
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import Costs
+from ..pipe.schedules.choose import FILES, NAMES, make_schedule
+from .learning_rate import LearningRate
+from .schema import ModelSection, TrainingFile
+
+# Keys of the training file, and the keys of a DeepSpeed configuration that say the same.
+_SAME = {
+    "seed": ("seed",),
+    "schedule": ("pipeline",),
+    "model.lora": ("lora",),
+    "training.batch": ("train_batch_size",),
+    "training.batch_tokens": ("train_batch_size",),
+    "training.microbatch": ("train_micro_batch_size_per_gpu",),
+    "training.precision": ("bf16", "fp16", "bfloat16"),
+    "training.optimizer": ("optimizer",),
+    "training.learning_rate": ("scheduler",),
+    "training.clip": ("gradient_clipping",),
+    "training.recompute": ("activation_checkpointing",),
+    "training.zero": ("zero_optimization",),
+    "monitor.tensorboard": ("tensorboard",),
+    "monitor.csv": ("csv_monitor",),
+    "monitor.wandb": ("wandb",),
+    "monitor.trace": ("timeline",),
+    "monitor.histograms": ("histograms",),
+}
+_OURS = {"dir": "folder", "every": "every", "keep": "keep", "resume": "resume"}  # of ``checkpoint``
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run as it will be, the same on every rank.
+
+    Attributes:
+        file: the keys of the training file.
+        model: the model's configuration.
+        topology: the grid.
+        schedule: the pipeline schedule of a step.
+        engine: the engine's configuration, in DeepSpeed's dialect, with every key of the training file in it.
+        config: the same, checked.
+        batch: sequences of a step, of a microbatch, and microbatches of a step and replica.
+        sequence: tokens of a sequence.
+        steps: optimizer steps of the run.
+        peak: the highest learning rate; None: ``deepspeed`` names a schedule of its own.
+        learning_rate: the schedule; None as ``peak``.
+        tokenizer: name for ``open_tokenizer``; None: the data's tokenizer is not checked.
+    """
+
+    file: TrainingFile
+    model: TransformerConfig
+    topology: Topology
+    schedule: Schedule
+    engine: dict[str, Any]
+    config: Config
+    batch: BatchSizes
+    sequence: int
+    steps: int
+    learning_rate: LearningRate | None
+    tokenizer: str | None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return Path(self.file.runs) / self.file.name
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Folder of the checkpoints; None: there are none."""
+        section = self.file.checkpoint
+        return None if section is None else Path(section.folder or self.folder / "checkpoints")
+
+    @property
+    def export(self) -> Path | None:
+        """Folder of the Hugging Face model that is written at the end; None: none is."""
+        section = self.file.export
+        return None if section is None else Path(section.folder or self.folder / "model")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, over all replicas, padding included."""
+        return self.batch.train * self.sequence
+
+    @property
+    def precision(self) -> str:
+        """Dtype of the computation: fp32, bf16, fp16 or fp64."""
+        half = [name for name in ("bf16", "fp16") if getattr(self.config, name).enabled]
+        return half[0] if half else self.file.training.precision
+
+    @property
+    def layers(self) -> int:
+        """Number of entries in the list of layers: embedding, positions of a GPT, blocks, norm, head."""
+        return layer_count(self.model)
+
+
+def resolve(file: TrainingFile, processes: int | None = None, places: int | None = None) -> Job:
+    """Return the run of a training file.
+
+    Args:
+        file: the checked file.
+        processes: number of processes that the launcher started; None: the run starts its own.
+        places: number of devices on this host, for ``grid.data: auto`` without a launcher; None: 1 replica.
+
+    Raises:
+        ConfigError: keys that contradict one another, or that this model or grid cannot have; the message names them
+            and says what to change.
+    """
+    model = model_config(file.model)
+    topology = _topology(file, processes, places)
+    given = _deepspeed(file)
+    sequence = file.training.sequence or model.max_position_embeddings
+    engine = _engine(file, given, _batch(file, given, sequence))
+    config = _checked(engine, given)
+    try:
+        batch = batch_sizes(config, topology.size("data"))
+    except ConfigError as error:
+        raise ConfigError(f"{_batch_advice(file, config, topology) or error}") from error
+    schedule = _schedule(file, config, topology, batch)
+    _check_model(file, model, topology, schedule, sequence)
+    steps = _steps(file, batch, sequence)
+    if file.sample is not None and topology.expert > 1:
+        raise ConfigError(
+            f"sample needs all experts of a layer on one rank, but grid.expert is {topology.expert}: leave sample out, "
+            "and run triax generate on the exported model"
+        )
+    return Job(
+        file=file,
+        model=model,
+        topology=topology,
+        schedule=schedule,
+        engine=engine,
+        config=config,
+        batch=batch,
+        sequence=sequence,
+        steps=steps,
+        learning_rate=None if config.scheduler is not None else _learning_rate(file, steps, batch.train * sequence),
+        tokenizer=_tokenizer(file),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+def model_config(section: ModelSection) -> TransformerConfig:
+    """Return the model's configuration: a preset or a folder's, with the overrides.
+
+    Raises:
+        ConfigError: there is no such preset, folder or field, or the fields contradict one another.
+    """
+    if section.preset is not None:
+        kinds = [cls for cls in CONFIGS.values() if section.preset in cls.PRESETS]
+        if not kinds:
+            names = dict.fromkeys(name for cls in CONFIGS.values() for name in cls.PRESETS)
+            raise ConfigError(f"model.preset: there is no preset {section.preset!r}; {nearest(section.preset, names)}")
+        where, found = f"model.preset {section.preset}", kinds[0].preset(section.preset)
+    else:
+        assert section.folder is not None  # the schema requires one of the two
+        where = f"model.folder {section.folder}"
+        try:
+            found = from_hf(read_config(Path(section.folder)))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+    hints = get_type_hints(type(found))
+    changes = dict(section.overrides)
+    for key, value in changes.items():
+        if key not in {field.name for field in fields(found)}:
+            raise ConfigError(no_such("model.overrides", key, [field.name for field in fields(found)]))
+        kinds_of_key = kinds_of(hints[key])
+        try:
+            if kinds_of_key is not None:
+                check_kind(value, kinds_of_key)
+                if float not in kinds_of_key and isinstance(value, float):
+                    raise ValueError(f"give a whole number, not {value}")
+        except ValueError as error:
+            raise ConfigError(f"model.overrides.{key} = {describe(value)}: {error}") from error
+    try:
+        if any(isinstance(value, (Mapping, list)) for value in changes.values()):
+            return config_from_fields(type(found).__name__, {**_plain(found), **changes})
+        return replace(found, **changes)
+    except (ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(f"model.overrides of {where}: {error}") from error
+
+
+def layer_count(model: TransformerConfig) -> int:
+    """Return the number of entries in a model's list of layers."""
+    return model.num_hidden_layers + (4 if type(model).__name__ == "GPTConfig" else 3)
+
+
+def _plain(model: TransformerConfig) -> dict[str, Any]:
+    """Return the fields that ``config_from_fields`` takes."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in asdict(model).items()}
+
+
+def _check_model(
+    file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int
+) -> None:
+    """Check that the model can be cut as the grid asks, and has positions for the sequence."""
+    tensor, expert = topology.size("tensor"), topology.expert
+    if sequence > model.max_position_embeddings:
+        raise ConfigError(
+            f"training.sequence is {sequence}, but the model has {model.max_position_embeddings} positions: give at "
+            f"most {model.max_position_embeddings}, or a model with more max_position_embeddings"
+        )
+    try:
+        model.check_tensor(tensor)
+    except ValueError as error:
+        raise ConfigError(f"grid.tensor is {tensor}, but {error}") from error
+    if file.grid.sequence_parallel and sequence % tensor:
+        near = sequence // tensor * tensor or tensor
+        raise ConfigError(
+            f"training.sequence {sequence} is not shared evenly by grid.tensor {tensor}, as sequence_parallel needs: "
+            f"give {near}"
+        )
+    experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
+    if expert > 1 and not experts:
+        raise ConfigError(
+            f"grid.expert is {expert}, but a {type(model).__name__} has no experts: leave grid.expert out"
+        )
+    if experts % expert:
+        raise ConfigError(f"grid.expert is {expert}, but it does not divide the model's {experts} experts: change one")
+    if not experts and file.model.experts.model_fields_set:
+        raise ConfigError(f"model.experts has no effect on a {type(model).__name__}, which has none: leave it out")
+    if "attention" in file.model.model_fields_set and file.grid.context == 1:
+        raise ConfigError(
+            f"model.attention {file.model.attention} has no effect, because grid.context is 1: leave it out, or give "
+            "grid.context"
+        )
+    try:
+        uniform(layer_count(model), len(schedule.placement))
+    except ValueError as error:
+        raise ConfigError(f"grid.pipe x chunks is {len(schedule.placement)} stages, but {error}") from error
+
+
+# -------------------------------------------------------------------------------------- grid, schedule, batches
+
+
+def _topology(file: TrainingFile, processes: int | None, places: int | None) -> Topology:
+    grid = file.grid
+    sizes = {"pipe": grid.pipe, "context": grid.context, "tensor": grid.tensor}
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis != "context")
+    replica = math.prod(sizes.values())
+    if isinstance(grid.data, int):
+        data = grid.data
+    else:
+        if processes is not None and processes % replica:
+            raise ConfigError(
+                f"grid: {shown} takes {replica} processes a replica, and there are {processes}, no multiple of that: "
+                f"give axes whose product divides {processes}, or start a multiple of {replica}"
+            )
+        data = max(1, (processes or places or 1) // replica)
+    axes = {"pipe": grid.pipe, "data": data, "context": grid.context, "tensor": grid.tensor}
+    if grid.context == 1:
+        del axes["context"]
+    try:
+        topology = Topology(expert=grid.expert, **axes)
+    except ValueError as error:
+        raise ConfigError(f"grid: {error}") from error
+    if processes is not None and processes != topology.world_size:
+        raise ConfigError(
+            f"grid: data {data} x {shown} is a grid of {topology.world_size} processes, and there are {processes}: "
+            "write data: auto, or change an axis or the number of processes"
+        )
+    return topology
+
+
+def _batch(file: TrainingFile, given: Mapping[str, Any], sequence: int) -> int | None:
+    """Return the sequences of a step that the training file asks for; None: DeepSpeed's keys say it."""
+    training = file.training
+    if training.batch_tokens is not None:
+        if training.batch_tokens % sequence:
+            near = max(1, round(training.batch_tokens / sequence)) * sequence
+            raise ConfigError(
+                f"training.batch_tokens {training.batch_tokens} is no multiple of the sequence of {sequence} tokens: "
+                f"give {near}"
+            )
+        return training.batch_tokens // sequence
+    if training.batch is None and not {"train_batch_size", "gradient_accumulation_steps"} & given.keys():
+        raise ConfigError("training has no batch: give batch, the sequences of a step, or batch_tokens")
+    return training.batch
+
+
+def _batch_advice(file: TrainingFile, config: Config, topology: Topology) -> str | None:
+    """Return the error for a batch that the replicas cannot share, in the words of the training file."""
+    train, micro, data = config.train_batch_size, config.train_micro_batch_size_per_gpu, topology.size("data")
+    if not train or not micro or config.gradient_accumulation_steps or file.deepspeed is not None:
+        return None
+    unit = micro * data
+    near = dict.fromkeys(max(1, n) * unit for n in (train // unit, train // unit + 1))
+    return (
+        f"training.batch is {train} sequences, but it must be a multiple of training.microbatch {micro} x {data} "
+        f"replicas = {unit}: give {' or '.join(map(str, near))}"
+    )
+
+
+def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: BatchSizes) -> Schedule:
+    options = config.pipeline
+    if options.schedule not in NAMES and not options.schedule.endswith(FILES):
+        raise ConfigError(no_such("schedule", options.schedule, [name for name in NAMES if name != "forward"]))
+    if options.schedule == "forward":
+        raise ConfigError("schedule is forward, which has no backward passes: give one for training, such as 1f1b")
+    searched = [key for key in ("costs", "memory") if getattr(file.schedule, key) is not None]
+    if searched and options.schedule != "auto":
+        raise ConfigError(
+            f"schedule.{searched[0]} is for the schedule auto, and this one is {options.schedule}: leave it out"
+        )
+    pipe, count, chunks = topology.size("pipe"), batch.accumulation, file.schedule.chunks
+    try:
+        return make_schedule(options.schedule, pipe, count, chunks, Costs(*options.costs), options.memory)
+    except ValueError as error:
+        raise ConfigError(
+            f"schedule: {error} (a step has {count} microbatches on each replica: training.batch / microbatch / "
+            "replicas)"
+        ) from error
+
+
+def _steps(file: TrainingFile, batch: BatchSizes, sequence: int) -> int:
+    training = file.training
+    if training.steps is not None:
+        return training.steps
+    if training.tokens is not None:
+        return math.ceil(training.tokens / (batch.train * sequence))
+    if training.epochs is None:
+        raise ConfigError("training has no end: give steps, tokens or epochs")
+    from .data import training_rows  # it opens the data, which needs numpy and torch
+
+    rows = training_rows(file, sequence)
+    if rows.is_mixture:
+        raise ConfigError(
+            "training.epochs has no meaning for a mixture, whose members end at different rows: give tokens or steps"
+        )
+    return math.ceil(training.epochs * rows.count / batch.train)
+
+
+def _learning_rate(file: TrainingFile, steps: int, tokens: int) -> LearningRate:
+    section = file.training.learning_rate
+    warmup = section.warmup_steps
+    if warmup is None:
+        warmup = steps // 100 if section.warmup_tokens is None else math.ceil(section.warmup_tokens / tokens)
+    decay = section.decay_steps or max(1, steps // 10)
+    decay = decay if section.schedule == "wsd" else 0
+    if warmup + decay > steps and {"warmup_steps", "warmup_tokens", "decay_steps"} & section.model_fields_set:
+        also = f" and a decay of {decay}" if decay else ""
+        raise ConfigError(
+            f"training.learning_rate has a warmup of {warmup} steps{also}, but the run has {steps} steps: shorten them"
+        )
+    return LearningRate(section.schedule, warmup, steps, section.minimum, decay)
+
+
+def _tokenizer(file: TrainingFile) -> str | None:
+    if file.tokenizer is not None:
+        return file.tokenizer
+    folder = None if file.model.folder is None else Path(file.model.folder)
+    if folder is not None and any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return str(folder)
+    return None
+
+
+# ------------------------------------------------------------------------------------------ engine configuration
+
+
+def _deepspeed(file: TrainingFile) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of the file, without the keys that are "auto": the training file has them."""
+    if file.deepspeed is None:
+        return {}
+    given = read(file.deepspeed) if isinstance(file.deepspeed, str) else file.deepspeed
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"deepspeed is {describe(given)}: give a section, or the path of a JSON file with one")
+    kept = {key: value for key, value in given.items() if value != "auto" and not key.startswith("_")}
+    optimizer = kept.get("optimizer")
+    if isinstance(optimizer, Mapping) and isinstance(optimizer.get("params"), Mapping):
+        params = {key: value for key, value in optimizer["params"].items() if value != "auto"}
+        kept["optimizer"] = {**optimizer, "params": params}
+    for ours, theirs in _SAME.items():
+        both = [key for key in theirs if key in kept]
+        if both and _is_given(file, ours):
+            raise ConfigError(f"{ours} and deepspeed.{both[0]} say the same: give one of them")
+    checkpoint = kept.get("checkpoint")
+    for key, ours in _OURS.items():
+        if isinstance(checkpoint, Mapping) and key in checkpoint:
+            raise ConfigError(f"deepspeed.checkpoint.{key} has no effect: leave it out, and give checkpoint.{ours}")
+    if "json_monitor" in kept:
+        raise ConfigError(
+            "deepspeed.json_monitor has no effect here, because metrics.jsonl is written in the run's folder: leave it "
+            "out, and give name and runs"
+        )
+    lr = isinstance(optimizer, Mapping) and "lr" in kept["optimizer"].get("params", {})
+    if lr and "peak" in file.training.learning_rate.model_fields_set:
+        raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
+    return kept
+
+
+def _engine(file: TrainingFile, given: dict[str, Any], batch: int | None) -> dict[str, Any]:
+    """Return the engine's configuration: the training file's keys in DeepSpeed's dialect, and DeepSpeed's own."""
+    training, monitor, checkpoint = file.training, file.monitor, file.checkpoint
+    optimizer = training.optimizer
+    folder = Path(file.runs) / file.name
+    here = {"enabled": True, "output_path": file.runs, "job_name": file.name}
+    made: dict[str, Any] = {
+        "seed": file.seed,
+        "train_batch_size": batch,
+        "optimizer": {"type": optimizer.type, "params": optimizer.arguments},
+        "gradient_clipping": training.clip,
+        "zero_optimization": _keys(training.zero),
+        "pipeline": _pipeline(file),
+        "activation_checkpointing": _keys(training.recompute),
+        "json_monitor": here,
+        "timeline": {"step": monitor.trace} if monitor.trace else {},
+    }
+    if "gradient_accumulation_steps" not in given or training.microbatch is not None:
+        made["train_micro_batch_size_per_gpu"] = training.microbatch or 1
+    if training.precision in ("bf16", "fp16"):
+        made[training.precision] = {"enabled": True}
+    if file.model.lora is not None:
+        made["lora"] = _keys(file.model.lora)
+    for key, wanted in (("tensorboard", monitor.tensorboard), ("csv_monitor", monitor.csv)):
+        if wanted:
+            made[key] = here
+    if monitor.wandb is not None:
+        made["wandb"] = {"enabled": True, **_keys(monitor.wandb)}
+    if monitor.histograms:
+        made["histograms"] = {"every": monitor.histograms}
+    if {"bf16", "fp16", "bfloat16"} & given.keys():
+        made.pop(training.precision, None)
+    made = {key: value for key, value in made.items() if value not in (None, {})} | given
+    if checkpoint is not None:
+        resume = None if checkpoint.resume == "never" or checkpoint.resume not in ("auto", "required") else "auto"
+        made["checkpoint"] = {
+            **given.get("checkpoint", {}),
+            "dir": str(checkpoint.folder or folder / "checkpoints"),
+            "every": checkpoint.every,
+            "keep": checkpoint.keep,
+            "resume": resume,
+            "async": checkpoint.async_,
+        }
+    params = dict(made["optimizer"].get("params") or {}) if isinstance(made["optimizer"], Mapping) else {}
+    if "lr" in params and "optimizer" not in given:
+        raise ConfigError("training.optimizer.lr is the learning rate: give it as training.learning_rate")
+    if "scheduler" not in given:
+        made["optimizer"] = {**made["optimizer"], "params": {"lr": training.learning_rate.peak, **params}}
+    return made
+
+
+def _pipeline(file: TrainingFile) -> dict[str, Any]:
+    options = {"costs": file.schedule.costs, "memory": file.schedule.memory}
+    return {"schedule": file.schedule.name} | {key: value for key, value in options.items() if value is not None}
+
+
+def _checked(engine: dict[str, Any], given: Mapping[str, Any]) -> Config:
+    """Return the checked configuration. An error in DeepSpeed's keys says where they stand."""
+    try:
+        return parse_config(engine)
+    except ConfigError as error:
+        text = str(error)
+        if text.startswith(f"{Config.TITLE}: "):
+            text = text.replace(Config.TITLE, "deepspeed", 1)
+        elif re.split(r"[ .:]", text, maxsplit=1)[0] in given:
+            text = f"deepspeed.{text}"
+        raise ConfigError(text) from error
+
+
+def _is_given(file: TrainingFile, key: str) -> bool:
+    """Return True if the training file has a dotted key."""
+    found: Any = file
+    for part in key.split("."):
+        if not isinstance(found, Section) or part not in found.model_fields_set:
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def _keys(section: Section) -> dict[str, Any]:
+    """Return the keys of a section that the file gives, as the file has them."""
+    return section.model_dump(exclude_unset=True, by_alias=True)
