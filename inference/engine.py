@@ -69,8 +69,8 @@ def init_inference(
         return InferenceEngine(model.module, model.whole_weights, dtype, max_batch, max_length, tokenizer)
     if not isinstance(model, PipelineModule):
         raise TypeError(
-            f"model is a {type(model).__name__}, not a PipelineModule or a training engine. Make one of its layers, "
-            "PipelineModule(layers)."
+            f"model is a {type(model).__name__}, not a PipelineModule or its training engine. Make one of its layers, "
+            "PipelineModule(layers), or use triax.inference.module_inference.ModuleInference(model)."
         )
     if checkpoint is not None:
         load_weights(model, checkpoint)

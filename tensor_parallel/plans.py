@@ -5,8 +5,10 @@ The plans for Hugging Face's families are in ``models/huggingface/families.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,27 @@ class Local:
 
 
 Style = Column | Row | Vocab | KeyValue | FusedHeads | OnAllHeads | OnHeads | Local
+
+
+def plan_of_outputs(module: nn.Module, outputs: Mapping[type[nn.Module], Sequence[str]]) -> dict[str, Style]:
+    """Return a plan for blocks of which the layers are named whose outputs are summed.
+
+    These layers are row-parallel, all other linear layers of a block column-parallel, and numbers of heads are local.
+
+    Args:
+        module: the model.
+        outputs: class of the blocks -> ends of the names of these layers, such as ``("attention.out", "mlp.down")``.
+    """
+    plan: dict[str, Style] = {}
+    for cls, names in outputs.items():
+        for path, block in module.named_modules():
+            if type(block) is not cls:
+                continue
+            for name, layer in block.named_modules():
+                full = f"{path}.{name}" if path else name
+                if isinstance(layer, nn.Linear):
+                    plan[full] = Row() if name.endswith(tuple(names)) else Column()
+                heads = {key: 1 for key in ("num_heads", "n_heads", "num_attention_heads") if hasattr(layer, key)}
+                if heads and name:
+                    plan[full] = Local(heads)
+    return plan

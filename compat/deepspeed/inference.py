@@ -18,20 +18,16 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor, nn
 
-from ...engine.module_engine import ModuleEngine
-from ...engine.pipeline_engine import PipelineEngine
-from ...engine.snapshot.load_weights import load_weights
+from ...engine.base import Engine
 from ...grid import Grid
 from ...grid.megatron import grid_of_mpu
-from ...inference.engine import InferenceEngine
-from ...inference.engine import init_inference as make_engine
-from ...inference.int8 import Int8, quantize
-from ...models.huggingface.load import load_hf
+from ...inference.int8 import Int8
+from ...inference.module_inference import ModuleInference
 from ...models.huggingface.parallelize import find_plan, parallelize
 from ...pipe.module import PipelineModule
-from ...tensor_parallel.plans import Column, Local, Row, Style
+from ...tensor_parallel.plans import Style, plan_of_outputs
 from .context import CONTEXT
-from .engine import DeepSpeedConfigError, DeepSpeedError
+from .engine import DeepSpeedConfigError, DeepSpeedError, deepspeed_errors
 from .modules import rest_of
 
 __getattr__, __path__ = rest_of(__name__)
@@ -274,191 +270,71 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
     return DeepSpeedInferenceEngine(model, checked)
 
 
-class DeepSpeedInferenceEngine(nn.Module):
-    """A model for inference: callable, with ``generate``. Attributes that it does not have are the model's.
+class DeepSpeedInferenceEngine(ModuleInference):
+    """A model for inference: ``ModuleInference``, made with DeepSpeed's configuration, and its times.
 
     Args:
         model: as for ``init_inference``.
         config: the checked configuration.
-
-    Attributes:
-        module: the model, sharded and cast in place.
-        grid: its grid.
-        engine: triax's ``InferenceEngine``, which generates from a ``PipelineModule``; None for other models.
     """
 
-    module: Any
-
     def __init__(self, model: Any, config: DeepSpeedInferenceConfig) -> None:
-        super().__init__()
-        self._config, self._profiles = config, False
-        self._times: list[float] = []
-        trainer = model if isinstance(model, (ModuleEngine, PipelineEngine)) else None
-        self._trainer = [trainer]  # in a list: it is no sub-module
-        self.module = model if trainer is None else trainer.module
-        self.engine: InferenceEngine | None = None
-        if trainer is not None or isinstance(model, PipelineModule):
-            self._adopt(model if trainer is None else trainer)
-        else:
-            self.grid = _make_grid(config.tp, None)
-            self._prepare()
-        if trainer is None:
-            self.module.eval()
-
-    def _adopt(self, model: Any) -> None:
-        """Take over a model that has a grid already: a ``PipelineModule``, or the engine of a module."""
-        config = self._config
-        self.grid = _make_grid(config.tp, model.grid)
-        if self._trainer[0] is not None:
-            for key in ("dtype", "checkpoint"):
-                if getattr(config, key) is not None:
-                    raise DeepSpeedConfigError(f"{key} would change the weights that this engine trains: leave it out")
-        else:
-            self._load()
-        if not isinstance(self.module, PipelineModule):
-            return
-        positions = [length for m in self.module.modules() if (length := getattr(m, "max_position_embeddings", None))]
-        most = min([config.max_out_tokens, *positions])
-        dtype = None if self._trainer[0] is not None else self._dtype()
-        self.engine = make_engine(model, dtype=dtype, max_length=most, int8=config.int8 or False)
-
-    def _prepare(self) -> None:
-        """Load, cast, move, shard and quantize a plain module."""
-        config, module = self._config, self.module
-        if not isinstance(module, nn.Module):
-            raise DeepSpeedConfigError(f"model is a {type(module).__name__}: pass a torch.nn.Module or an engine")
-        if any(tensor.is_meta for tensor in module.parameters()):
-            module.to_empty(device="cpu" if config.keep_module_on_host else self.grid.device)
-            if config.checkpoint is None and config.checkpoint_config.checkpoint_dir is None:
-                raise DeepSpeedConfigError("the model is on the meta device and has no values: pass checkpoint=")
-        self._load()
-        module.to(dtype=self._dtype())
-        if not config.keep_module_on_host:
-            module.to(self.grid.device)
-        if self.grid.tensor.size > 1:
-            parallelize(module, self.grid, _plan(module, config.injection_policy))
-        elif config.injection_policy is not None:
-            _LOGGER.warning("init_inference: injection_policy is without effect, because tp_size is 1")
-        if config.int8 is not None:
-            quantize(module, self.grid, config.int8)
-
-    def _dtype(self) -> torch.dtype | None:
-        """Return the dtype to cast to; None: the model's own."""
-        if self._config.dtype not in (None, torch.int8):
-            return self._config.dtype
-        return torch.float16 if self.grid.device.type == "cuda" else None
-
-    def _load(self) -> None:
-        """Load ``checkpoint``: triax's, a folder of transformers, a file of weights, or DeepSpeed's list of files."""
-        config, section = self._config, self._config.checkpoint_config
-        given: Any = config.checkpoint if config.checkpoint is not None else section.checkpoint_dir
-        if given is None:
-            return
-        base = Path(config.base_dir or section.base_dir or "")
-        if isinstance(given, str):
-            path = base / given
-            if path.suffix == ".json":
-                given, base = json.loads(path.read_text()), base if str(base) != "." else path.parent
-            elif (path / "config.json").is_file():
-                load_hf(path, into=self.module, grid=self.grid)
-                return
-            elif path.is_dir():
-                load_weights(self.module, path, grid=self.grid)
-                return
-            else:
-                given = {"checkpoints": [path]}
-        weights: dict[str, Tensor] = {}
-        for name in given.get("checkpoints") or ():
-            weights |= _read(base / (given.get("base_dir") or "") / name)
-        if not weights:
-            raise DeepSpeedConfigError(
-                f"checkpoint is {given!r}, which names no file: give a folder, a file of weights, or a dict with "
-                '"checkpoints", a list of files'
+        with deepspeed_errors():
+            trains = isinstance(model, Engine)
+            grid = _make_grid(
+                config.tp, getattr(model, "grid", None) if trains or isinstance(model, PipelineModule) else None
             )
-        missing = list(self.module.load_state_dict(weights, strict=False).missing_keys)
-        tied = getattr(self.module, "_tied_weights_keys", None) or ()
-        missing = [name for name in missing if name not in tied]
-        if missing:
-            raise DeepSpeedConfigError(
-                f"the checkpoint lacks {len(missing)} of the model's tensors, such as {missing[0]}: give the files of "
-                "the whole model, not those of one tensor rank"
+            dtype, section = config.dtype, config.checkpoint_config
+            if dtype == torch.int8 or (dtype is None and not trains):
+                dtype = torch.float16 if grid.device.type == "cuda" else None
+            super().__init__(
+                model,
+                grid,
+                dtype=dtype,
+                checkpoint=section.checkpoint_dir if config.checkpoint is None else config.checkpoint,
+                base=config.base_dir or section.base_dir or "",
+                int8=config.int8,
+                plan=_plan(model, config.injection_policy, grid),
+                on_host=config.keep_module_on_host,
+                max_length=config.max_out_tokens,
             )
+        self._most = config.max_out_tokens
+        self._times: list[float] | None = None  # None: not measured
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        trainer, begin = self._trainer[0], time.perf_counter()
-        if trainer is None:
+    def running(self) -> Iterator[None]:
+        """Context of a run of the model, as ``ModuleInference.running``, whose time is measured."""
+        begin = time.perf_counter()
+        with super().running():
             yield
-        else:
-            training = trainer.module.training
-            trainer.module.eval()
-            try:
-                with trainer.whole_weights():
-                    yield
-            finally:
-                trainer.module.train(training)
-        if self._profiles:
+        if self._times is not None:
             self._times.append((time.perf_counter() - begin) * 1e3)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model: the loss or the outputs that it returns."""
-        with self._running():
-            return self.module(*args, **kwargs)
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate: transformers' ``generate`` of the model, or ``triax.InferenceEngine.generate``.
-
-        Draws are equal on the ranks of the tensor axis.
+        """Generate, as ``ModuleInference.generate``.
 
         Raises:
             RuntimeError: the input is longer than ``max_out_tokens``.
-            AttributeError: the model cannot generate.
         """
-        if self.engine is not None:
-            return self.engine.generate(*args, **kwargs)
-        if not hasattr(self.module, "generate"):
-            raise AttributeError(f"a {type(self.module).__name__} has no method generate: call the engine instead")
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > self._config.max_out_tokens:
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > self._most:
             raise DeepSpeedError(
-                f"the input has {ids.shape[1]} tokens, but max_out_tokens is {self._config.max_out_tokens}: give "
+                f"the input has {ids.shape[1]} tokens, but max_out_tokens is {self._most}: give "
                 f"max_out_tokens={ids.shape[1]} plus the number of new tokens"
             )
-        with self._running(), self._equal_draws():
-            return self.module.generate(*args, **kwargs)
-
-    @contextmanager
-    def _equal_draws(self) -> Iterator[None]:
-        """Draw on every rank of the tensor axis what its first rank draws."""
-        axis = self.grid.tensor
-        if axis.size == 1:
-            yield
-            return
-        seed = torch.randint(2**62, (1,), device=self.grid.device)
-        axis.broadcast(seed)
-        with torch.random.fork_rng(devices=[self.grid.device] if self.grid.device.type == "cuda" else []):
-            torch.manual_seed(int(seed))
-            yield
+        return super().generate(*args, **kwargs)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Measure the time of each call; ``model_times`` returns them."""
-        self._profiles = True
+        self._times = []
 
     def model_times(self) -> list[float]:
         """Return the times of the calls since the last one, in milliseconds."""
-        times, self._times = self._times, []
+        times, self._times = self._times or [], []
         return times
 
     def destroy(self) -> None:
         """Do nothing: the engine has no state beside the model."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
@@ -501,48 +377,24 @@ def _make_grid(section: DeepSpeedTPConfig, grid: Grid | None) -> Grid:
     return grid
 
 
-def _plan(module: nn.Module, policy: Mapping[Any, Any] | None) -> dict[str, Style] | None:
-    """Return the plan of an injection policy: the named linear layers are row-parallel, others column-parallel.
-
-    None: the built-in plan of the family, which a policy only replaces where there is none.
-    """
+def _plan(module: Any, policy: Mapping[Any, Any] | None, grid: Grid) -> dict[str, Style] | None:
+    """Return the plan of an injection policy, which acts where the model's family has none; else None."""
     if policy is None:
         return None
-    try:
-        find_plan(module)
-    except ValueError:
-        pass
+    why = "the model's family has a plan"
+    if grid.tensor.size == 1:
+        why = "tp_size is 1"
     else:
-        _LOGGER.warning("init_inference: injection_policy is without effect, because the model's family has a plan")
-        return None
-    plan: dict[str, Style] = {}
-    for cls, names in policy.items():
-        outputs = (names,) if isinstance(names, str) else tuple(names)
-        if not all(isinstance(name, str) for name in outputs):
-            raise DeepSpeedConfigError(
-                f"injection_policy has {names!r}: give the names of the layers whose outputs are summed, such as "
-                "('attention.out', 'mlp.down')"
-            )
-        for path, block in module.named_modules():
-            if type(block) is not cls:
-                continue
-            for name, layer in block.named_modules():
-                full = f"{path}.{name}" if path else name
-                if isinstance(layer, nn.Linear):
-                    plan[full] = Row() if name.endswith(outputs) else Column()
-                heads = {key: 1 for key in ("num_heads", "n_heads", "num_attention_heads") if hasattr(layer, key)}
-                if heads and name:
-                    plan[full] = Local(heads)
-    return plan
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """Read a file of weights, without running code from it."""
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    for key in ("module", "model"):  # of DeepSpeed's and Megatron's files
-        found = found[key] if isinstance(found.get(key), dict) else found
-    return dict(found)
+        try:
+            find_plan(module)
+        except ValueError:
+            named = {cls: (names,) if isinstance(names, str) else tuple(names) for cls, names in policy.items()}
+            wrong = [names for names in named.values() if not all(isinstance(name, str) for name in names)]
+            if wrong:
+                raise DeepSpeedConfigError(
+                    f"injection_policy has {wrong[0]!r}: give the names of the layers whose outputs are summed, such "
+                    "as ('attention.out', 'mlp.down')"
+                ) from None
+            return plan_of_outputs(module, named)
+    _LOGGER.warning("init_inference: injection_policy is without effect, because %s", why)
+    return None

@@ -544,7 +544,7 @@ def test_models_that_cannot_generate() -> None:
         init_inference(module, max_batch=0)
     with pytest.raises(ValueError, match="no layer of the model has the attribute `cache`"):
         init_inference(PipelineModule([torch.nn.Linear(3, 3)]))
-    with pytest.raises(TypeError, match="model is a Linear, not a PipelineModule or a training engine"):
+    with pytest.raises(TypeError, match="model is a Linear, not a PipelineModule or its training engine"):
         init_inference(torch.nn.Linear(3, 3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"have no values yet. Call model.fill\(\)"):
         init_inference(PipelineModule(gpt_layers(GPT), device="meta"))

@@ -1,0 +1,75 @@
+"""Weights of a module from a file or folder of any known format, for inference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.snapshot.load_weights import load_weights
+from ..grid import Grid
+from ..grid.errors import ConfigError
+from ..models.huggingface.load import load_hf
+
+Source = str | Path | Sequence[str | Path] | Mapping[str, Any]
+
+
+def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "") -> None:
+    """Load a module's weights. Collective.
+
+    Args:
+        module: the module; its weights are not sharded yet, except those of a ``PipelineModule``.
+        source: a checkpoint of triax, a folder of transformers, a file of weights (safetensors, or ``torch.save``'s,
+            which is read without running code), several such files, or DeepSpeed's list of files: a dict with
+            ``checkpoints`` and ``base_dir``, or a JSON file with one.
+        grid: the grid.
+        base: the folder of relative paths.
+
+    Raises:
+        ConfigError: no file is named, or the files lack tensors of the module.
+    """
+    base, given = Path(base), source
+    if isinstance(source, (str, Path)):
+        path = base / source
+        if (path / "config.json").is_file():
+            load_hf(path, into=module, grid=grid)
+            return
+        if path.is_dir():
+            load_weights(module, path, grid=grid)
+            return
+        source = [path]
+        if path.suffix == ".json":
+            source, base = json.loads(path.read_text()), base if str(base) != "." else path.parent
+    if isinstance(source, Mapping):
+        source, base = source.get("checkpoints") or (), base / (source.get("base_dir") or "")
+    weights: dict[str, Tensor] = {}
+    for name in source:
+        weights |= read_weights(base / name)
+    if not weights:
+        raise ConfigError(
+            f"checkpoint is {given!r}, which names no file: give a folder, a file of weights, or a dict with "
+            '"checkpoints", a list of files'
+        )
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    missing = [name for name in module.load_state_dict(weights, strict=False).missing_keys if name not in tied]
+    if missing:
+        raise ConfigError(
+            f"the checkpoint lacks {len(missing)} of the model's tensors, such as {missing[0]}: give the files of "
+            "the whole model, not those of one tensor rank"
+        )
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read a file of weights, without running code from it."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    for key in ("module", "model"):  # of DeepSpeed's and Megatron's files
+        found = found[key] if isinstance(found.get(key), dict) else found
+    return dict(found)
