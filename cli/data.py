@@ -33,6 +33,7 @@ Split = Annotated[str, typer.Option(help="Documents of a text file: the file, ea
 Format = Annotated[
     str | None, typer.Option(help="Format of all files: text, jsonl, parquet or arrow. Default: by name.")
 ]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out documents that are empty or not valid.")]
 
 
 @data.command()
@@ -48,9 +49,7 @@ def tokenize(
     end: Annotated[
         str | None, typer.Option(help="Token that ends a document, or none. Default: the tokenizer's own.")
     ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out documents that are empty or not valid, and count them.")
-    ] = False,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Tokenize text into a folder. After an interruption, the same command goes on where it was."""
     from ..data.sources import find_sources
@@ -149,13 +148,14 @@ def train_tokenizer(
     key: Key = None,
     split: Split = "file",
     format: Format = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text, and write a folder that transformers can load too."""
     from ..data.sources import Reading, find_sources
     from ..data.tokenizer import train_tokenizer as train
 
     found, _ = find_sources(sources, format)
-    made = train(found, Reading(key or "text", False, split), vocab_size, out).facts
+    made = train(found, Reading(key or "text", False, split), vocab_size, out, skip_bad=skip_bad).facts
     if made.vocab_size < vocab_size:
         typer.echo(f"the text has only {made.vocab_size} tokens to learn, fewer than {vocab_size}", err=True)
     typer.echo(f"{out}: {made.vocab_size} tokens, of {len(found)} files; fingerprint {made.fingerprint[:12]}")

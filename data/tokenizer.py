@@ -125,7 +125,9 @@ def load_transformers(folder: Path) -> Any:
         raise ConfigError(f"{folder} has no tokenizer that transformers can load: {_one_line(error)}") from error
 
 
-def train_tokenizer(sources: Iterable[SourceFile], reading: Reading, vocab_size: int, out: Path) -> TextTokenizer:
+def train_tokenizer(
+    sources: Iterable[SourceFile], reading: Reading, vocab_size: int, out: Path, *, skip_bad: bool = False
+) -> TextTokenizer:
     """Train a byte-level BPE tokenizer on documents, and write it to a folder that transformers can load too.
 
     Args:
@@ -133,6 +135,7 @@ def train_tokenizer(sources: Iterable[SourceFile], reading: Reading, vocab_size:
         reading: rules by which documents are read.
         vocab_size: number of tokens: 256 bytes, one that ends a document, and the merges.
         out: the folder.
+        skip_bad: leave out documents that are not valid.
 
     Raises:
         ConfigError: the vocabulary is too small, or a document is not valid.
@@ -149,7 +152,7 @@ def train_tokenizer(sources: Iterable[SourceFile], reading: Reading, vocab_size:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(sources, reading), trainer)
+    tokenizer.train_from_iterator(_texts(sources, reading, skip_bad), trainer)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": 10**9}
@@ -157,13 +160,16 @@ def train_tokenizer(sources: Iterable[SourceFile], reading: Reading, vocab_size:
     return open_tokenizer(out)
 
 
-def _texts(sources: Iterable[SourceFile], reading: Reading) -> Iterator[str]:
+def _texts(sources: Iterable[SourceFile], reading: Reading, skip_bad: bool) -> Iterator[str]:
     for source in sources:
         for line, value in documents(Part(source.name, source.format), reading):
-            if isinstance(value, BadDocument):
-                raise ConfigError(f"{source.name}, {UNITS[source.format]} {line + value.further}: {value}.")
-            if value is not None:
+            if isinstance(value, str):
                 yield value
+            elif isinstance(value, BadDocument) and not skip_bad:
+                raise ConfigError(
+                    f"{source.name}, {UNITS[source.format]} {line + value.further}: {value}. Mend it, or add --skip-bad "
+                    "to leave out such documents."
+                )
 
 
 def _bytes() -> TextTokenizer:

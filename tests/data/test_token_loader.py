@@ -118,7 +118,10 @@ def _whole(ids: Tensor, documents: Tensor, labels: Tensor) -> Counter[str]:
 
 @pytest.mark.parametrize("packing", ["cut", "whole"])
 def test_a_place_is_resumed_on_any_grid_bit_by_bit(tokens: Path, packing: str) -> None:
-    """Runs that stop after each step, and go on with other numbers of replicas, batch sizes and threads."""
+    """Runs that stop after each step, and go on with other numbers of replicas, batch sizes and threads.
+
+    They have the rows of one run that never stops, and in them every document of each epoch once.
+    """
     data = TokenData(tokens, 32, packing=packing, held_out=0.2)
     whole = data.loader(4, 1, seed=2)
     straight = rows_of(islice(whole, 4 * 60))
@@ -126,6 +129,7 @@ def test_a_place_is_resumed_on_any_grid_bit_by_bit(tokens: Path, packing: str) -
     assert 2 * whole.rows.count < 4 * 60  # more than two epochs
     shapes = [(4, 1, 1), (8, 2, 2), (4, 4, 1), (8, 1, 4), (12, 2, 1), (8, 4, 2)]  # train, micro, replicas
     state: dict[str, Any] = {}
+    taken: list[tuple[Tensor, Tensor, Tensor]] = []
     at = 0
     for turn in range(24):
         train, micro, replicas = shapes[turn % len(shapes)]
@@ -136,10 +140,22 @@ def test_a_place_is_resumed_on_any_grid_bit_by_bit(tokens: Path, packing: str) -
                 assert loader.state_dict() == state
         found = rows_of(batch for loader in loaders for batch in islice(loader, train // replicas // micro))
         assert all(torch.equal(a, b[at : at + train]) for a, b in zip(found, straight, strict=True))
+        taken.append(found)
         at += train
         states = [loader.state_dict() for loader in loaders]
         assert all(each == states[0] for each in states) and states[0]["row"] == at
         state = states[0]
+    count, joined = whole.rows.count, tuple(torch.cat(part) for part in zip(*taken, strict=True))
+    held = documents_in(*rows_of(TokenData(tokens, 50, held_out=0.2, part="held_out").loader(1, 1, epochs=1)))
+    wanted = Counter(texts(COUNT)) - held
+    for epoch in range(2):
+        rows = tuple(part[epoch * count : (epoch + 1) * count] for part in joined)
+        if packing == "cut":
+            assert documents_in(*rows) == wanted
+        else:
+            assert {text: n for text, n in _whole(*rows).items() if text in wanted} == {
+                text: 1 for text in wanted if len(text) < 32
+            }
     # A batch that was read in part is read again; other ranks go along.
     loader, other = data.loader(8, 2, seed=2), data.loader(8, 2, seed=2)
     first = rows_of(islice(loader, 6))

@@ -253,6 +253,12 @@ def test_a_tokenizer_is_trained_and_recognised(tmp_path: Path) -> None:
     trained, out = tmp_path / "tokenizer", tmp_path / "out"
     assert "270 tokens" in command("data", "train-tokenizer", source, "--vocab-size", 270, "--out", trained)
     assert "257" in command("data", "train-tokenizer", source, "--vocab-size", 9, "--out", tmp_path / "small")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_bytes(b"fine\n\xff\n")
+    (tmp_path / "mixed" / "b.txt").write_text("the cat sat on the mat " * 20)
+    train = ("data", "train-tokenizer", tmp_path / "mixed", "--vocab-size", 260, "--out", tmp_path / "skipped")
+    assert "a.txt, line 2: byte 0xff is not UTF-8 text. Mend it, or add --skip-bad" in command(*train)
+    assert "260 tokens" in command(*train, "--skip-bad")
     command("data", "tokenize", source, "--tokenizer", trained, "--out", out)
     opened, tokenizer = TokenFolder(out), open_tokenizer(trained)
     assert opened.index.tokenizer == tokenizer.facts and opened.index.dtype == "U16"
