@@ -166,10 +166,8 @@ def _texts(sources: Iterable[SourceFile], reading: Reading, skip_bad: bool) -> I
             if isinstance(value, str):
                 yield value
             elif isinstance(value, BadDocument) and not skip_bad:
-                raise ConfigError(
-                    f"{source.name}, {UNITS[source.format]} {line + value.further}: {value}. Mend it, or add --skip-bad "
-                    "to leave out such documents."
-                )
+                where = f"{source.name}, {UNITS[source.format]} {line + value.further}"
+                raise ConfigError(f"{where}: {value}. Mend it, or add --skip-bad to leave out such documents.")
 
 
 def _bytes() -> TextTokenizer:
