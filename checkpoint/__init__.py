@@ -2,6 +2,7 @@
 
 protocol.py: Snapshot, the state of a run as boxes of whole tensors, between the engine and the files
 writer.py: every rank writes its own file, rank 0 the index; then format/folder.py commits
+remote_writer.py: the same to a URI of fsspec: temporary files, uploads, and the index last
 lineage.py: a run's identity in its checkpoints, their order, and the lock of a folder
 async_writer.py: a thread that writes a copy in host memory while training goes on (checkpoint.async)
 reader.py: opening a checkpoint on any grid, with its checksums verified; what to load (LoadOptions)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from torch import Tensor
 from ..grid import Grid
 from ..grid.errors import CheckpointError
 from ..grid.ranges import Spans, shape_of
+from .format.remote import Folder
 from .lineage import Lineage
 from .protocol import Snapshot, TensorBox, WholeTensor
-from .writer import Writer
+from .remote_writer import make_writer
 
 _NICE = 10  # of 19: where every core is busy, the thread gets a tenth of what the training gets
 
@@ -48,7 +48,7 @@ class AsyncWriter:
     def write(
         self,
         snapshot: Snapshot,
-        folder: Path,
+        folder: Folder,
         tag: str,
         save_latest: bool,
         lineage: Lineage,
@@ -59,7 +59,7 @@ class AsyncWriter:
         The previous checkpoint must be complete, so call ``wait`` first.
 
         Args:
-            snapshot, folder, tag, save_latest, lineage: arguments of ``Writer``.
+            snapshot, folder, tag, save_latest, lineage: arguments of ``make_writer``.
             done: called in the thread at the end, with None or the reason of a failure.
         """
         grid = self._grid
@@ -68,7 +68,7 @@ class AsyncWriter:
         def all_gather(text: str) -> list[str | None]:  # in the store: collectives are the training's
             return grid.store_barrier(f"{name}/{next(numbers)}", text, grid.timeout)
 
-        writer = Writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest, lineage)
+        writer = make_writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest, lineage)
 
         def run() -> None:
             _lower_priority()

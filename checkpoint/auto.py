@@ -12,15 +12,16 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..grid import Grid
+from ..grid.agreement import agreed
 from ..grid.errors import CheckpointError, DamagedError
 from .async_writer import report_failure
 from .format import folder as folders
+from .format.remote import Folder, RemotePath
 from .lineage import Lineage
 from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
@@ -29,7 +30,7 @@ _LOG = logging.getLogger("triax")
 
 
 def load_newest(
-    grid: Grid, folder: Path, options: LoadOptions, lineage: Lineage, load: Callable[[Snapshot], None]
+    grid: Grid, folder: Folder, options: LoadOptions, lineage: Lineage, load: Callable[[Snapshot], None]
 ) -> bool:
     """Load the newest checkpoint of a folder that is complete and undamaged. Collective.
 
@@ -44,11 +45,12 @@ def load_newest(
         True if a checkpoint was loaded; False if there is none.
     """
     found = None
-    if grid.rank == 0:
-        _tidy_up(folder, lineage)
-        for tag, reason in folders.unreadable(folder):
-            _LOG.warning("%s is not used: %s", folder / tag, reason)
-        found = folders.tags(folder)[::-1]
+    with agreed(grid):
+        if grid.rank == 0:
+            _tidy_up(folder, lineage)
+            for tag, reason in folders.unreadable(folder):
+                _LOG.warning("%s is not used: %s", folder / tag, reason)
+            found = folders.tags(folder)[::-1]
     for tag in grid.world.all_gather_json(found)[0]:
         try:
             load(open_checkpoint(grid, folder / tag, options))
@@ -61,9 +63,9 @@ def load_newest(
     return False
 
 
-def _tidy_up(folder: Path, lineage: Lineage) -> None:
+def _tidy_up(folder: Folder, lineage: Lineage) -> None:
     """Undo what an interrupted run left, unless a run saves into the folder now, or it cannot be written to."""
-    if folder.is_dir():
+    if not isinstance(folder, RemotePath) and folder.is_dir():
         with contextlib.suppress(CheckpointError, OSError):
             if lineage.lock(folder, wait=False):
                 lineage.unlock(folder)
@@ -90,7 +92,7 @@ class AutoSaver:
     def __init__(
         self,
         grid: Grid,
-        folder: Path,
+        folder: Folder,
         every: int,
         keep: int | None,
         stop: bool,
@@ -145,7 +147,7 @@ class AutoSaver:
     def _remove_old(self) -> None:
         if self._keep is not None and self._grid.rank == 0:
             for tag in folders.prunable(self._folder, self._keep, automatic=True):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, CheckpointError):
                     folders.remove(self._folder, tag)
 
 

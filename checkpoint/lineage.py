@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .format import folder as folders
-from .format.lock import FolderLock
+from .format.lock import FolderLock, RemoteLock
+from .format.remote import Folder, RemotePath
 
 _MOST_LOCKS = 4  # folders that a run keeps locked, those of its last saves
 
@@ -26,15 +26,15 @@ class Lineage:
         self.run = run
         self._saves = 0
         self._parent: dict[str, Any] | None = None
-        self._orders: dict[Path, int] = {}
-        self._locks: dict[Path, FolderLock] = {}
+        self._orders: dict[Folder, int] = {}
+        self._locks: dict[Folder, FolderLock | RemoteLock] = {}
 
     def next_save(self) -> dict[str, Any]:
         """Return the identity of the next checkpoint, for the header. ``begin`` adds its order."""
         self._saves += 1
         return {"run": self.run, "save": self._saves, "order": 0, "parent": self._parent}
 
-    def lock(self, folder: Path, wait: bool = True) -> bool:
+    def lock(self, folder: Folder, wait: bool = True) -> bool:
         """Take the lock of a folder, and tidy up what an earlier owner left. Only rank 0 calls it.
 
         Args:
@@ -49,7 +49,9 @@ class Lineage:
             OSError: if the folder cannot be written to.
         """
         folder = folder.absolute()
-        lock = self._locks.pop(folder, None) or FolderLock(folder, self.run)
+        lock = self._locks.pop(folder, None)
+        if lock is None:
+            lock = RemoteLock(folder, self.run) if isinstance(folder, RemotePath) else FolderLock(folder, self.run)
         taken = lock.hold(wait)
         self._locks[folder] = lock
         if len(self._locks) > _MOST_LOCKS:  # a Trainer saves each checkpoint in another folder
@@ -58,11 +60,11 @@ class Lineage:
             folders.restore(folder)
         return taken
 
-    def unlock(self, folder: Path) -> None:
+    def unlock(self, folder: Folder) -> None:
         """Release the lock of a folder."""
         self._locks.pop(folder.absolute(), None)
 
-    def begin(self, folder: Path, tag: str, identity: dict[str, Any]) -> None:
+    def begin(self, folder: Folder, tag: str, identity: dict[str, Any]) -> None:
         """Make the folder to write a checkpoint to, and set the checkpoint's order. Only rank 0 calls it."""
         taken = self.lock(folder)
         if taken:
@@ -72,7 +74,7 @@ class Lineage:
         identity["order"] = self._orders[folder] + 1
         folders.begin(folder, tag, self.run)
 
-    def written(self, folder: Path, header: Mapping[str, Any], checksum: str) -> None:
+    def written(self, folder: Folder, header: Mapping[str, Any], checksum: str) -> None:
         """Set the parent of the next checkpoint to the one that was written. Only rank 0 calls it."""
         self._orders[folder] = header["identity"]["order"]
         self._parent = {"run": self.run, "step": header["step"], "checksum": checksum}

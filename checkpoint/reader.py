@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from ..grid import Grid
 from ..grid.agreement import agreed
 from ..grid.dtypes import TORCH_NAMES
 from ..grid.ranges import shape_of
+from .format import folder as folders
 from .format.index import NAME, Index, read_index
+from .format.remote import Folder
 from .protocol import BUFFERS, CLIENT, EXCHANGE, OPTIMIZER, OUTER, RANDOM, REPLICA, WEIGHTS, Snapshot, TensorBox
 
 
@@ -55,7 +56,7 @@ class Reader:
             through a memory map.
     """
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Folder, index: Index) -> None:
         self.path, self.index = path, index
         self._folder = index.folder(path)
         head = dict(index.head)
@@ -87,7 +88,7 @@ class Reader:
             at += span.stop - span.start
 
 
-def open_checkpoint(grid: Grid, path: Path, options: LoadOptions) -> Snapshot:
+def open_checkpoint(grid: Grid, path: Folder, options: LoadOptions) -> Snapshot:
     """Open a checkpoint, and compare what will be loaded with its checksums. Collective.
 
     Raises:
@@ -98,7 +99,7 @@ def open_checkpoint(grid: Grid, path: Path, options: LoadOptions) -> Snapshot:
         try:
             reader = Reader(path, read_index(path))
         except FileNotFoundError:
-            near = sorted(each.name for each in path.parent.glob("*/") if not each.name.startswith("."))
+            near = folders.names(path.parent)
             raise ValueError(
                 f"{path} is not a checkpoint, because it has no index.json. Give the path of a checkpoint's folder. "
                 f"The folders in {path.parent} are: {', '.join(near) or 'none'}"

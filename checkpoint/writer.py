@@ -15,6 +15,7 @@ from ..grid.ranges import everything, shape_of
 from ..grid.safetensors import TensorStream
 from .format import folder as folders
 from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, checksum, read_index, save_name
+from .format.remote import Folder
 from .lineage import Lineage
 from .protocol import Snapshot
 
@@ -29,7 +30,8 @@ class Writer:
         grid: the run's grid.
         snapshot: the boxes that this rank writes. The header is taken from rank 0's snapshot.
         folder, tag: the folder of checkpoints, and the new checkpoint's name.
-        all_gather: function that gathers a text from every rank. It is called equally often on each rank.
+        all_gather: function that gathers a text from every rank. It is called equally often on each rank. None: a
+            collective of the grid.
         save_latest: name the checkpoint in the file ``latest``.
         lineage: the run's identity and locks.
     """
@@ -38,18 +40,22 @@ class Writer:
         self,
         grid: Grid,
         snapshot: Snapshot,
-        folder: Path,
+        folder: Folder,
         tag: str,
-        all_gather: AllGather,
+        all_gather: AllGather | None,
         save_latest: bool,
         lineage: Lineage,
     ) -> None:
         self._name, self._rank, self._size = grid.describe(), grid.rank, grid.size
         folder = folder.absolute()  # the process may change its directory while this is written
-        self._folder, self._tag, self._temporary = folder, tag, folders.partial_path(folder, tag, lineage.run)
-        self._snapshot, self._all_gather, self._save_latest = snapshot, all_gather, save_latest
+        self._folder, self._tag = folder, tag
+        if isinstance(folder, Path):
+            self._temporary = folders.partial_path(folder, tag, lineage.run)
+        self._all_gather: AllGather = all_gather or grid.world.all_gather_json
+        self._snapshot, self._save_latest = snapshot, save_latest
         self._lineage, self._identity = lineage, lineage.next_save()
         snapshot.header["identity"] = self._identity
+        self._save = save_name(self._identity)
 
     def run(self) -> str | None:
         """Write the checkpoint. Returns None, or on every rank the reason why it failed.
@@ -59,8 +65,7 @@ class Writer:
         for phase in (self._begin, self._write, self._commit):
             problem = self._on_all_ranks(phase)
             if problem is not None:
-                if self._rank == 0:
-                    folders.discard(self._folder, self._tag, self._lineage.run)
+                self._discard()
                 return problem
         return None
 
@@ -94,13 +99,18 @@ class Writer:
     def _commit(self) -> None:
         if self._rank == 0:
             header = self._snapshot.header
+            assert isinstance(self._folder, Path)
             data = merged(self._temporary, self._size, header).dump()
             folders.write_atomically(self._temporary / NAME, data)
             for rank in range(self._size):
-                (self._temporary / _piece(rank)).unlink()
+                (self._temporary / piece_name(rank)).unlink()
             self._lineage.lock(self._folder)  # another run may have it, if this one was held up for long
             folders.commit(self._folder, self._tag, self._lineage.run, self._save_latest)
             self._lineage.written(self._folder, header, checksum(data))
+
+    def _discard(self) -> None:
+        if self._rank == 0 and isinstance(self._folder, Path):
+            folders.discard(self._folder, self._tag, self._lineage.run)
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, OSError) and error.strerror:
@@ -114,15 +124,16 @@ class Writer:
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
+def write_rank(folder: Path, rank: int, snapshot: Snapshot, save: str = "") -> None:
     """Write one rank's safetensors file, and a JSON file with its part of the index.
 
     Args:
         folder: the folder of the checkpoint that is being written.
         rank: the rank.
         snapshot: the boxes that this rank writes.
+        save: name of the save, which the files then have in their names.
     """
-    file = f"rank-{rank:05}.safetensors"
+    file = rank_name(rank, save)
     boxes = [(name, tensor, each) for name, tensor in snapshot.tensors.items() for each in tensor.boxes]
     keys = [name if each.box == everything(tensor.shape) else box_name(name, each.box) for name, tensor, each in boxes]
     announced = {key: (shape_of(each.box), tensor.dtype) for key, (_, tensor, each) in zip(keys, boxes, strict=True)}
@@ -146,23 +157,24 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot) -> None:
         tensors,
         {file: StoredFile(max(size, header.stop), header)},
     )
-    folders.write_atomically(folder / _piece(rank), index.dump())
+    folders.write_atomically(folder / piece_name(rank, save), index.dump())
 
 
-def merged(folder: Path, size: int, head: dict[str, Any]) -> Index:
+def merged(folder: Path, size: int, head: dict[str, Any], save: str = "") -> Index:
     """Return the index of the checkpoint, merged from the JSON files in which the ranks wrote their parts.
 
     Args:
         folder: the folder of the checkpoint that is being written.
         size: number of ranks.
         head: the run's header. The numbers of the ranks' parts are added to it.
+        save: name of the save in the names of the files.
     """
     whole = Index(head, {}, {})
     numbers: dict[str, Any] = {}
     for rank in range(size):
-        piece = read_index(folder, _piece(rank), whole=False)
+        piece = read_index(folder, piece_name(rank, save), whole=False)
         if piece.head["save"] != whole.save:
-            raise ValueError(f"{_piece(rank)} is of the save {piece.head['save']}, and not of {whole.save}")
+            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {whole.save}")
         numbers.update(piece.head["numbers"])
         whole.files.update(piece.files)
         for name, entry in piece.tensors.items():
@@ -178,8 +190,14 @@ def merged(folder: Path, size: int, head: dict[str, Any]) -> Index:
     return whole
 
 
-def _piece(rank: int) -> str:
-    return f"rank-{rank:05}.json"
+def rank_name(rank: int, save: str = "") -> str:
+    """Return the name of a rank's safetensors file; ``save``: name of the save, to be in it."""
+    return f"rank-{rank:05}{'.' if save else ''}{save}.safetensors"
+
+
+def piece_name(rank: int, save: str = "") -> str:
+    """Return the name of the JSON file with a rank's part of the index."""
+    return f"rank-{rank:05}{'.' if save else ''}{save}.json"
 
 
 def _order(name: str) -> tuple[Any, ...]:

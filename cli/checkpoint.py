@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..grid.errors import ConfigError
+from ..grid.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from ..checkpoint.protocol import Snapshot
@@ -18,7 +18,10 @@ checkpoint = typer.Typer(
     name="checkpoint", help="Show, verify, convert, compare and prune checkpoints.", no_args_is_help=True
 )
 
-Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: its last one.")]
+Where = Annotated[
+    str,
+    typer.Argument(help="A checkpoint, or a folder of checkpoints: its last one. A path, or a URI as s3://bucket/run."),
+]
 
 
 @checkpoint.command()
@@ -126,7 +129,7 @@ def export(
 
 @checkpoint.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint.")], b: Annotated[Path, typer.Argument(help="Another.")]
+    a: Annotated[str, typer.Argument(help="A checkpoint.")], b: Annotated[str, typer.Argument(help="Another.")]
 ) -> None:
     """Compare two checkpoints: names, shapes, the largest difference of each tensor. Exit code 1 if they differ."""
     first, second = _open(a), _open(b)
@@ -140,7 +143,7 @@ def diff(
 
 @checkpoint.command()
 def prune(
-    folder: Annotated[Path, typer.Argument(help="A folder of checkpoints.")],
+    folder: Annotated[str, typer.Argument(help="A folder of checkpoints: a path, or a URI.")],
     keep: Annotated[int, typer.Option(min=1, help="Number of last checkpoints to keep.")],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
@@ -148,14 +151,19 @@ def prune(
 ) -> None:
     """Remove all but the last checkpoints. The one that ``latest`` names stays in any case."""
     from ..checkpoint.format.folder import prunable, remove
+    from ..checkpoint.format.remote import folder_at
 
-    if not folder.is_dir():
+    where = folder_at(folder)
+    if isinstance(where, Path) and not where.is_dir():
         raise ConfigError(f"{folder} is not a folder. Give a folder of checkpoints.")
-    gone = prunable(folder, keep)
-    for tag in gone:
-        if not dry_run:
-            remove(folder, tag)
-        typer.echo(f"{folder / tag} {'would go' if dry_run else 'removed'}")
+    try:
+        gone = prunable(where, keep)
+        for tag in gone:
+            if not dry_run:
+                remove(where, tag)
+            typer.echo(f"{where / tag} {'would go' if dry_run else 'removed'}")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     if not gone:
         typer.echo(f"{folder}: nothing to remove")
 
@@ -278,21 +286,22 @@ def differences(a: Snapshot, b: Snapshot) -> list[str]:
     return lines
 
 
-def _open(path: Path) -> Reader:
+def _open(where: str) -> Reader:
     from ..checkpoint.format.folder import last, readable_path
     from ..checkpoint.format.index import NAME, read_index
+    from ..checkpoint.format.remote import folder_at
     from ..checkpoint.reader import Reader
     from ..grid.errors import CorruptError
 
-    found: Any = path
+    found = path = folder_at(where)
     try:
         if not (path / NAME).is_file():
-            tag, note = last(path) if path.is_dir() else (None, "")
+            tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:
                 typer.echo(note, err=True)
             if tag is None:
                 raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
             found = readable_path(path, tag)
         return Reader(found, read_index(found))
-    except (CorruptError, OSError) as error:
+    except (CorruptError, CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error

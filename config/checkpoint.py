@@ -29,7 +29,9 @@ class CheckpointConfig(Section):
         "Write in the background: a save waits for a copy to host memory, and for the previous save.",
         alias="async",
     )
-    dir: str | None = setting(None, "Folder in which checkpoints are written and found automatically.")
+    dir: str | None = setting(
+        None, "Folder in which checkpoints are written and found automatically: a path, or a URI as s3://bucket/run."
+    )
     every: int | None = setting(
         None, "Save into dir every so many steps, and on SIGTERM at the end of the current step before exiting.", ge=1
     )

@@ -452,7 +452,7 @@ class Engine:
         when a copy is in host memory. The copy is written while training continues; the next save or load waits for it.
 
         Args:
-            save_dir: a folder that every rank sees.
+            save_dir: a folder that every rank sees, or a URI such as ``s3://bucket/run``.
             tag: name of the checkpoint's folder in ``save_dir``. None: ``global_step`` and the number of steps.
             client_state: the user's values, which ``load_checkpoint`` returns: numbers, text, tensors, lists and dicts.
                 Those of rank 0 are saved.
@@ -563,10 +563,10 @@ class Engine:
         settings = self.config.checkpoint
         if settings.every is not None and settings.dir is not None:
             with self.all_or_none("checkpoint"):
-                self.checkpointer.claim(Path(settings.dir))
+                self.checkpointer.claim(settings.dir)
         if settings.resume == "auto" and settings.dir is not None:
             with self.all_or_none("resume"):
-                self.checkpointer.resume(Path(settings.dir))
+                self.checkpointer.resume(settings.dir)
         saver = self.checkpointer.auto_saver()
         if saver is None:
             return

@@ -175,6 +175,11 @@ def leave_name(rank: int, name: str) -> None:
         Path(folder, f"name-{rank}").write_text(name)
 
 
+def slurm_job() -> str | None:
+    """Return the number of the Slurm job of this process; None outside Slurm."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
 def resident_peak() -> int:
     """Return the peak resident memory of this process in bytes, the interpreter and all libraries included."""
     try:

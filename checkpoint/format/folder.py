@@ -6,6 +6,8 @@ runs/                   save_dir of save_checkpoint
   .global_step20.RUN.part/  a checkpoint that the run RUN is writing; ``commit`` renames it
   .best.old/            a checkpoint that another of its name is about to replace
   .lock                 the run that saves into the folder (lock.py)
+
+A folder may also be a URI: remote.py describes its files.
 """
 
 from __future__ import annotations
@@ -17,13 +19,20 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from ...grid.errors import CorruptError
 from .index import NAME, Index, read_index
+from .remote import Folder as Folder
+from .remote import RemotePath
+from .remote import folder_at as folder_at
+from .remote import local_folder as local_folder
 
 LATEST = "latest"
 _LONGEST = 200  # bytes of a tag: names of files have 255, and parts and runs need the rest
 _AUTOMATIC = re.compile(r"global_step\d+")  # tags that no user chose
+_Either = TypeVar("_Either", Path, RemotePath, Folder)
+_RANK = re.compile(r"rank-\d{5,}\.")
 
 
 def check_tag(tag: str) -> None:
@@ -45,16 +54,22 @@ def partial_path(folder: Path, tag: str, run: str) -> Path:
     return folder / f".{tag}.{run}.part"
 
 
-def begin(folder: Path, tag: str, run: str) -> None:
-    """Make the folder to write to. Remains of an earlier attempt of the run are removed."""
+def begin(folder: Folder, tag: str, run: str) -> None:
+    """Make the folder to write to. Remains of an earlier attempt of the run are removed. A URI needs no folder."""
+    if isinstance(folder, RemotePath):
+        return
     for path in (partial_path(folder, tag, run), replaced_path(folder, tag)):
         if path.exists():
             shutil.rmtree(path)
     partial_path(folder, tag, run).mkdir()
 
 
-def remove_parts(folder: Path) -> None:
+def remove_parts(folder: Folder) -> None:
     """Remove what runs that have ended were writing. Only the owner of the folder's lock calls it."""
+    if isinstance(folder, RemotePath):
+        for tag in _remote_tags(folder)[1]:
+            (folder / tag).remove()
+        return
     for path in folder.glob(".*.part"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -93,15 +108,23 @@ def replaced_path(folder: Path, tag: str) -> Path:
     return folder / f".{tag}.old"
 
 
-def remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint. It is renamed first, so that no part of one is ever under its name."""
+def remove(folder: Folder, tag: str) -> None:
+    """Remove a checkpoint. It is renamed first, so that no part of one is ever under its name.
+
+    At a URI its index is removed first, without which it is no checkpoint.
+    """
+    if isinstance(folder, RemotePath):
+        (folder / tag).remove()
+        return
     removed = folder / f".{tag}.gone"
     (folder / tag).rename(removed)
     shutil.rmtree(removed)
 
 
-def restore(folder: Path) -> None:
+def restore(folder: Folder) -> None:
     """Finish removals and undo replacements that a kill interrupted. Only the lock's owner calls it."""
+    if isinstance(folder, RemotePath):
+        return
     for removed in folder.glob(".*.gone"):
         shutil.rmtree(removed, ignore_errors=True)
     for before in folder.glob(".*.old"):
@@ -113,8 +136,10 @@ def restore(folder: Path) -> None:
                 before.rename(final)
 
 
-def readable_path(folder: Path, tag: str) -> Path:
+def readable_path(folder: _Either, tag: str) -> _Either:
     """Return the folder to read a checkpoint from: the replaced one, if a replacement was interrupted."""
+    if isinstance(folder, RemotePath):
+        return folder / tag
     before = replaced_path(folder, tag)
     return before if before.is_dir() and not (folder / tag).exists() else folder / tag
 
@@ -163,7 +188,7 @@ def sync(folder: Path, strict: bool = False) -> None:
             raise
 
 
-def tags(folder: Path) -> list[str]:
+def tags(folder: Folder) -> list[str]:
     """Return the tags of a folder's checkpoints, the oldest first.
 
     Each checkpoint's order is one more than the largest in its folder when it was written, so that a run that went back
@@ -173,40 +198,64 @@ def tags(folder: Path) -> list[str]:
     found = []
     for tag, index in _indices(folder):
         if isinstance(index, Index):
-            written = index.head.get("written", (folder / tag / NAME).stat().st_mtime)
-            found.append((index.order, written, index.head["step"], tag))
+            path = folder / tag / NAME
+            modified = path.stat().st_mtime if isinstance(path, Path) else 0.0
+            found.append((index.order, index.head.get("written", modified), index.head["step"], tag))
     return [tag for *_, tag in sorted(found)]
 
 
-def last_order(folder: Path) -> int:
+def last_order(folder: Folder) -> int:
     """Return the largest order of a folder's checkpoints; 0 if none has one."""
     return max((index.order for _, index in _indices(folder) if isinstance(index, Index)), default=0)
 
 
-def unreadable(folder: Path) -> Iterator[tuple[str, str]]:
+def unreadable(folder: Folder) -> Iterator[tuple[str, str]]:
     """Yield the checkpoints that are unfinished, or whose index cannot be read: name and reason."""
-    yield from ((path.name, "it was never finished") for path in sorted(folder.glob(".*.part")) if path.is_dir())
+    if isinstance(folder, RemotePath):
+        parts = _remote_tags(folder)[1]
+    else:
+        parts = [path.name for path in sorted(folder.glob(".*.part")) if path.is_dir()]
+    yield from ((part, "it was never finished") for part in parts)
     yield from ((tag, str(index)) for tag, index in _indices(folder) if not isinstance(index, Index))
 
 
-def _indices(folder: Path) -> Iterator[tuple[str, Index | Exception]]:
+def _indices(folder: Folder) -> Iterator[tuple[str, Index | Exception]]:
     """Yield each checkpoint of a folder: its tag, and its index or the error of reading that."""
-    for file in sorted(folder.glob(f"[!.]*/{NAME}")):
+    if isinstance(folder, RemotePath):
+        found = _remote_tags(folder)[0]
+    else:
+        found = [file.parent.name for file in sorted(folder.glob(f"[!.]*/{NAME}"))]
+    for tag in found:
         try:
-            yield file.parent.name, read_index(file.parent)
+            yield tag, read_index(folder / tag)
         except (CorruptError, OSError) as error:
-            yield file.parent.name, error
+            yield tag, error
 
 
-def latest(folder: Path) -> str | None:
+def _remote_tags(folder: RemotePath) -> tuple[list[str], list[str]]:
+    """Return the folders with an index, which are checkpoints, and those without one that a rank wrote to."""
+    inner = {tag: files for tag, files in folder.listing().items() if tag and not tag.startswith(".")}
+    whole = [tag for tag, files in inner.items() if NAME in files]
+    parts = [tag for tag, files in inner.items() if tag not in whole and any(map(_RANK.match, files))]
+    return whole, parts
+
+
+def names(folder: Folder) -> list[str]:
+    """Return the names of the folders in a folder, for messages."""
+    if isinstance(folder, RemotePath):
+        return sorted(name for name in folder.listing() if name and not name.startswith("."))
+    return sorted(each.name for each in folder.glob("*/") if not each.name.startswith("."))
+
+
+def latest(folder: Folder) -> str | None:
     """Return the tag in the file ``latest``; None if there is no such file."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        return (folder / LATEST).read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:
         return None
 
 
-def last(folder: Path) -> tuple[str | None, str]:
+def last(folder: Folder) -> tuple[str | None, str]:
     """Return the tag to load where none was given, and a note for the log.
 
     It is the one in the file ``latest``. If that does not name a checkpoint of the folder, it is the newest one.
@@ -242,7 +291,7 @@ def last(folder: Path) -> tuple[str | None, str]:
     return named, ""
 
 
-def prunable(folder: Path, keep: int, automatic: bool = False) -> list[str]:
+def prunable(folder: Folder, keep: int, automatic: bool = False) -> list[str]:
     """Return the tags of all but the last ``keep`` checkpoints, without the one that ``latest`` names.
 
     Args:
@@ -255,7 +304,7 @@ def prunable(folder: Path, keep: int, automatic: bool = False) -> list[str]:
     return [tag for tag in found[:-keep] if tag != named]
 
 
-def verify(path: Path, index: Index) -> Iterator[str]:
+def verify(path: Folder, index: Index) -> Iterator[str]:
     """Compare all bytes of a checkpoint with their checksums. Yields a message for each damaged header or box."""
     folder = index.folder(path)
     for file, span, name in index.byte_ranges():

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,8 @@ from ...grid.ranges import Spans, everything, shape_of
 from ...grid.safetensors import ByteRange
 from .head import LARGEST, check_head
 from .mapped_files import MappedFiles
+from .remote import Folder, RemotePath
+from .remote_files import RemoteFiles
 
 NAME = "index.json"
 FORMAT, VERSION = "triax checkpoint", 1
@@ -195,12 +196,13 @@ class Index:
                 }
         return found
 
-    def folder(self, path: Path) -> MappedFiles:
+    def folder(self, path: Folder) -> MappedFiles:
         """Return the checkpoint's files for reading. ``path`` is the checkpoint's folder."""
-        return MappedFiles(path, {name: file.size for name, file in self.files.items()})
+        sizes = {name: file.size for name, file in self.files.items()}
+        return RemoteFiles(path, sizes) if isinstance(path, RemotePath) else MappedFiles(path, sizes)
 
 
-def read_index(path: Path, name: str = NAME, whole: bool = True) -> Index:
+def read_index(path: Folder, name: str = NAME, whole: bool = True) -> Index:
     """Read the index of a checkpoint.
 
     Args:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...grid.errors import CheckpointError
+from .remote import RemotePath
 
 NAME = ".lock"
 _BEAT = 10.0  # seconds between two heartbeats
@@ -164,6 +165,51 @@ class FolderLock:
             if taken.read_bytes() != found.content:
                 os.link(taken, self._path)
         taken.unlink(missing_ok=True)
+
+
+class RemoteLock:
+    """Owner of a remote folder, for one run: the run that took it last. An older one then cannot save any more.
+
+    An object store has no lock that ends with its process. So a new run takes the folder at its first save, or at its
+    start if it saves automatically, and the one before, if it still runs, gets an error at its next save.
+
+    Args:
+        folder: the folder of checkpoints.
+        run: the run's identity.
+    """
+
+    def __init__(self, folder: RemotePath, run: str) -> None:
+        self._folder, self._run, self._taken = folder, run, False
+
+    def hold(self, wait: bool = True) -> bool:
+        """Take the folder, or check that this process still has it.
+
+        Args:
+            wait: not used: there is nothing to wait for.
+
+        Returns:
+            True if it was taken now.
+
+        Raises:
+            CheckpointError: another run has taken it since, or it cannot be read or written.
+        """
+        path, mine = self._folder / NAME, {"run": self._run, "host": socket.gethostname(), **_process()}
+        try:
+            found = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            found = {}
+        if all(found.get(key) == mine[key] for key in ("machine", "pid", "started")):
+            taken, self._taken = not self._taken, True
+            return taken
+        if self._taken:
+            raise CheckpointError(
+                f"the run {found.get('run', '?')} on host {found.get('host', '?')}, process {found.get('pid', '?')}, "
+                f"has taken {self._folder} since, and two runs in one folder would replace each other's checkpoints. "
+                "End one of them, or save into another folder"
+            )
+        path.write_bytes(json.dumps(mine).encode())
+        self._taken = True
+        return True
 
 
 def _beat(path: Path, content: bytes, end: threading.Event) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...grid.errors import CorruptError
 from ...grid.safetensors import CHUNK, ByteRange
+from .remote import Folder
 
 
 class MappedFiles:
@@ -26,7 +27,7 @@ class MappedFiles:
         files: the size of each file in bytes, which is checked before anything is read from it.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, int]) -> None:
+    def __init__(self, path: Folder, files: Mapping[str, int]) -> None:
         self.path = path
         self._files = files
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
@@ -39,7 +40,7 @@ class MappedFiles:
         """
         if span.start == span.stop:
             return torch.empty(tuple(shape), dtype=dtype)
-        _, flat = self._map(file)
+        _, flat = self._map(file, span)
         part = flat[span.start : span.stop]
         if part.data_ptr() % dtype.itemsize:
             part = part.clone()
@@ -51,7 +52,7 @@ class MappedFiles:
         Raises:
             CorruptError: the bytes are not those that were written.
         """
-        mapped, _ = self._map(file)
+        mapped, _ = self._map(file, span)
         crc = 0
         with memoryview(mapped) as view:
             for start in range(span.start, span.stop, CHUNK):
@@ -68,7 +69,7 @@ class MappedFiles:
         Raises:
             CorruptError: the bytes are not the header of a safetensors file.
         """
-        mapped, _ = self._map(file)
+        mapped, _ = self._map(file, span)
         try:
             entries = json.loads(mapped[8 : span.stop])
             if int.from_bytes(mapped[:8], "little") != span.stop - 8 or not isinstance(entries, dict):
@@ -77,9 +78,10 @@ class MappedFiles:
             raise CorruptError(f"{self.path / file} is damaged: its header is not that of safetensors") from error
         return entries
 
-    def _map(self, file: str) -> tuple[mmap.mmap, Tensor]:
+    def _map(self, file: str, span: ByteRange) -> tuple[mmap.mmap, Tensor]:
+        """Return the map of a file, in which at least a range of its bytes can be read."""
         if file not in self._maps:
-            path = self.path / file
+            path = Path(str(self.path / file))
             try:
                 with path.open("rb") as opened:
                     size = os.fstat(opened.fileno()).st_size

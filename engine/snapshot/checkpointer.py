@@ -20,8 +20,8 @@ from ...checkpoint.format import folder as folders
 from ...checkpoint.lineage import Lineage
 from ...checkpoint.protocol import Snapshot
 from ...checkpoint.reader import LoadOptions, open_checkpoint
+from ...checkpoint.remote_writer import make_writer
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
-from ...checkpoint.writer import Writer
 from ...grid.agreement import agreed
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply
@@ -64,7 +64,7 @@ class Checkpointer:
         settings = self._engine.config.checkpoint
         chosen = tag if tag is not None else f"global_step{self._engine.global_steps}"
         chosen = self._rendezvous("save_checkpoint", str(save_dir), str(chosen))
-        problem = self._write(Path(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
+        problem = self._write(folders.folder_at(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
         report_failure(save_dir, chosen, problem, settings.on_failure == "stop")
         return problem is None
 
@@ -74,7 +74,7 @@ class Checkpointer:
 
     def load(self, load_dir: str | Path, tag: str | None, options: LoadOptions) -> Loaded:
         """Load a checkpoint into the engine, as ``Engine.load_checkpoint`` documents."""
-        grid, folder = self._engine.grid, Path(load_dir)
+        grid, folder = self._engine.grid, folders.folder_at(load_dir)
         self.wait()
         given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag))
         note = ""
@@ -91,19 +91,19 @@ class Checkpointer:
                     ", ".join(folders.tags(folder)) or "none",
                 )
             return None, None
-        path = Path(grid.world.all_gather_json(str(folders.readable_path(folder, chosen)))[0])
+        path = folders.folder_at(grid.world.all_gather_json(str(folders.readable_path(folder, chosen)))[0])
         return self._apply(open_checkpoint(grid, path, options), options)
 
     def export(self, save_dir: str | Path, save_filename: str, exclude_frozen: bool) -> None:
         """Write weights and buffers to one file, as ``Engine.save_16bit_model`` documents."""
         engine = self._engine
         rendezvous(engine.grid, engine.config.checkpoint.patience, "save_16bit_model", str(save_dir), save_filename)
-        path = (Path(save_dir) / save_filename).with_suffix(".safetensors")
+        path = (folders.local_folder(save_dir) / save_filename).with_suffix(".safetensors")
         with agreed(engine.grid):
             snapshot = capture_weights(engine, exclude_frozen)
         write_model(engine.grid, snapshot, path, engine.data_axis.options.weight_dtype or torch.bfloat16)
 
-    def resume(self, folder: Path) -> None:
+    def resume(self, folder: str | Path) -> None:
         """Load the newest undamaged checkpoint of a folder, if there is one. Collective.
 
         Raises:
@@ -115,7 +115,7 @@ class Checkpointer:
         def load(snapshot: Snapshot) -> None:
             self.resumed = self._apply(snapshot, options)
 
-        if load_newest(engine.grid, folder, options, self._lineage, load) and engine.grid.rank == 0:
+        if load_newest(engine.grid, folders.folder_at(folder), options, self._lineage, load) and engine.grid.rank == 0:
             logging.getLogger("triax").warning(
                 "the run resumes from %s, after step %d", self.resumed[0], engine.global_steps
             )
@@ -125,7 +125,7 @@ class Checkpointer:
         engine, settings = self._engine, self._engine.config.checkpoint
         if settings.every is None:
             return None
-        folder = Path(settings.dir).absolute()
+        folder = folders.folder_at(settings.dir).absolute()
 
         def save(tag: str, done: Callable[[], None]) -> str | None:
             return self._write(folder, tag, self.client_state or {}, True, False, done)
@@ -141,7 +141,7 @@ class Checkpointer:
             wait=self.wait,
         )
 
-    def claim(self, folder: Path) -> None:
+    def claim(self, folder: str | Path) -> None:
         """Take the lock of the folder of automatic checkpoints before the first step. Collective.
 
         Raises:
@@ -151,7 +151,7 @@ class Checkpointer:
         with agreed(grid):
             if grid.rank == 0:
                 with contextlib.suppress(OSError):  # the first save says so, and checkpoint.on_failure decides
-                    lineage.lock(folder)
+                    lineage.lock(folders.folder_at(folder))
 
     def may_save(self) -> bool:
         """Return True if an automatic checkpoint may be saved after the step that just ended.
@@ -181,7 +181,7 @@ class Checkpointer:
 
     def _write(
         self,
-        folder: Path,
+        folder: folders.Folder,
         tag: str,
         client_state: Mapping[str, Any],
         save_latest: bool,
@@ -204,7 +204,7 @@ class Checkpointer:
             folders.check_tag(tag)
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
         if not settings.async_:
-            problem = Writer(grid, snapshot, folder, tag, grid.world.all_gather_json, save_latest, self._lineage).run()
+            problem = make_writer(grid, snapshot, folder, tag, None, save_latest, self._lineage).run()
             if problem is None:
                 done()
             return problem

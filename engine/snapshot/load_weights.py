@@ -31,7 +31,8 @@ def load_weights(
 
     Args:
         module: a ``PipelineModule`` or any other module. For a module with an engine use ``engine.load_checkpoint``.
-        path: a checkpoint, or a folder of checkpoints. In a folder the checkpoint that ``latest`` names is loaded.
+        path: a checkpoint, or a folder of checkpoints, also as a URI. In a folder the checkpoint that ``latest`` names
+            is loaded.
         grid: the grid over which a module is sharded that is not a ``PipelineModule``. None if every rank has the
             complete module.
         strict: require every parameter and buffer to be in the checkpoint with the same shape. If False, only the
@@ -53,7 +54,7 @@ def load_weights(
         module.fill()
     grid = grid or Grid()
     with agreed(grid):
-        folder = Path(path)
+        folder = folders.folder_at(path)
         if not (folder / NAME).is_file() and (found := folders.last(folder))[0] is not None:
             folder = folders.readable_path(folder, found[0])
             if found[1] and grid.rank == 0:

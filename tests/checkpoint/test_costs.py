@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import triax
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.format.mapped_files import MappedFiles
+from triax.grid.safetensors import ByteRange
 
 from resident import own_pages, status
 
@@ -126,8 +127,8 @@ def loaded(folder: str) -> tuple[int, int]:
     maps: list[tuple[int, int]] = []
     map_ = MappedFiles._map
 
-    def mapped(self: MappedFiles, file: str) -> Any:
-        found = map_(self, file)
+    def mapped(self: MappedFiles, file: str, span: ByteRange) -> Any:
+        found = map_(self, file, span)
         maps.append((found[1].data_ptr(), found[1].data_ptr() + found[1].numel()))
         return found
 

@@ -28,7 +28,17 @@ DRAWS = ("pipe/program/draw.py",)  # may use rich and matplotlib, in the functio
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "yaml"}
 # Imported where they are used, not before.
-EXTRAS = {"matplotlib", "tensorboard", "transformers", "accelerate", "deepspeed", "wandb", "pyarrow", "tokenizers"}
+EXTRAS = {
+    "matplotlib",
+    "tensorboard",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "wandb",
+    "pyarrow",
+    "tokenizers",
+    "fsspec",
+}
 # Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.
 REACHED_LATE = ("compat/huggingface/arguments.py", "compat/huggingface/trainer.py")
 # The one context of an adapter whose API is global.
