@@ -204,13 +204,64 @@ def gpt_activations(
     Raises:
         ValueError: the precision or the kind of recomputation does not exist.
     """
+    one = width / tensor  # elements of a token on this rank
+    return block_activations(
+        *(sequence * batch, width),
+        attention=4 * one,
+        heads=heads / tensor,
+        product=mlp_ratio * one,
+        activation=mlp_ratio * one,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        partitioned=partitioned,
+        dropout=dropout,
+        precision=precision,
+    )
+
+
+def block_activations(
+    tokens: float,
+    width: int,
+    *,
+    attention: float,
+    heads: float,
+    product: float,
+    activation: float,
+    hidden: int = 4,
+    statistics: int = 4,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    partitioned: bool = False,
+    dropout: bool = False,
+    precision: str = "fp32",
+) -> float:
+    """Return the bytes that a transformer block keeps of a microbatch until its backward pass.
+
+    ``gpt_activations`` is this formula with GPT's sizes. A gated MLP keeps gate and up (``product``), the activation of
+    the gate and the product of the two (``activation``). Grouped queries keep fewer keys and values.
+
+    Args:
+        tokens: tokens of a microbatch on this rank, before sequence parallelism divides them.
+        width: width of the hidden states.
+        attention: elements per token of queries, keys, values and output on this rank.
+        heads: heads on this rank.
+        product: elements per token of the output of the MLP's first product on this rank.
+        activation: elements per token of what follows it, up to the input of its last product.
+        hidden: number of tensors of the hidden width: inputs and outputs of norms.
+        statistics: numbers per token that the norms save.
+        tensor, sequence_parallel, recompute, partitioned, dropout, precision: as for ``gpt_activations``.
+
+    Raises:
+        ValueError: the precision or the kind of recomputation does not exist.
+    """
     _known("recompute", recompute, RECOMPUTE)
     _known("precision", precision, BYTES)
-    size = BYTES[precision]
-    one = sequence * batch * width
+    size, one = BYTES[precision], tokens * width
     apart = tensor if sequence_parallel else 1  # ranks that share the hidden states
-    statistics = sequence * batch * heads / tensor * max(size, 4)
-    products = size * one * (3 + 1 + mlp_ratio) / tensor + statistics  # q, k, v; attention; up
+    softmax = tokens * heads * max(size, 4)
+    products = size * tokens * (attention + product) + softmax
     kept = size * one / (tensor if partitioned else apart)
     if recompute == "full":
         return kept
@@ -219,9 +270,8 @@ def gpt_activations(
         # product is kept for its dropout.
         in_place = tensor > 1 and not sequence_parallel
         return kept + products + (0 if in_place else size * one * (1 + dropout))
-    outside = 4 * size * (one + sequence * batch) + (2 * one if dropout else 0)
-    activation = size * one * mlp_ratio / tensor  # GELU's output
-    return outside / apart + products + activation - (statistics if recompute == "selective" else 0.0)
+    outside = size * (hidden * one + statistics * tokens) + (2 * one if dropout else 0)
+    return outside / apart + products + size * tokens * activation - (softmax if recompute == "selective" else 0.0)
 
 
 def _known(kind: str, name: str, names: Collection[str]) -> None:

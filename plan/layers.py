@@ -145,7 +145,8 @@ class LayerShape:
         weights: its parameters, in the module's order.
         products: its products with weights.
         attention, feedforward: of a block.
-        norms: number of norms over the hidden states.
+        norms: number of norms over the hidden states; norm: their kind, as in ``DecoderConfig``.
+        saved: tensors of the hidden width that a block keeps for its backward pass: inputs of norms and of products.
         dropout: it has a dropout (a block has two).
         tie: key of the layers that share its weights, or None.
         buffers: bytes of its buffers.
@@ -160,6 +161,7 @@ class LayerShape:
     feedforward: Feedforward | None = None
     norms: int = 0
     norm: str = "rms"
+    saved: int = 0
     dropout: bool = False
     tie: str | None = None
     buffers: int = 0
@@ -283,6 +285,7 @@ def _gpt(config: GPTConfig, shard_tensor: bool) -> list[LayerShape]:
         attention=Attention(heads, heads, dim, dim, config.sliding_window, rope=False),
         feedforward=Feedforward(config.intermediate_size, gated=False),
         norms=2,
+        saved=4,
         norm="layer",
         dropout=config.dropout > 0,
     )
@@ -322,6 +325,7 @@ def _llama_block(config: LlamaConfig, layer: int, name: str, mlp: tuple[Weight, 
         attention=_llama_sizes(config, layer),
         feedforward=sizes,
         norms=2,
+        saved=4,
         dropout=config.dropout > 0,
     )
 
@@ -342,12 +346,14 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     weights = (*ahead[0], *attention, *(() if config.shared_norm else ahead[1]), *mlp)
     if behind:
         weights = (*weights, *_norm("post_norm1", d, kind), *_norm("post_norm2", d, kind))
+    norms = 1 if config.shared_norm else 4 if before and behind else 2
     blocks = [
         LayerShape(
             *("block", "DecoderBlock", d, weights, _products((*attention, *mlp))),
             attention=_llama_sizes(config, layer),
             feedforward=Feedforward(hidden, config.gated),
-            norms=1 if config.shared_norm else 4 if before and behind else 2,
+            norms=norms,
+            saved=2 if config.shared_norm else 3 if config.parallel_residual else 6 if norms == 4 else 4,
             norm=kind,
             dropout=config.dropout > 0,
         )
@@ -411,6 +417,7 @@ def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
                 attention=Attention(heads, heads, query, value, latent=latent),
                 feedforward=sizes,
                 norms=2,
+                saved=4,
                 dropout=config.dropout > 0,
                 buffers=4 * config.n_routed_experts if biased else 0,  # the router's bias, fp32
             )

@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from .bucket import Bucket
-from .flat import PARTIAL, REPLICATED, SHARDED, Item, plan
+from .flat import LARGE, PARTIAL, REPLICATED, SHARDED, Item, plan
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
 from .options import ZeroOptions
 
-# If nothing is sent, a parameter of so many elements or more has a bucket of its own: the gradient that autograd makes
-# then becomes the bucket's without a copy. (Copying a smaller one takes no longer than one more bucket.)
-_LARGE = 2**16
 # Ends of the names of buffers that are not cast.
 _KEPT = ("inv_freq", "correction_bias")
 
@@ -73,7 +70,7 @@ def make_buckets(
             dtype=dtype,
             persistent=options.stage == 3 and 0 < size <= options.persistence_threshold,
             low_precision=low_precision is None or member.parameter in low_precision,
-            own_bucket=number if nothing_sent and size >= _LARGE else None,
+            own_bucket=number if nothing_sent and size >= LARGE else None,
             replicas=replicas,
         )
         items.append(Item(number, member.parameter.numel(), run, key, size, shards))

@@ -16,6 +16,10 @@ from typing import NamedTuple
 # Parameters start on multiples of this many elements (64 bytes of fp32), as an allocator would place them.
 _ALIGN = 16
 
+# If nothing is sent, a parameter of so many elements or more has a bucket of its own: the gradient that autograd makes
+# then becomes the bucket's without a copy. (Copying a smaller one takes no longer than one more bucket.)
+LARGE = 2**16
+
 SHARDED, REPLICATED, PARTIAL = range(3)
 RUNS = (SHARDED, REPLICATED, PARTIAL)
 

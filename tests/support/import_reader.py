@@ -27,7 +27,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "monitor": ("grid", "pipe/program"),
     "moe": ("grid", "tensor_parallel/regions.py"),
     "models": ("grid", "pipe/spec.py", "tensor_parallel", "context", "moe"),
-    "plan": ("grid/topology.py", "grid/ranges.py", "pipe/program", "pipe/schedules", "config", "models/config.py"),
+    "plan": (
+        *("grid/topology.py", "grid/ranges.py", "grid/errors.py", "pipe/partition.py", "pipe/program"),
+        *("pipe/schedules", "zero/flat.py", "config", "models/config.py"),
+    ),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
     "compat": (*_PARTS, "models", "engine", "inference"),

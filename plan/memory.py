@@ -1,0 +1,642 @@
+"""Bytes that a rank of each pipe stage holds, by kind, from a configuration and a layout. No torch.
+
+Model states (parameters, gradients, masters, optimizer state) are those of ZeRO's buckets, padding included: byte for
+byte what ``engine.memory_report()`` counts. Activations are those of ``formulas.block_activations`` (Korthikanti et al.
+2022) times the microbatches that the schedule has in flight. Temporaries and the margin are estimates.
+
+>>> from triax.models.config import LlamaConfig
+>>> from triax.plan.parallel_layout import ParallelLayout
+>>> memory = ModelMemory(LlamaConfig.preset("llama3-8b"), precision="bf16")
+>>> [each] = memory.ranks(ParallelLayout(data=8, zero=3), batch=64, sequence=8192)
+>>> {kind: round(bytes / 2**30, 1) for kind, bytes in each._asdict().items() if kind in ("parameters", "optimizer")}
+{'parameters': 1.9, 'optimizer': 7.5}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..models.config import TransformerConfig
+from ..pipe.partition import boundaries
+from ..pipe.schedules.registry import RECIPES, named_schedule
+from ..zero.flat import LARGE, REPLICATED, Item
+from ..zero.flat import plan as plan_buckets
+from .formulas import BYTES, STATES, block_activations
+from .layers import Attention, LayerShape, Weight, layers_of
+from .parallel_layout import ParallelLayout
+
+# Share of activations and temporaries that the caching allocator loses to fragments.
+FRAGMENTS = 0.05
+BUCKET = 2**22  # default of ``zero_optimization.reduce_bucket_size``, in elements
+_ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank, by kind.
+
+    - parameters, gradients, masters, optimizer, buffers: held between two steps
+    - activations: kept for the backward pass, at the schedule's peak
+    - temporaries: gathered weights and unsharded gradients of ZeRO, working memory of one layer's backward pass, the
+      gradient of the logits, messages of the pipe axis
+    - margin: fragmentation, and a reserve for the device's context and communicators
+    """
+
+    parameters: float
+    gradients: float
+    masters: float
+    optimizer: float
+    buffers: float
+    activations: float
+    temporaries: float
+    margin: float
+
+    @property
+    def states(self) -> float:
+        """Bytes held between two steps."""
+        return sum(self[:5])
+
+    @property
+    def total(self) -> float:
+        """Sum of all kinds."""
+        return sum(self)
+
+
+class BucketShape(NamedTuple):
+    """Properties of a ZeRO bucket on which its bytes depend.
+
+    Attributes:
+        numel: elements, before they are padded to the number of replicas.
+        expert: it holds experts, whose replicas are data x context / expert ranks.
+        tied: other pipe ranks hold it too, so that its whole gradient is kept.
+        persistent: stage 3 does not shard its weights.
+    """
+
+    numel: int
+    expert: bool
+    tied: bool
+    persistent: bool
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """Training options on which the bytes of model states depend.
+
+    Attributes:
+        precision: ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
+        low_precision_masters: no fp32 masters and gradients with bf16 (``bf16_master_weights_and_grads``).
+        optimizer: name of the optimizer, or the number of its state tensors of parameter size.
+        bucket: ``zero_optimization.reduce_bucket_size``, in elements.
+        persistent: ``stage3_param_persistence_threshold``, in elements.
+        keep_gathered: ``stage3_keep_gathered``.
+        reduce_each_microbatch: as in ``zero_optimization``.
+        decays: ``matrices``: matrices and the other parameters are two parameter groups, which share no bucket;
+            ``all``: one group.
+    """
+
+    precision: str = "bf16"
+    low_precision_masters: bool = False
+    optimizer: str | int = "adamw"
+    bucket: int = BUCKET
+    persistent: int = 0
+    keep_gathered: bool = False
+    reduce_each_microbatch: bool = True
+    decays: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.precision not in BYTES:
+            raise ValueError(f"precision is {self.precision!r}. Give one of {', '.join(BYTES)}.")
+        if isinstance(self.optimizer, str) and self.optimizer.lower() not in STATES:
+            raise ValueError(
+                f"optimizer is {self.optimizer!r}, whose number of state tensors is unknown. Give one of "
+                f"{', '.join(STATES)}, or the number."
+            )
+        if self.decays not in ("all", "matrices"):
+            raise ValueError(f"decays is {self.decays!r}. Give 'matrices' or 'all'.")
+
+    @property
+    def size(self) -> int:
+        """Bytes of a weight."""
+        return BYTES[self.precision]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of masters, gradients and optimizer state."""
+        return self.size if self.low_precision_masters else max(self.size, 4)
+
+    @property
+    def states(self) -> int:
+        """Number of state tensors of the optimizer."""
+        return STATES[self.optimizer.lower()] if isinstance(self.optimizer, str) else self.optimizer
+
+
+class ModelMemory:
+    """Memory of one model on any layout. Sums over layers are kept, so that a search may ask for many layouts.
+
+    Args:
+        config: the model's configuration.
+        precision, optimizer: as for ``StateOptions``.
+        options: further options; None: the defaults, with ``precision`` and ``optimizer``.
+        partition: how the list of layers is cut into stages, as for ``PipelineModule``.
+        shard_tensor: the tensor axis shards experts.
+        fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
+        reserve: bytes of the device's context and communicators, part of the margin.
+
+    Attributes:
+        layers: the model's layers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        precision: str = "bf16",
+        optimizer: str | int = "adamw",
+        *,
+        options: StateOptions | None = None,
+        partition: str | Sequence[int] = "parameters",
+        shard_tensor: bool = False,
+        fused_attention: bool = True,
+        reserve: int = 2**30,
+    ) -> None:
+        self.config, self.fused_attention, self.reserve = config, fused_attention, reserve
+        self.shard_tensor = shard_tensor
+        self.options = options or StateOptions(precision=precision, optimizer=optimizer)
+        self.layers = layers_of(config, shard_tensor)
+        self._partition = partition
+        # Equal layers have one number, by which everything below is remembered.
+        numbers: dict[LayerShape, int] = {}
+        self._kind_of = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
+        self._kinds = list(numbers)
+        self._cuts: dict[int, list[int]] = {}
+        self._places: dict[tuple[object, ...], _Placed] = {}
+        self._items: dict[tuple[object, ...], list[_WeightShard]] = {}
+        self._stage_buckets: dict[tuple[object, ...], Counter[BucketShape]] = {}
+        self._rank_states: dict[tuple[object, ...], _States] = {}
+        self._kept: dict[tuple[object, ...], list[float]] = {}
+        self._working: dict[tuple[object, ...], float] = {}
+        self._ranks: dict[tuple[object, ...], list[_RankClass]] = {}
+
+    # ---------------------------------------------------------------------------------------------------- stages
+
+    def cuts(self, stages: int) -> list[int]:
+        """Return the boundaries of the stages: stage ``s`` has the layers ``cuts[s]`` to ``cuts[s + 1] - 1``.
+
+        Raises:
+            ValueError: there are fewer layers than stages, or the given boundaries are of another number of stages.
+        """
+        if stages not in self._cuts:
+            names = [layer.name for layer in self.layers]
+            counts = [float(layer.parameters) for layer in self.layers]
+            self._cuts[stages] = boundaries(self._partition, stages, names, lambda: counts)
+        return self._cuts[stages]
+
+    def stages(self, layout: ParallelLayout) -> list[list[range]]:
+        """Return for each pipe rank the layers of its stages."""
+        cuts = self.cuts(layout.pipe * layout.chunks)
+        place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
+        stages = [range(a, b) for a, b in pairwise(cuts)]
+        return [[stages[s] for s, rank in enumerate(place) if rank == pipe] for pipe in range(layout.pipe)]
+
+    # ---------------------------------------------------------------------------------------------- model states
+
+    def buckets(self, layout: ParallelLayout, tensor_rank: int | None = None) -> list[Counter[BucketShape]]:
+        """Return the ZeRO buckets of each pipe rank.
+
+        Args:
+            layout: the layout.
+            tensor_rank: rank on the tensor axis; None: the last one, whose shards are the largest.
+        """
+        last = layout.tensor - 1 if tensor_rank is None else tensor_rank
+        return [self._buckets_of(each, layout, last) for each in self._placed(layout)]
+
+    def states(self, layout: ParallelLayout, tensor_rank: int | None = None) -> list[RankMemory]:
+        """Return the bytes that each pipe rank holds between two steps. The other kinds are 0."""
+        last = layout.tensor - 1 if tensor_rank is None else tensor_rank
+        return [RankMemory(*self._states_of(each, layout, last), 0.0, 0.0, 0.0) for each in self._placed(layout)]
+
+    # -------------------------------------------------------------------------------------------------- everything
+
+    def ranks(self, layout: ParallelLayout, batch: int, sequence: int) -> list[RankMemory]:
+        """Return the bytes of each pipe rank in a training step.
+
+        Args:
+            layout: the layout.
+            batch: sequences of a step, over all replicas.
+            sequence: tokens of a sequence.
+
+        Raises:
+            ValueError: the batch or the layout does not fit the model; the message says how.
+        """
+        microbatches = layout.microbatches(batch)
+        flights = in_flight(layout.schedule, layout.pipe, layout.chunks, microbatches)
+        return [
+            self._memory(placed, most, layout, sequence)
+            for placed, most in zip(self._placed(layout), flights, strict=True)
+        ]
+
+    def peak(self, layout: ParallelLayout, batch: int, sequence: int) -> RankMemory:
+        """Return the bytes of the pipe rank that needs most of them: the largest of ``ranks``, but faster."""
+        key = (layout.schedule, layout.pipe, layout.chunks, layout.microbatches(batch))
+        if key not in self._ranks:
+            flights = in_flight(*key)
+            classes: dict[_Placed, list[tuple[int, ...]]] = {}
+            for placed, most in zip(self._placed(layout), flights, strict=True):
+                classes.setdefault(placed, []).extend(most)
+            self._ranks[key] = [_RankClass(placed, _largest(counts)) for placed, counts in classes.items()]
+        found = [self._memory(each.placed, each.counts, layout, sequence) for each in self._ranks[key]]
+        return max(found, key=lambda memory: memory.total)
+
+    def check(self, layout: ParallelLayout, sequence: int) -> None:
+        """Check that the layout can shard the model and the sequence.
+
+        Raises:
+            ValueError: it cannot; the message has the numbers.
+        """
+        self.config.check_tensor(layout.tensor)
+        self.cuts(layout.pipe * layout.chunks)
+        experts = max((layer.feedforward.experts for layer in self.layers if layer.feedforward), default=0)
+        if layout.expert > 1 and (not experts or experts % layout.expert):
+            what = f"the model's blocks have {experts} experts" if experts else "the model has no experts"
+            raise ValueError(f"expert={layout.expert} is impossible, because {what}. Give a divisor of their number.")
+        if layout.sequence_parallel and sequence % (layout.tensor * layout.context):
+            raise ValueError(
+                f"sequence={sequence} cannot be sharded over tensor x context = {layout.tensor} x {layout.context}, as "
+                f"sequence parallelism does. Give a multiple of {layout.tensor * layout.context} tokens."
+            )
+
+    # ---------------------------------------------------------------------------------------------------- internal
+
+    def _placed(self, layout: ParallelLayout) -> list[_Placed]:
+        """Return for each pipe rank the numbers of its layers, stage by stage, and how it holds the tied weight."""
+        ends = (0, len(self.layers) - 1) if self.layers[0].tie is not None else ()
+        ranks = self.stages(layout)
+        holders = [any(end in stage for stage in stages for end in ends) for stages in ranks]
+        found = []
+        for stages, holds in zip(ranks, holders, strict=True):
+            alone = not any(all(end in stage for end in ends) for stage in stages)  # else it is a weight of its stage
+            tied = (1 if sum(holders) == 1 else 2) if holds and alone else 0
+            apart = set(ends) if alone else {len(self.layers) - 1} if ends else set()
+            kinds = tuple(tuple(self._kind_of[i] for i in stage) for stage in stages)
+            owned = tuple(tuple(self._kind_of[i] for i in stage if i not in apart) for stage in stages)
+            place = (kinds, owned, tied)
+            if place not in self._places:
+                self._places[place] = _Placed(*place)
+            found.append(self._places[place])
+        return found
+
+    def _local(self, kind: int, layout: ParallelLayout, rank: int) -> list[_WeightShard]:
+        key = (kind, layout.tensor, layout.expert, rank)
+        if key not in self._items:
+            layer, expert = self._kinds[kind], (0, layout.expert)
+            self._items[key] = [
+                _WeightShard(
+                    _numel(weight.local_shape(rank, layout.tensor, expert)),
+                    _numel(weight.local_shape(layout.tensor - 1, layout.tensor, expert)),
+                    weight.expert_dim is not None and layout.expert > 1,
+                    0 if self.options.decays == "all" or _decays(layer, weight) else 1,
+                )
+                for weight in layer.weights
+            ]
+        return self._items[key]
+
+    def _buckets_of(self, placed: _Placed, layout: ParallelLayout, rank: int) -> Counter[BucketShape]:
+        replicas = self._replicas(layout)
+        alone = tuple(count == 1 and not layout.offload for count in replicas)
+        found: Counter[BucketShape] = Counter()
+        for stage in placed.owned:
+            runs = [(kind,) for kind in stage] if layout.zero == 3 else [stage]
+            for run in runs:
+                key = (run, layout.tensor, layout.expert, rank, alone, layout.zero == 3)
+                if key not in self._stage_buckets:
+                    weights = [each for kind in run for each in self._local(kind, layout, rank)]
+                    self._stage_buckets[key] = self._fill(weights, alone, layout.zero == 3)
+                found.update(self._stage_buckets[key])
+        if placed.tied:
+            weights = self._local(self._kind_of[0], layout, rank)
+            for shape, count in self._fill(weights, alone, layout.zero == 3).items():
+                found[shape._replace(tied=placed.tied == 2)] += count
+        return found
+
+    def _fill(self, weights: Sequence[_WeightShard], alone: Sequence[bool], stage3: bool) -> Counter[BucketShape]:
+        """Return the buckets of weights, in the order of the model, as ``zero.bucketing`` fills them."""
+        items = []
+        for number, each in enumerate(weights):
+            persistent = stage3 and 0 < each.largest <= self.options.persistent
+            own = number if alone[each.expert] and each.largest >= LARGE else None
+            key = (each.expert, each.group, persistent, own)
+            items.append(Item(number, each.numel, REPLICATED, key, each.largest))
+        shapes: Counter[BucketShape] = Counter()
+        for bucket in plan_buckets(items, self.options.bucket) if items else ():
+            first = weights[bucket.slots[0].number]
+            persistent = stage3 and 0 < first.largest <= self.options.persistent
+            shapes[BucketShape(bucket.numel, first.expert, False, persistent)] += 1
+        return shapes
+
+    def _states_of(self, placed: _Placed, layout: ParallelLayout, rank: int) -> _States:
+        replicas = self._replicas(layout)
+        key = (placed, layout.tensor, layout.expert, rank, replicas, layout.zero, layout.offload)
+        if key not in self._rank_states:
+            buckets = self._buckets_of(placed, layout, rank)
+            buffers = sum(self._kinds[kind].buffers for stage in placed.kinds for kind in stage)
+            self._rank_states[key] = (*self._bytes(buckets, replicas, layout), float(buffers))
+        return self._rank_states[key]
+
+    def _bytes(
+        self, buckets: Mapping[BucketShape, int], replicas: Sequence[int], layout: ParallelLayout
+    ) -> tuple[float, float, float, float]:
+        """Return the bytes of parameters, gradients, masters and optimizer state in buckets."""
+        size, wide, on_device = self.options.size, self.options.wide, not layout.offload
+        parameters = gradients = masters = states = 0
+        for (numel, expert, tied, persistent), count in buckets.items():
+            shards = replicas[expert]
+            stage = layout.zero if shards > 1 or layout.offload else 0
+            step = shards * _ALIGN
+            whole = -(-numel // step) * step
+            owned = whole // shards if stage else whole
+            parameters += count * size * (owned if stage == 3 and not persistent else whole)
+            transient = stage >= 2 and not tied
+            gradients += count * wide * (owned * on_device if transient else whole)
+            masters += count * wide * owned * (on_device and wide != size)
+            states += count * wide * owned * on_device * self.options.states
+        return parameters, gradients, masters, states
+
+    @staticmethod
+    def _replicas(layout: ParallelLayout) -> tuple[int, int]:
+        """Return the number of replicas of a weight, and of an expert."""
+        both = layout.data * layout.context
+        return both, both // layout.expert
+
+    def _memory(
+        self, placed: _Placed, counts: Sequence[tuple[int, ...]], layout: ParallelLayout, sequence: int
+    ) -> RankMemory:
+        """Return the bytes of a rank that has these numbers of microbatches in flight in its stages."""
+        states = self._states_of(placed, layout, layout.tensor - 1)
+        tokens = layout.microbatch * sequence / layout.context
+        kept = self._stages_kept(placed, tokens, sequence, layout)
+        activations = max(sum(n * each for n, each in zip(count, kept)) for count in counts)
+        temporaries = self._temporaries(placed, tokens, sequence, layout)
+        margin = FRAGMENTS * (activations + temporaries) + self.reserve
+        return RankMemory(*states, activations, temporaries, margin)
+
+    def _stages_kept(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> list[float]:
+        """Return the bytes that each stage of a rank keeps of a microbatch."""
+        key = (placed, tokens, sequence, layout.tensor, layout.context, layout.sequence_parallel, layout.recompute)
+        if key not in self._kept:
+            of = {kind: 0.0 for stage in placed.kinds for kind in stage}
+            for kind in of:
+                layer = self._kinds[kind]
+                of[kind] = layer_activations(layer, tokens, sequence, layout, self.options.precision, self)
+            self._kept[key] = [sum(of[kind] for kind in stage) for stage in placed.kinds]
+        return self._kept[key]
+
+    def _temporaries(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+        key = (
+            *(placed, tokens, sequence, layout.pipe > 1, layout.tensor, layout.expert, layout.sequence_parallel),
+            *(layout.recompute, layout.zero, self._replicas(layout), layout.offload, layout.context),
+        )
+        if key not in self._working:
+            self._working[key] = (
+                self._sharding_work(placed, layout)
+                + self._backward_work(placed, tokens, sequence, layout)
+                + (4 * self._boundary(tokens, layout) if layout.pipe > 1 else 0.0)
+            )
+        return self._working[key]
+
+    def _sharding_work(self, placed: _Placed, layout: ParallelLayout) -> float:
+        """Return the bytes of weights that are gathered, and of gradients that are not sharded yet."""
+        replicas, options = self._replicas(layout), self.options
+        if layout.zero < 2 or max(replicas) == 1:
+            return 0.0
+        layers = [
+            sum(each.numel for each in self._local(kind, layout, layout.tensor - 1) if replicas[each.expert] > 1)
+            for stage in placed.kinds
+            for kind in stage
+        ]
+        gathered = 0.0
+        if layout.zero == 3:
+            # One layer runs while the next one is gathered.
+            gathered = options.size * (sum(layers) if options.keep_gathered else 2 * max(layers, default=0))
+        buckets = self._buckets_of(placed, layout, layout.tensor - 1)
+        if not options.reduce_each_microbatch:
+            return gathered + options.wide * sum(shape.numel * n for shape, n in buckets.items() if not shape.tied)
+        # One bucket is filled while two are reduced.
+        return gathered + 3 * options.wide * max((shape.numel for shape in buckets), default=0)
+
+    def _backward_work(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+        """Return the bytes that the backward pass of one layer needs at most."""
+        most = 0.0
+        for kind in {kind for stage in placed.kinds for kind in stage}:
+            layer = self._kinds[kind]
+            size = self.options.size
+            needed = 2 * size * tokens * layer.hidden / (layout.tensor if layout.sequence_parallel else 1)
+            if layer.kind == "head":
+                needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
+            elif layer.kind == "block":
+                sizes = local_sizes(layer, layout, self.shard_tensor)
+                needed += size * tokens * (sizes.product + sizes.activation + sizes.routed)
+                if layout.recompute == "full":
+                    whole = replace(layout, recompute="none")
+                    needed += layer_activations(layer, tokens, sequence, whole, self.options.precision, self)
+                elif layout.recompute == "selective" and not self.fused_attention:
+                    needed += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
+            if self.options.wide != size:  # a weight's gradient, before it is added to the fp32 one
+                weights = self._local(kind, layout, layout.tensor - 1)
+                needed += size * max((each.numel for each in weights), default=0)
+            most = max(most, needed)
+        return most
+
+    def _boundary(self, tokens: float, layout: ParallelLayout) -> float:
+        """Return the bytes of a message between two stages."""
+        apart = layout.tensor if layout.sequence_parallel else 1
+        return self.options.size * tokens * self.config.hidden_size / apart
+
+    def _vocabulary(self, layout: ParallelLayout) -> int:
+        return -(-self.config.vocab_size // layout.tensor)
+
+
+# Bytes of parameters, gradients, masters, optimizer state and buffers.
+_States = tuple[float, float, float, float, float]
+
+
+class _WeightShard(NamedTuple):
+    numel: int  # of this rank's shard
+    largest: int  # of the largest shard on the tensor axis
+    expert: bool
+    group: int
+
+
+@dataclass(frozen=True, eq=False)  # one object for equal ranks: it is a key, and its hash must be fast
+class _Placed:
+    kinds: tuple[tuple[int, ...], ...]  # the layers of each stage
+    owned: tuple[tuple[int, ...], ...]  # without those whose weight is tied
+    tied: int  # 1: a tied weight that only this rank holds, 2: another holds it too
+
+
+class _RankClass(NamedTuple):
+    placed: _Placed
+    counts: list[tuple[int, ...]]
+
+
+class LocalSizes(NamedTuple):
+    """Elements per token of a block on one rank, and its heads.
+
+    Attributes:
+        attention: queries, keys, values and the output of attention.
+        heads: query heads.
+        product: output of the first product of the MLP, of shared experts and of the experts that a token goes to.
+        activation: what follows, up to the input of the last product.
+        routed: inputs of experts, and their outputs before they are summed.
+    """
+
+    attention: float
+    heads: float
+    product: float
+    activation: float
+    routed: float
+
+
+def local_sizes(layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = False) -> LocalSizes:
+    """Return the sizes of a block on the tensor-parallel rank with most of them; tokens are spread evenly over experts.
+
+    Args:
+        layer: a block.
+        layout: the layout.
+        shard_tensor: the tensor axis shards experts.
+    """
+    attention, feedforward, tensor = layer.attention, layer.feedforward, layout.tensor
+    assert attention is not None and feedforward is not None
+    heads = -(-attention.heads // tensor)
+    keys = kv_heads(attention, tensor)
+    if attention.latent:  # keys and values are parts of one product, and keys are put together anew
+        kept = heads * (3 * attention.query_dim + 2 * attention.value_dim) - heads * attention.query_dim
+    else:
+        kept = heads * (attention.query_dim + attention.value_dim)
+        kept += keys * (attention.query_dim + attention.value_dim)
+    factor = 2 if feedforward.gated else 1
+    if not feedforward.experts:
+        width = -(-feedforward.width // tensor)
+        return LocalSizes(kept, heads, factor * width, factor * width, 0.0)
+    # Without ``shard_tensor`` each rank has whole experts, for its own tokens.
+    share = 1 / tensor if shard_tensor or layout.sequence_parallel else 1.0
+    rows = feedforward.per_token * share
+    routed = 2 * rows * layer.hidden * (tensor if shard_tensor else 1)
+    shared = feedforward.shared * share
+    product = factor * (rows * feedforward.width + shared)
+    return LocalSizes(kept, heads, product, factor * shared, routed)
+
+
+def kv_heads(attention: Attention, tensor: int) -> int:
+    """Return the most key/value heads that a tensor-parallel rank computes."""
+    if attention.kv_heads % tensor == 0:
+        return attention.kv_heads // tensor
+    group, heads = attention.heads // attention.kv_heads, attention.heads
+    spans = ((heads * r // tensor, heads * (r + 1) // tensor) for r in range(tensor))
+    return max((stop - 1) // group + 1 - start // group for start, stop in spans)
+
+
+def layer_activations(
+    layer: LayerShape, tokens: float, sequence: int, layout: ParallelLayout, precision: str, model: ModelMemory
+) -> float:
+    """Return the bytes that one layer keeps of a microbatch until its backward pass.
+
+    Args:
+        layer: the layer.
+        tokens: tokens of a microbatch on this rank, before sequence parallelism divides them.
+        sequence: tokens of a whole sequence.
+        layout: the layout.
+        precision: precision of activations.
+        model: whose options say how attention is computed.
+    """
+    size = BYTES[precision]
+    apart = layout.tensor if layout.sequence_parallel else 1
+    hidden = size * tokens * layer.hidden / apart
+    if layer.kind == "block":
+        sizes = local_sizes(layer, layout, model.shard_tensor)
+        assert layer.attention is not None and layer.feedforward is not None
+        numbers = 2 if layer.norm == "layer" else 1  # mean and deviation, or the deviation
+        kept = block_activations(
+            tokens,
+            layer.hidden,
+            attention=sizes.attention,
+            heads=sizes.heads if model.fused_attention else 0.0,
+            product=sizes.product,
+            activation=sizes.activation + sizes.routed,
+            hidden=layer.saved,
+            statistics=numbers * layer.norms,
+            tensor=layout.tensor,
+            sequence_parallel=bool(layout.sequence_parallel),
+            recompute=layout.recompute,
+            dropout=layer.dropout,
+            precision=precision,
+        )
+        if layout.recompute == "none" and not model.fused_attention:
+            kept += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
+        if layout.recompute != "full":
+            kept += size * 2 * tokens * layer.attention.latent / apart
+            if layer.feedforward.experts:  # logits and shares of the router, in fp32
+                kept += 2 * max(size, 4) * tokens * layer.feedforward.experts / apart
+        return kept
+    if layer.kind == "embedding":
+        return 9.0 * tokens if layout.tensor > 1 else 0.0  # the shifted ids and a mask
+    if layer.kind == "positions":
+        return tokens * layer.hidden / apart if layer.dropout and layout.recompute != "full" else 0.0
+    if layer.kind == "norm":
+        return hidden + (0.0 if layout.recompute == "full" else max(size, 4) * tokens * (layer.norms + 1) / apart)
+    logits = size * tokens * -(-layer.weights[0].shape[0] // layout.tensor)
+    return hidden + logits
+
+
+def _scores(tokens: float, sequence: int, layout: ParallelLayout, heads: float, size: int, dropout: bool) -> float:
+    """Return the bytes of attention's s x s tensors: 5 a s^2 b in 16 bits (Korthikanti et al. 2022, section 4.1)."""
+    each = size + (1 + size if dropout else 0)  # probabilities; the dropout's mask and output
+    return each * tokens * sequence * heads
+
+
+def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[list[tuple[int, ...]]]:
+    """Return for each pipe rank the largest numbers of microbatches that its stages keep activations of.
+
+    A rank with several stages may have several largest numbers, of which none is larger in all stages: with chunks=2,
+    (3, 1) and (2, 2).
+    """
+    if schedule in ("gpipe", "looped-bfs"):
+        return [[(microbatches,) * chunks]] * pipe
+    if schedule == "1f1b":
+        return [[(min(pipe - rank, microbatches),)] for rank in range(pipe)]
+    # The peak is reached while the pipeline fills, or in the steady state that follows: later microbatches add nothing.
+    steady = 4 * pipe
+    made = named_schedule(schedule, pipe, min(microbatches, steady + microbatches % pipe), chunks)
+    own = [[s for s, rank in enumerate(made.placement) if rank == pipe_rank] for pipe_rank in range(pipe)]
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    found = []
+    for order, stages in zip(made.orders, own, strict=True):
+        place = {stage: i for i, stage in enumerate(stages)}
+        held, seen = [0] * len(stages), set()
+        for op in order:
+            held[place[op.stage]] += change[op.kind]
+            if op.kind == "F":
+                seen.add(tuple(held))
+        found.append(_largest(sorted(seen)))
+    return found
+
+
+def _largest(counts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the tuples that no other one exceeds in all places."""
+    different = sorted(set(counts), reverse=True)
+    return [
+        a for a in different if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in different)
+    ]
+
+
+def _decays(layer: LayerShape, weight: Weight) -> bool:
+    """Return True if a weight decays under ``decays: matrices``: no norm, bias or embedding."""
+    return len(weight.shape) > 1 and layer.kind not in ("embedding", "positions") and layer.tie is None
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

@@ -1,0 +1,157 @@
+"""``ModelMemory``: model states byte for byte as counted on ranks, activations as counted and as in the paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import triax
+from triax import Grid, PipelineModule
+from triax.models.config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig
+from triax.models.decoder import decoder_layers
+from triax.models.deepseek import deepseek_layers
+from triax.models.gpt import gpt_layers
+from triax.models.layers import NextTokenLoss
+from triax.models.llama import llama_layers
+from triax.models.mixtral import mixtral_layers
+from triax.pipe.program.simulate import peak_activations
+from triax.pipe.schedules.registry import RECIPES, named_schedule
+from triax.plan.memory import ModelMemory, StateOptions, in_flight
+from triax.plan.parallel_layout import ParallelLayout
+
+_MAKERS: dict[Any, Any] = {
+    GPTConfig: gpt_layers,
+    LlamaConfig: llama_layers,
+    DecoderConfig: decoder_layers,
+    MixtralConfig: mixtral_layers,
+    DeepseekConfig: deepseek_layers,
+}
+_GPT = GPTConfig.preset("bytes-tiny", num_hidden_layers=3, vocab_size=61)
+_LLAMA = LlamaConfig.preset("llama-tiny", num_hidden_layers=5, vocab_size=61)
+_MIXTRAL = MixtralConfig.preset("mixtral-tiny")
+KINDS = ("parameters", "gradients", "masters", "optimizer", "buffers")
+
+
+def held(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Bytes that this rank holds after a step, of each case."""
+    return [_held(**case) for case in cases]
+
+
+def _held(config: Any, layout: ParallelLayout, options: StateOptions, report: str = "held", **more: Any) -> Any:
+    grid = Grid(layout.pipe, layout.data, layout.tensor, context=layout.context, expert=layout.expert, timeout=60)
+    layers = _MAKERS[type(config)](config, sequence_parallel=bool(layout.sequence_parallel))
+    place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
+    loss = NextTokenLoss(grid, config.vocab_size)
+    model = PipelineModule(layers, grid=grid, loss_fn=loss, chunks=layout.chunks, placement=place)
+    groups = None
+    if options.decays == "matrices":
+        named = list(model.named_parameters())
+        decays = [
+            p.dim() > 1 and type(model.get_submodule(n.rpartition(".")[0])).__name__ not in _KEPT for n, p in named
+        ]
+        groups = [{"params": [p for (_, p), d in zip(named, decays) if d is kind]} for kind in (True, False)]
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": layout.microbatch,
+        "gradient_accumulation_steps": 2 * layout.pipe,
+        "optimizer": {"type": options.optimizer, "params": {"lr": 1e-3}},
+        "pipeline": {"schedule": layout.schedule},
+        "zero_optimization": {"stage": layout.zero, "reduce_bucket_size": options.bucket},
+    }
+    if layout.zero == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = options.persistent
+    if options.precision in ("bf16", "fp16"):
+        settings[options.precision] = {"enabled": True}
+    if options.precision == "fp16":
+        settings["fp16"]["initial_scale_power"] = 4
+    if layout.offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine, *_ = triax.initialize(model=model, config=settings, model_parameters=groups)
+    rows = torch.randint(config.vocab_size, (layout.microbatch, 25), generator=torch.Generator().manual_seed(0))
+    engine.record_memory = report != "held"
+    engine.train_batch(iter([(rows[:, :-1], rows[:, 1:])] * 2 * layout.pipe))
+    return engine.memory_report()["held"], grid.pipe.rank, grid.tensor.rank
+
+
+_KEPT = ("TokenEmbedding", "PositionEmbedding")
+
+
+def case(config: Any, precision: str = "bf16", bucket: int = 3000, **fields: Any) -> dict[str, Any]:
+    options = {name: fields.pop(name) for name in ("persistent", "optimizer", "decays") if name in fields}
+    states = StateOptions(precision=precision, bucket=bucket, **{"optimizer": "AdamW", **options})
+    return {"config": config, "layout": ParallelLayout(**fields), "options": states}
+
+
+_QUICK = [
+    # tied embeddings on two ranks, uneven stages
+    *(case(_GPT, pipe=2, data=2, zero=zero) for zero in (1, 2)),
+    case(
+        _GPT, pipe=2, data=2, chunks=2, schedule="zb-v", zero=3, persistent=100, decays="matrices"
+    ),  # a tie on one rank
+    case(_MIXTRAL, data=2, tensor=2, expert=2, zero=3),
+]
+_THOROUGH = [
+    *(case(_GPT, pipe=2, data=2, zero=zero) for zero in (0, 3)),
+    *(case(_GPT, data=2, tensor=2, zero=zero, precision="fp32", bucket=2**22) for zero in (0, 2, 3)),
+    case(_GPT, pipe=4, zero=1, precision="fp16"),
+    case(_GPT, pipe=2, data=2, chunks=2, schedule="interleaved", zero=2, decays="matrices"),
+    case(_GPT, pipe=2, data=2, zero=1, offload=True),
+    *(case(_LLAMA, data=4, zero=zero, decays="matrices", persistent=40 * (zero == 3)) for zero in (1, 3)),
+    case(replace(_LLAMA, num_attention_heads=3, num_key_value_heads=1, head_dim=8), tensor=3, bucket=10**6),
+    case(_LLAMA, pipe=2, context=2, zero=3, precision="fp32", optimizer="SGD"),
+    *(case(_MIXTRAL, data=2, tensor=2, expert=2, zero=zero) for zero in (0, 1)),
+    case(_MIXTRAL, pipe=2, data=2, expert=2, zero=2, precision="fp32"),
+    case(DeepseekConfig.preset("deepseek-tiny"), data=4, expert=2, zero=3),
+]
+
+
+def check(cases: list[dict[str, Any]], ranks: list[list[Any]]) -> None:
+    for number, each in enumerate(cases):
+        memory = ModelMemory(each["config"], options=each["options"])
+        for found in ranks:
+            counted, pipe, tensor = found[number]
+            wanted = memory.states(each["layout"], tensor)[pipe]._asdict()
+            assert {kind: counted[kind] for kind in KINDS} == {kind: wanted[kind] for kind in KINDS}, (
+                each,
+                pipe,
+                tensor,
+            )
+
+
+@pytest.mark.parametrize("cases", [_QUICK, pytest.param(_THOROUGH, marks=pytest.mark.exhaustive)])
+def test_states_are_the_counted_bytes(ranks: Any, cases: list[dict[str, Any]]) -> None:
+    for size in (1, 3, 4):
+        fitting = [each for each in cases if each["layout"].gpus == size]
+        if fitting:
+            check(fitting, ranks(size, held, fitting))
+
+
+def test_a_large_model_without_a_loop_over_ranks() -> None:
+    """ZeRO's paper, figure 1: 2 + 2 + 12 bytes a parameter; here gradients are fp32, and padding is below 0.1 %."""
+    config = LlamaConfig.preset("llama3-70b")
+    memory = ModelMemory(config)
+    for zero, bytes_each in enumerate((18, 6 + 12 / 64, 2 + 16 / 64, 18 / 64)):
+        (found,) = memory.states(ParallelLayout(data=64, zero=zero))
+        assert found.states == pytest.approx(config.parameter_count * bytes_each, rel=1e-3)
+        assert found.states >= config.parameter_count * bytes_each
+    layout = ParallelLayout(pipe=4, data=2, tensor=8, zero=1)
+    ranks = memory.ranks(layout, batch=64, sequence=8192)
+    assert memory.peak(layout, batch=64, sequence=8192) == max(ranks, key=lambda each: each.total)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h2", 1)])
+@pytest.mark.parametrize("pipe", [1, 2, 3, 4])
+def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pipe: int) -> None:
+    """Also of steps of many microbatches, of which only the first are looked at."""
+    for microbatches in (1, 2, 3, 5, 8, 13, 16, 29, 40):
+        made = named_schedule(schedule, pipe, microbatches, chunks)
+        found = in_flight(schedule, pipe, chunks, microbatches)
+        assert [max(map(sum, counts)) / chunks for counts in found] == list(peak_activations(made)), microbatches
+
+
+def test_interleaved_stages_hold_what_the_paper_says() -> None:
+    """Narayanan et al. 2021, and Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) times those of 1F1B."""
+    (first, *_) = in_flight("interleaved", 8, 3, 64)
+    assert max(map(sum, first)) / 3 == 8 * (1 + 7 / (8 * 3))
