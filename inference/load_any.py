@@ -32,26 +32,27 @@ def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "
     Raises:
         ConfigError: no file is named, or the files lack tensors of the module.
     """
-    base, given = Path(base), source
-    if isinstance(source, (str, Path)):
-        path = base / source
+    base, files = Path(base), source
+    if isinstance(files, (str, Path)):
+        path = base / files
         if (path / "config.json").is_file():
             load_hf(path, into=module, grid=grid)
             return
         if path.is_dir():
             load_weights(module, path, grid=grid)
             return
-        source = [path]
+        files = [path]
         if path.suffix == ".json":
-            source, base = json.loads(path.read_text()), base if str(base) != "." else path.parent
-    if isinstance(source, Mapping):
-        source, base = source.get("checkpoints") or (), base / (source.get("base_dir") or "")
+            base = base if str(base) != "." else path.parent
+            files = dict(json.loads(path.read_text()))
+    if isinstance(files, Mapping):
+        base, files = base / (files.get("base_dir") or ""), list(files.get("checkpoints") or ())
     weights: dict[str, Tensor] = {}
-    for name in source:
+    for name in files:
         weights |= read_weights(base / name)
     if not weights:
         raise ConfigError(
-            f"checkpoint is {given!r}, which names no file: give a folder, a file of weights, or a dict with "
+            f"checkpoint is {source!r}, which names no file: give a folder, a file of weights, or a dict with "
             '"checkpoints", a list of files'
         )
     tied = getattr(module, "_tied_weights_keys", None) or ()
