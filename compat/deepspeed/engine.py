@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.rendezvous import rendezvous
 from ...config.schema import Config
 from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine, TrainingParts
@@ -263,6 +264,27 @@ class DeepSpeedMembers(Engine):
         return self.whole_state_dict(exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint, as ``Engine.save_checkpoint``, into the folder that rank 0 names. Collective.
+
+        Scripts name the folder on each rank by itself, often by the time of day, of which the ranks see different ones.
+        """
+        with self.all_or_none("save_checkpoint"):
+            named = rendezvous(self.grid, self.config.checkpoint.patience, "save_checkpoint", str(save_dir))
+        if self.grid.rank == 0 and len(set(named)) > 1:
+            logging.getLogger("triax").warning(
+                "save_checkpoint: the ranks name different folders, %s: all ranks write into the first one, rank 0's",
+                ", ".join(dict.fromkeys(named)),
+            )
+        return super().save_checkpoint(named[0], tag, client_state, save_latest, exclude_frozen_parameters)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -65,6 +65,18 @@ def all_passes(cases: list[tuple[int, int, str]], folder: str) -> None:
         passes(*case, folder=folder)
 
 
+def saved_by_the_time_of_day(folder: str) -> list[str]:
+    engine, *_ = deepspeed.initialize(model=net(), config=config())
+    assert engine.save_checkpoint(Path(folder) / f"run.at.{engine.global_rank}", "t")
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_all_ranks_save_into_the_folder_of_rank_0(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, saved_by_the_time_of_day, str(tmp_path)) == [["run.at.0"], ["run.at.0"]]
+    engine, *_ = deepspeed.initialize(model=net(), config=config())
+    assert engine.load_checkpoint(tmp_path / "run.at.0")[0] is not None
+
+
 CASES = [(stage, accumulation, way) for stage in range(4) for accumulation in (1, 2) for way in ("engine", "module")]
 
 
