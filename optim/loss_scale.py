@@ -122,23 +122,36 @@ class LossScaler:
     Attributes:
         scale: factor of the loss before the backward pass.
         skipped: number of steps that overflowed.
+        cur_iter: number of steps so far.
+        dynamic, scale_window: the options, under DeepSpeed's names.
     """
 
     def __init__(self, options: LossScaleOptions) -> None:
         self._options = options
+        self.dynamic, self.scale_window = not options.loss_scale, options.loss_scale_window
+        self.cur_iter = 0
         self.scale = float(options.loss_scale or 2**options.initial_scale_power)
         self.skipped = 0
         self._good = 0  # steps since the last overflow or doubling
         self._patience = options.hysteresis
 
+    @property
+    def cur_scale(self) -> float:
+        """The scale, under DeepSpeed's name."""
+        return self.scale
+
+    loss_scale = cur_scale
+
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and the counters, for a checkpoint."""
-        return {"scale": self.scale, "skipped": self.skipped, "good": self._good, "patience": self._patience}
+        counters = {"skipped": self.skipped, "good": self._good, "patience": self._patience, "steps": self.cur_iter}
+        return {"scale": self.scale, **counters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the scale and the counters to those that ``state_dict`` returned."""
         self.scale, self.skipped = float(state["scale"]), state["skipped"]
         self._good, self._patience = state["good"], state["patience"]
+        self.cur_iter = state.get("steps", 0)  # not in files of older versions
 
     def update(self, overflow: bool, report: bool) -> None:
         """Update the scale after a step.
@@ -148,6 +161,7 @@ class LossScaler:
             report: log an overflow: True on one rank.
         """
         before = self.scale
+        self.cur_iter += 1
         if not overflow:
             self._good += 1
             if self._options.consecutive_hysteresis:

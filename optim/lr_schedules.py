@@ -135,6 +135,11 @@ class OneCycle(ClosedFormSchedule):
         cycle_min_mom, cycle_max_mom: lowest and highest momentum.
         decay_mom_rate: after the cycle the momentum is multiplied by 1 + decay_mom_rate * steps / ``decay_step_size``.
         last_batch_iteration: see ``ClosedFormSchedule``.
+
+    Attributes:
+        min_lrs, max_lrs: lowest and highest rate of each parameter group.
+        total_size: steps of the cycle.
+        step_ratio: share of the rising half in them.
     """
 
     def __init__(
@@ -156,19 +161,20 @@ class OneCycle(ClosedFormSchedule):
     ) -> None:
         self._first = _positive("cycle_first_step_size", cycle_first_step_size)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        self._total = self._first + _positive("cycle_second_step_size", second, 0)
+        self.total_size = self._first + _positive("cycle_second_step_size", second, 0)
+        self.step_ratio = self._first / self.total_size
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self._stairs = (
             _positive("cycle_first_stair_count", cycle_first_stair_count, 0),
             _positive("cycle_second_stair_count", stairs, 0),
         )
         self._decay_size = _positive("decay_step_size", decay_step_size, 0)
-        self._low = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self._high = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
         self._light = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self._heavy = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        for name, low, high in (("lr", self._low, self._high), ("mom", self._light, self._heavy)):
+        for name, low, high in (("lr", self.min_lrs, self.max_lrs), ("mom", self._light, self._heavy)):
             if any(a > b for a, b in zip(low, high, strict=True)):
                 raise ValueError(f"cycle_min_{name} = {low} is above cycle_max_{name} = {high}: exchange them")
         for name, momenta in (("cycle_max_mom", self._heavy), ("cycle_min_mom", self._light)):
@@ -184,16 +190,16 @@ class OneCycle(ClosedFormSchedule):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rates of the next step, one for each parameter group."""
-        if self.last_batch_iteration >= self._total:
-            return [low / self._decayed(self._decay_lr) for low in self._low]
+        if self.last_batch_iteration >= self.total_size:
+            return [low / self._decayed(self._decay_lr) for low in self.min_lrs]
         height = self._height()
-        return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of the next step, or None if the schedule does not change the betas."""
         if not self._moves:
             return None
-        if self.last_batch_iteration >= self._total:
+        if self.last_batch_iteration >= self.total_size:
             momenta = [heavy * self._decayed(self._decay_mom) for heavy in self._heavy]
         else:
             height = self._height()
@@ -208,35 +214,43 @@ class OneCycle(ClosedFormSchedule):
 
     def _height(self) -> float:
         """Return where the rate lies in the cycle: 0 is the lowest rate (at both ends of the cycle), 1 the highest."""
-        at = self.last_epoch % self._total
+        at = self.last_epoch % self.total_size
         up = at <= self._first
-        whole = self._first if up else self._total - self._first
-        done, stairs = (at, self._stairs[0]) if up else (self._total - at, self._stairs[1])
+        whole = self._first if up else self.total_size - self._first
+        done, stairs = (at, self._stairs[0]) if up else (self.total_size - at, self._stairs[1])
         return done * stairs // whole / stairs if stairs else done / whole
 
     def _decayed(self, rate: float) -> float:
-        over = self.last_epoch - self._total
+        over = self.last_epoch - self.total_size
         return 1 + rate * over / self._decay_size if self._decay_size else 1.0
 
 
 class _Warmup(ClosedFormSchedule):
-    """Base class of the schedules with warmup. It computes the progress of the warmup, from 0 to 1."""
+    """Base class of the schedules with warmup. It computes the progress of the warmup, from 0 to 1.
+
+    Attributes:
+        warmup_num_steps: steps of the warmup, at least 2.
+        warmup_type: ``log`` or ``linear``.
+        total_num_steps: step at which the decay ends, if there is one.
+    """
+
+    total_num_steps: int
 
     def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
-        self._warmup = max(2, _positive("warmup_num_steps", steps))
+        self.warmup_num_steps = max(2, _positive("warmup_num_steps", steps))
         if kind not in ("log", "linear"):
             raise ValueError(f"warmup_type = {kind!r}: give 'log' or 'linear'")
-        self._log = kind == "log"
+        self.warmup_type = kind
         if total is not None:
-            self._total = _positive("total_num_steps", total)
-            if total < self._warmup:
-                self.note = f"scheduler: total_num_steps = {total} is less than warmup_num_steps = {self._warmup}"
+            self.total_num_steps = _positive("total_num_steps", total)
+            if total < self.warmup_num_steps:
+                self.note = f"scheduler: total_num_steps = {total} is less than warmup_num_steps = {self.warmup_num_steps}"
 
     def _warmed(self) -> float:
         last = self.last_batch_iteration
         if last < 0:
             return 0.0
-        return math.log(last + 1) / math.log(self._warmup) if self._log else last / self._warmup
+        return math.log(last + 1) / math.log(self.warmup_num_steps) if self.warmup_type == "log" else last / self.warmup_num_steps
 
 
 class WarmupLR(_Warmup):
@@ -261,15 +275,15 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         own = [float(group["lr"]) for group in optimizer.param_groups]
-        self._low = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self._high = _per_group(optimizer, "warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr)
+        self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = _per_group(optimizer, "warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr)
         self._set_warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rates of the next step, one for each parameter group."""
-        share = self._warmed() if self.last_batch_iteration < self._warmup else self._after()
-        return [low + (high - low) * share for low, high in zip(self._low, self._high, strict=True)]
+        share = self._warmed() if self.last_batch_iteration < self.warmup_num_steps else self._after()
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _after(self) -> float:
         return 1.0
@@ -295,8 +309,8 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after(self) -> float:
-        left = self._total - self.last_batch_iteration
-        return max(0.0, left / max(1, self._total - self._warmup))
+        left = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupCosineLR(_Warmup):
@@ -328,13 +342,14 @@ class WarmupCosineLR(_Warmup):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rates of the next step, one for each parameter group."""
-        return [base * self._ratio() for base in self.base_lrs]
+        return [base * self.get_lr_ratio() for base in self.base_lrs]
 
-    def _ratio(self) -> float:
+    def get_lr_ratio(self) -> float:
+        """Return the factor of the optimizer's own rates."""
         last = self.last_batch_iteration
         if last < 0:
             return 0.0  # DeepSpeed's first step has rate 0
-        if last < self._warmup:
+        if last < self.warmup_num_steps:
             return self._least + (1 - self._least) * self._warmed()
-        done = min(1.0, (last - self._warmup + 1) / max(1, self._total - self._warmup))
+        done = min(1.0, (last - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps))
         return self._last + (1 - self._last) * (1 + math.cos(math.pi * done)) / 2

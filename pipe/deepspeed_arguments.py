@@ -10,12 +10,11 @@ from ..grid import Grid
 from ..grid.topology import AXES, DEFAULT_AXES, Topology
 
 # Keyword arguments of DeepSpeed's PipelineModule: those that are accepted, and for the others what to do instead.
-_ACCEPTED = ("seed_layers", "base_seed")
+_ACCEPTED = ("seed_layers", "base_seed", "dynamic_shape")  # shapes may always change between microbatches
 _REFUSED = {
     "seed_fn": "layers are seeded by seed= and their place in the list: leave it out",
     "activation_checkpoint_func": "recomputation is activation_checkpoint_interval= and the configuration's "
     "activation_checkpointing: leave it out",
-    "dynamic_shape": "shapes may change from one microbatch to the next here: leave it out",
 }
 
 

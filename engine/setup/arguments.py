@@ -21,7 +21,9 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     if config is not None and config_params is not None:
         raise ConfigError("config_params is an older name of config, and both were given: pass config alone")
     given = config if config is not None else config_params
-    source = given if given is not None else getattr(args, "deepspeed_config", None)
+    source = given
+    for name in ("deepspeed_config", "deepscale_config"):  # the second is DeepSpeed's own older name
+        source = getattr(args, name, None) if source is None else source
     if source is None:
         raise ConfigError("initialize was given no configuration: pass config=, a dict or the path of a JSON file")
     return source
