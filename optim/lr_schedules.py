@@ -244,13 +244,19 @@ class _Warmup(ClosedFormSchedule):
         if total is not None:
             self.total_num_steps = _positive("total_num_steps", total)
             if total < self.warmup_num_steps:
-                self.note = f"scheduler: total_num_steps = {total} is less than warmup_num_steps = {self.warmup_num_steps}"
+                self.note = (
+                    f"scheduler: total_num_steps = {total} is less than warmup_num_steps = {self.warmup_num_steps}"
+                )
 
     def _warmed(self) -> float:
         last = self.last_batch_iteration
         if last < 0:
             return 0.0
-        return math.log(last + 1) / math.log(self.warmup_num_steps) if self.warmup_type == "log" else last / self.warmup_num_steps
+        return (
+            math.log(last + 1) / math.log(self.warmup_num_steps)
+            if self.warmup_type == "log"
+            else last / self.warmup_num_steps
+        )
 
 
 class WarmupLR(_Warmup):

@@ -26,6 +26,7 @@ ALIASES = {
     "accelerator.abstract_accelerator": "accelerator",
     "profiling.flops_profiler.profiler": "profiling.flops_profiler",
     "zero.partition_parameters": "zero",
+    "zero.tiling": "zero",
     "utils.init_on_device": "utils",
     "utils.nvtx": "utils",
     "utils.module_utils": "utils",
@@ -186,6 +187,7 @@ PRESENT = {
         "compat.deepspeed.zero": (
             "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
         ),
+        "zero.modules.tiled_linear": "TiledLinear TiledLinearReturnBias",
     },
     "zero.config": {
         "config.zero": (
@@ -250,7 +252,6 @@ GROUPS = (
     "process groups belong to the engine's grid: engine.grid.data, engine.grid.tensor and engine.grid.pipe have "
     "rank, size and ranks"
 )
-TILED = "stage 3 gathers one layer at a time, whole: shard a wide layer over the tensor axis by triax.parallelize"
 ROLLOUT = "triax has no engine of rollouts: generate with init_inference over the engine's module"
 ULYSSES = 'triax shards a sequence over its context axis: Grid(context=N), and attention="ulysses" in docs/context.md'
 DATA = "triax has no data efficiency library: pass a dataset of your own order, or a loader"
@@ -358,7 +359,6 @@ ABSENT = {
         "triax run binds no processes to cores: start it under numactl": "get_numactl_cmd",
     },
     "zero": {
-        TILED: "TiledLinear TiledLinearReturnBias",
         "generation in stage 3 gathers the weights: write with triax.zero.gathered(engine.module)": (
             "unwrap_model_for_generation"
         ),

@@ -25,6 +25,7 @@ from ...grid.nest import visit_tensors
 from ..data_axis import data_axis_of
 from ..managed import is_released
 from ..parameters import ParameterGatherer
+from .tiled_linear import TiledLinear
 
 # Attributes of modules: parameters of other modules that they use; True for one whose parameters are one unit.
 _EXTERNAL, _LEAF = "triax_external_parameters", "triax_leaf"
@@ -79,7 +80,8 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
         module: the model.
         named: patterns of submodules' names (``"encoder.layers.*"``, where ``*`` stands for one level), or
             submodules. None: the entries of the outermost ``ModuleList`` s and ``Sequential`` s. An entry that is only
-            a container (another ``ModuleList``, a ``ModuleDict``) is replaced by its own entries.
+            a container (another ``ModuleList``, a ``ModuleDict``) is replaced by its own entries. The tiles of a
+            ``TiledLinear`` are units of their own.
 
     Raises:
         ValueError: a pattern or a module matches no submodule, or one without a ``forward``.
@@ -110,8 +112,19 @@ def _list_entries(module: nn.Module, prefix: str, found: dict[nn.Module, str], w
     for name, child in module.named_children():
         if is_leaf(child) or (within and _has_forward(child)):
             found.setdefault(child, prefix + name)
+            if not is_leaf(child):
+                _tiles(child, prefix + name, found)
         else:
             _list_entries(child, f"{prefix}{name}.", found, within)
+
+
+def _tiles(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -> None:
+    """Add the tiles of the ``TiledLinear`` s within a module, which are units within its unit."""
+    for path, part in module.named_modules(prefix=prefix):
+        if isinstance(part, TiledLinear):
+            for name, tile in part.linears.named_modules(prefix=f"{path}.linears"):
+                if not isinstance(tile, nn.ModuleList):
+                    found.setdefault(tile, name)
 
 
 def _has_forward(module: nn.Module) -> bool:
