@@ -83,7 +83,9 @@ class DataTypesConfig(Section):
         "no effect.",
     )
     param_dtype: Any = refused("bf16 and fp16 set the dtype of weights: enable one, or leave it out")
-    buffer_dtype: Any = refused("buffers have the dtype of the weights: leave it out")
+    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = setting(
+        None, "Dtype of floating-point buffers; null: that of the weights, but for inv_freq and correction_bias."
+    )
     keep_in_fp32_modules: Any = refused("bf16 and fp16 cast all modules: leave it out", "auto")
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .base import Section, extra_of, idle, refused, setting
 
 # Default of reduce_bucket_size, and its "auto".
 _BUCKET = 2**22
 _Elements = Annotated[int, Field(ge=0)]
+
+_Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 _MAPPED = "files are memory-mapped, without buffers: the operating system caches what fits in host memory"
 
@@ -57,6 +59,14 @@ class OffloadOptimizerConfig(OffloadConfig):
     pipeline: Any = idle("pipeline_read and pipeline_write set this")
     fast_init: Any = idle("state is created in the first step, in its place")
     ratio: Any = idle("all optimizer state is offloaded, and all of it is updated on the CPU")
+
+
+class LeafModuleConfig(Section):
+    """``zero_optimization.leaf_module``: modules that stage 3 gathers as one unit."""
+
+    classes: _Names = setting([], "Classes, by name, with or without their Python module.")
+    names: _Names = setting([], "Whole names of modules in the model.")
+    name_suffixes: _Names = setting([], "Ends of names.")
 
 
 class ZeroConfig(Section):
@@ -112,6 +122,9 @@ class ZeroConfig(Section):
     stage3_gather_16bit_weights_on_model_save: bool = setting(
         False, "No effect: engine.gather() returns whole weights in every stage.", auto=True, status="inert"
     )
+    stage3_gather_fp16_weights_on_model_save: bool = setting(
+        False, "Older name of stage3_gather_16bit_weights_on_model_save.", status="older"
+    )
     offload_optimizer: OffloadOptimizerConfig = setting(
         OffloadOptimizerConfig(), "Where optimizer state, master weights and accumulated gradients are stored."
     )
@@ -121,12 +134,12 @@ class ZeroConfig(Section):
     )
     cpu_offload: bool = setting(False, 'Older name of offload_optimizer: {"device": "cpu"}.', status="older")
     cpu_offload_params: bool = setting(False, 'Older name of offload_param: {"device": "cpu"}.', status="older")
+    cpu_offload_param: bool = setting(False, 'Older name of offload_param: {"device": "cpu"}.', status="older")
     cpu_offload_use_pin_memory: bool = setting(False, "Older name of pin_memory in both sections.", status="older")
 
     stage3_max_act_size: Any = idle(
         "DeepSpeed has no such key; activation_checkpointing sets which activations are kept"
     )
-    stage3_gather_fp16_weights_on_model_save: Any = idle("engine.gather() returns whole weights in any stage")
     stage3_model_persistence_threshold: Any = idle("only stage3_param_persistence_threshold sets what stays whole")
     stage3_module_granularity_threshold: Any = idle("a layer of the list is always gathered as one")
     stage3_allgather_sequential: Any = idle("buckets are gathered in the order of the layers")
@@ -166,7 +179,9 @@ class ZeroConfig(Section):
     zenflow: Any = refused(
         "updates with late gradients are not supported: leave it out; offload_optimizer overlaps by default"
     )
-    leaf_module: Any = refused("a layer of the list is always gathered as one: leave it out")
+    leaf_module: LeafModuleConfig = setting(
+        LeafModuleConfig(), "Stage 3, for a model that is not a PipelineModule: modules gathered as one unit."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -181,16 +196,29 @@ class ZeroConfig(Section):
         if len(given) < len(values):
             twice = next(key for key in values if f"stage3_{key}" in values)
             raise ValueError(f"{twice} is another name of stage3_{twice}: give the second alone")
+        if given.get("stage3_gather_fp16_weights_on_model_save") is True:
+            del given["stage3_gather_fp16_weights_on_model_save"]
+            given["stage3_gather_16bit_weights_on_model_save"] = True
         pin = given.get("cpu_offload_use_pin_memory") is True
         if pin:
             del given["cpu_offload_use_pin_memory"]
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_params", "offload_param"),
+            ("cpu_offload_param", "offload_param"),
+        ):
             if given.get(old) is True:
                 if given.get(new):
                     raise ValueError(f"{old} is an older name of {new}: give the second alone")
                 given[new] = {"device": "cpu", "pin_memory": pin}
                 del given[old]
         return given
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``stage3_...`` under DeepSpeed's name in Python, which is without the prefix."""
+        if f"stage3_{name}" in type(self).model_fields:
+            return getattr(self, f"stage3_{name}")
+        return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it from type checkers
 
     @model_validator(mode="after")
     def _check_zeropp(self) -> ZeroConfig:

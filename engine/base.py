@@ -466,8 +466,11 @@ class Engine:
         Raises:
             CheckpointError: on every rank, if the tag or the client state cannot be saved, or if the checkpoint was not
                 written and ``checkpoint.on_failure`` is ``stop``.
+            ConfigError: if the path is empty.
             RuntimeError: if a rank did not call this within ``checkpoint.patience`` seconds.
         """
+        if save_dir is None or not str(save_dir):
+            raise ConfigError(f"save_checkpoint was given save_dir={save_dir!r}: give the path of a folder")
         with self.all_or_none("save_checkpoint"):
             return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 

@@ -21,6 +21,7 @@ from ..grid import Grid
 from ..grid.errors import ConfigError
 from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
+from ..zero.modules.leaf_modules import set_listed_leaf_modules
 from .base import TrainingParts
 from .instrument import instrument
 from .module_engine import ModuleEngine
@@ -164,6 +165,7 @@ def _place_model(model: nn.Module, grid: Grid, config: Config, microbatches: int
         model.move(schedule.placement)
         return schedule, config.notes() + configure_recomputation(model, config.recomputation, schedule)
     notes = config.notes() + _pipeline_notes(config)
+    set_listed_leaf_modules(model, **config.zero_optimization.leaf_module.model_dump())
     _to_device(model, grid)
     return None, notes
 

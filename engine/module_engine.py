@@ -63,6 +63,7 @@ class ModuleEngine(Engine):
         recompute: recomputation of the module's blocks; None if none is asked for.
         microbatch: number of microbatches of this step that are done.
         backward_passes: backward passes of this step, and the reductions of their gradients.
+        in_no_sync: True within ``no_sync``.
     """
 
     micro_steps = 0
@@ -95,7 +96,7 @@ class ModuleEngine(Engine):
         self.microbatch = 0
         # From set_gradient_accumulation_boundary. None: counted. Unmanaged, each step() ends one.
         self._user_boundary: bool | None = None if config.managed_gradient_accumulation else True
-        self._in_no_sync = False  # within no_sync
+        self.in_no_sync = False  # within no_sync
         self._scaled_by_user = False  # the loss of this microbatch went through scale()
         self._engine_backwards = 0  # backward passes of this microbatch that backward() made
         self._outputs_opaque = False  # an output of this microbatch is no nest of tensors
@@ -203,7 +204,7 @@ class ModuleEngine(Engine):
         with self.all_or_none("step"):
             if self.optimizer is None:
                 raise AgreedError(NO_OPTIMIZER)
-            if self._in_no_sync:
+            if self.in_no_sync:
                 raise AgreedError(
                     "step() was called inside no_sync(), where gradients are not reduced: call it after the with block"
                 )
@@ -292,20 +293,20 @@ class ModuleEngine(Engine):
             RuntimeError: in stages 2 and 3 of ZeRO, because they reduce gradients in each backward pass, or inside
                 another ``no_sync``.
         """
-        if self._in_no_sync:
+        if self.in_no_sync:
             raise AgreedError("no_sync() was called inside no_sync(): leave the outer with block first")
         options = self.data_axis.options
         if options.stage >= 2 and options.reduce_every_backward:
             raise AgreedError(
-                f"no_sync() does not work in stage {options.stage} of ZeRO, which reduces gradients in each backward "
+                f"no_sync() does not work in ZeRO stage {options.stage}, which reduces gradients in each backward "
                 "pass: set zero_optimization.reduce_each_microbatch to false, or zero_optimization.stage to 1"
             )
-        self._in_no_sync = True
+        self.in_no_sync = True
         self._mark_last()
         try:
             yield
         finally:
-            self._in_no_sync = False
+            self.in_no_sync = False
             self._mark_last()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -363,7 +364,7 @@ class ModuleEngine(Engine):
         options = self.data_axis.options
         managed = self.config.managed_gradient_accumulation or (options.stage > 1 and options.reduce_every_backward)
         boundary = managed and self.is_gradient_accumulation_boundary()
-        self.backward_passes.next_is_last = boundary and not self._in_no_sync
+        self.backward_passes.next_is_last = boundary and not self.in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self._options.weight_dtype if tensor.is_floating_point() else None)

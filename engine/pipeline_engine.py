@@ -100,7 +100,7 @@ class PipelineEngine(Engine):
         )
         module.fill(self.data_axis.fill)
         self.accounts = MemoryAccounts(self.data_axis, module)
-        cast((), module, self._options.weight_dtype)
+        cast((), module, self._options)
         gatherer = self.data_axis.gatherer
         module.run_hook = None if gatherer is None else gatherer.run
         module.prefetch_hook = None if gatherer is None else gatherer.prefetch

@@ -26,7 +26,7 @@ def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = 
 
     Args:
         value: None, numbers, text, and lists, tuples, sets and dicts of these; tensors and arrays.
-        put: stores a tensor and returns its name; None: only tensors of one number (0-dim) are allowed.
+        put: stores a tensor and returns its name; None: only tensors of one number are allowed.
         where: the name of the value, for messages.
 
     Raises:
@@ -87,7 +87,8 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
             raise ValueError(f"{inside} is a tensor, but these values are stored as JSON without tensors")
         return get(inside) if kind == "$tensor" else get(inside).numpy()
     if kind == "$number":
-        return torch.tensor(decode(inside[1]), dtype=_DTYPES[inside[0]])
+        number = torch.tensor(decode(inside[1]), dtype=_DTYPES[inside[0]])
+        return number.reshape(inside[2]) if len(inside) > 2 else number
     if kind in ("$dict", "$counter"):
         pairs = {decode(key): decode(each, get) for key, each in inside}
         return Counter(pairs) if kind == "$counter" else pairs
@@ -111,8 +112,9 @@ def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:
         if value.dtype.kind not in "biuf":
             raise TypeError(f"{where} is an array of {value.dtype}, which JSON cannot hold: convert it to numbers")
         return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), put, where)}
-    if value.dim() == 0 and not value.is_complex():
-        return {"$number": [str(value.dtype), encode(value.item(), None, where)]}
+    if (value.dim() == 0 or (put is None and value.numel() == 1)) and not value.is_complex():
+        number = [str(value.dtype), encode(value.item(), None, where)]
+        return {"$number": [*number, list(value.shape)] if value.dim() else number}
     return {"$tensor": _put(value, put, where)}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class DeepSpeedCPUAdam(FusedAdam):
         model_params: parameters, or groups of them.
         lr, bias_correction, betas, eps, weight_decay, amsgrad: as ``FusedAdam``.
         adamw_mode: as its ``adam_w_mode``.
-        fp32_optimizer_states: True: the state has the dtype of the parameters, which under an engine is fp32.
+        fp32_optimizer_states: keep the state of bf16 and fp16 parameters in fp32, and compute their update in fp32;
+            False: in their own dtype. Under an engine the masters' dtype decides.
     """
 
     def __init__(
@@ -70,6 +72,38 @@ class DeepSpeedCPUAdam(FusedAdam):
         **options: Any,
     ) -> None:
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad, **options)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters, and return what ``closure`` returns, which computes the gradients before."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with self._in_fp32():
+            super().step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state; torch casts it to the dtype of the parameters."""
+        with self._in_fp32():
+            super().load_state_dict(state_dict)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[None]:
+        """Context in which parameters of lower precision and their gradients are fp32, if their state is to be."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        low = (torch.bfloat16, torch.float16) if self.fp32_optimizer_states else ()
+        kept = [(p, p.data, p.grad) for p in parameters if p.dtype in low]
+        for parameter, data, gradient in kept:
+            parameter.grad = None  # torch wants one dtype of both
+            parameter.data = data.float()
+            parameter.grad = None if gradient is None else gradient.float()
+        try:
+            yield
+        finally:
+            for parameter, data, gradient in kept:
+                data.copy_(parameter.data)
+                parameter.grad = None
+                parameter.data = data
+                parameter.grad = gradient
 
 
 DeepSpeedCPULion = FusedLion = Lion

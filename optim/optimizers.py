@@ -151,12 +151,27 @@ def sharded_form(
     Args:
         cls: the class of an instance.
         defaults: the defaults of the instance.
+
+    Raises:
+        ConfigError: the class needs an argument that is not among its defaults.
     """
     if cls is torch.optim.Muon:
         named = {"ns_eps" if key == "eps" else key: value for key, value in defaults.items()}
         cls, defaults = Muon, {**named, "use_muon": True}
     known = inspect.signature(cls).parameters
-    return cls, {key: value for key, value in defaults.items() if key in known}
+    given = {key: value for key, value in defaults.items() if key in known}
+    if "fp32_optimizer_states" in known:  # DeepSpeedCPUAdam's; the masters have the dtype of the state
+        given["fp32_optimizer_states"] = False
+    needed = [
+        name for name, p in known.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if missing := [name for name in needed[1:] if name not in given]:
+        raise ConfigError(
+            f"{cls.__name__} takes the argument {missing[0]}, which is not among its defaults, so that the engine "
+            "cannot make another one over its flat shards: give it a default, or pass a function from parameter groups "
+            "to an optimizer"
+        )
+    return cls, given
 
 
 def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1) -> None:

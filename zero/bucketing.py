@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ..grid import Grid
@@ -98,16 +97,18 @@ def _refuse_real_parts(member: ManagedParameter, options: ZeroOptions) -> None:
             )
 
 
-def cast(parameters: Iterable[Tensor], module: nn.Module | None, dtype: torch.dtype | None) -> None:
+def cast(parameters: Iterable[Tensor], module: nn.Module | None, options: ZeroOptions) -> None:
     """Cast floating-point tensors that lie in no bucket to the weights' dtype: buffers, and parameters not trained.
 
-    Two kinds of buffers keep their dtype, and have the names that transformers gives them. ``inv_freq``: frequencies of
-    rotary embeddings, because one that is rounded to bf16 is off by radians after some thousand tokens.
-    ``correction_bias``: the bias that balances a router's experts, whose steps are smaller than bf16's.
+    Without ``buffer_dtype``, two kinds of buffers keep their dtype. They have the names that transformers gives them.
+    ``inv_freq``: frequencies of rotary embeddings, because one that is rounded to bf16 is off by radians after some
+    thousand tokens. ``correction_bias``: the bias that balances a router's experts, with steps smaller than bf16's.
     """
-    if dtype is None:
-        return
-    named = () if module is None else (*module.named_parameters(), *module.named_buffers())
-    for name, tensor in (*(("", parameter) for parameter in parameters), *named):
-        if tensor.is_floating_point() and tensor.dtype != dtype and not name.endswith(_KEPT):
+    wanted = [(parameter, options.weight_dtype) for parameter in parameters]
+    if module is not None:
+        by_name = (*module.named_parameters(), *(() if options.buffer_dtype else module.named_buffers()))
+        wanted += [(tensor, options.weight_dtype) for name, tensor in by_name if not name.endswith(_KEPT)]
+        wanted += [(buffer, options.buffer_dtype) for buffer in module.buffers() if options.buffer_dtype]
+    for tensor, dtype in wanted:
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)

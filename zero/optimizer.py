@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid, Pending
+from ..grid.errors import CheckpointError
 from ..grid.layout import FlatRange
 from .bucket import Bucket
 from .layerwise import ShardedLayers
 from .options import ZeroOptions
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
-from .sub_groups import SubGroups, is_elementwise
+from .sub_groups import SubGroups, is_elementwise, is_number
 
 # A shard is a flat range that starts and ends anywhere: only optimizers that work element by element can step it.
 # (Adafactor and LBFGS need whole tensors. LAMB and Muon combine the shards of each: layerwise.py.)
@@ -234,7 +235,18 @@ class RangeStepper:
         """Yield state of another shape than its parameter's (Adafactor's rows and columns): name, key, whole tensor.
 
         Only an optimizer for whole tensors has such state. Every replica holds it, and the first one writes it.
+
+        Raises:
+            CheckpointError: this optimizer has such state, of flat shards, whose elements belong to no parameter.
         """
+        for master, members in self.masters():
+            for key, value in self.optimizer.state.get(master, {}).items():
+                if not (is_number(value, master) or is_elementwise(value, master)):
+                    raise CheckpointError(
+                        f"{type(self.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat shard "
+                        f"of {master.numel()} elements (of {', '.join(members[:3])}), which cannot be saved by "
+                        "parameter: keep one number, or a tensor of the shard's shape"
+                    )
         return iter(())
 
     def set_odd_shaped_state(self, name: str, key: str, value: Tensor) -> bool:

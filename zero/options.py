@@ -19,6 +19,7 @@ class ZeroOptions:
     Attributes:
         stage: ZeRO stage, 0 to 3.
         weight_dtype: dtype of the parameters; None keeps the dtype of each.
+        buffer_dtype: dtype of floating-point buffers; None: ``weight_dtype``, but for some names (``cast``).
         accumulation_dtype: dtype of gradients summed over microbatches, of master weights and of the optimizer's
             state; None is the parameters' own.
         communication_dtype: dtype in which gradients are summed over the data axis; None is ``accumulation_dtype``.
@@ -46,6 +47,7 @@ class ZeroOptions:
 
     stage: int = 0
     weight_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
     accumulation_dtype: torch.dtype | None = None
     communication_dtype: torch.dtype | None = None
     low_precision_parameters: Collection[Tensor] | None = None

@@ -35,15 +35,15 @@ def _refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _refuse_write(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook before ``load_state_dict()``."""
-    released = [name for name in _released(module) if prefix + name in state_dict]
+    """Hook before ``load_state_dict()`` loads one module; its submodules have this hook too.
+
+    transformers loads one module at a time, whose own parameters alone are gathered.
+    """
+    own = module.named_parameters(recurse=False)
+    released = [name for name, parameter in own if prefix + name in state_dict and is_released(parameter)]
     if released:
         raise RuntimeError(
             f"load_state_dict() was called while {len(released)} parameters ({prefix}{released[0]}, ...) are released, "
             "as in stage 3 of ZeRO they are outside of their layer's run: their new values would be lost. Call it on "
             "every rank within triax.zero.gathered(module, modifier_rank=0), or load before the engine is made"
         )
-
-
-def _released(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if is_released(parameter)]

@@ -17,6 +17,7 @@ from ..grid.layout import FlatRange
 from .data_axis import ZeroDataAxis
 from .optimizer import publish
 from .shard_ranges import KeyedRanges, NamedParameter, ShardRanges
+from .sub_groups import is_number
 
 
 class StateShards:
@@ -96,11 +97,11 @@ class StateShards:
         )
 
     def scalars(self) -> dict[str, dict[str, Any]]:
-        """Return, for each parameter, the entries of its state that are one number, 0-dim tensors too."""
+        """Return, for each parameter, the entries of its state that are one number, also as a tensor."""
         found: dict[str, dict[str, Any]] = {}
         for master, members in self.stepper.masters():
             state = self.stepper.optimizer.state.get(master, {})
-            scalars = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim())}
+            scalars = {k: v for k, v in state.items() if is_number(v, master)}
             for name in members if scalars else ():
                 found[name] = dict(scalars)
         return found

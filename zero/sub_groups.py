@@ -210,5 +210,10 @@ def is_elementwise(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape
 
 
+def is_number(value: Any, master: Tensor) -> bool:
+    """Return True if a state value is one number for the whole stepped tensor, such as a count of steps."""
+    return not isinstance(value, Tensor) or (value.numel() == 1 and not is_elementwise(value, master))
+
+
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

@@ -15,7 +15,7 @@ from .managed import ManagedParameter
 from .optimizer import RangeStepper, elementwise_target
 from .protocols import MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
-from .sub_groups import is_elementwise
+from .sub_groups import is_elementwise, is_number
 
 
 class MasterView(NamedTuple):
@@ -89,7 +89,7 @@ class WholeStepper(RangeStepper):
         for view in self.views if ranges.grid.data_context.is_first else ():
             named = ranges.of_parameter[view.member.parameter]
             for key, value in self.optimizer.state.get(view.master, {}).items() if ranges.writes(named) else ():
-                if isinstance(value, Tensor) and value.dim() and not is_elementwise(value, view.master):
+                if not (is_number(value, view.master) or is_elementwise(value, view.master)):
                     yield named.layout.name, key, value
 
     def set_odd_shaped_state(self, name: str, key: str, value: Tensor) -> bool:

@@ -27,7 +27,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the mean gradient of a parameter. None within a step, before its last backward pass."""
+    """Return the mean gradient of a parameter. None in ``no_sync``, and in a step before its last backward pass."""
     divisor = _divisor(param)
     return None if divisor is None or (found := _whole(param, GRADIENT)) is None else found.div_(divisor)
 
@@ -117,7 +117,8 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
             if engine.data_axis.stepped:
                 return 1.0
             passes = getattr(engine, "backward_passes", None)
-            if passes is not None and passes.count and engine.is_gradient_accumulation_boundary():
+            last = passes is not None and engine.is_gradient_accumulation_boundary() and not engine.in_no_sync
+            if last and passes.count:
                 passes.reduce()
                 weight = engine.grid.data.size * engine.batch.accumulation
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale

@@ -7,6 +7,7 @@ from torch import nn
 
 from ...config.schema import Config
 from ...config.zero import OffloadConfig, ZeroConfig
+from ...grid.dtypes import dtype_of
 from ...grid.errors import ConfigError
 from ...grid.grid import Grid
 from ...zero.offload import Offload, OffloadTarget
@@ -30,6 +31,7 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
     return ZeroOptions(
         stage=zero.stage,
         weight_dtype=half,
+        buffer_dtype=None if config.data_types.buffer_dtype is None else dtype_of(config.data_types.buffer_dtype),
         accumulation_dtype=None if half is None or config.bf16.bf16_master_weights_and_grads else torch.float32,
         communication_dtype=communication_dtype(config) if low_precision is None else autocast_dtype(config),
         low_precision_parameters=low_precision,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import triax
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine
 from triax.compat.deepspeed.grids import ParallelGrid
@@ -374,3 +375,69 @@ def test_a_dropped_engine_is_freed_at_once() -> None:
     freed = watched() is None
     gc.enable()
     assert freed
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD that counts its steps in a number and in a tensor of one element; ``rows`` of a third shape if asked for."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rows: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "rows": rows})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("number", 0)
+                state.setdefault("tensor", torch.zeros(1))
+                if group["rows"]:
+                    state["rows"] = torch.zeros(2, 3)
+                state["number"] += 1
+                state["tensor"] += 1
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_state_of_one_element_is_saved_and_other_shapes_are_refused(stage: int, tmp_path: Path) -> None:
+    def trained(rows: bool = False) -> Any:
+        model, settings = net(), {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=Counting(model.parameters(), rows=rows), config=settings
+        )
+        for step in range(2):
+            x, y = microbatch(step, 0, 0)
+            engine.backward((engine(x, times=0.9) - y).square().mean())
+            engine.step()
+        return engine
+
+    engine, other = trained(), trained()
+    engine.save_checkpoint(tmp_path)
+    other.optimizer.optimizer.state.clear()
+    other.load_checkpoint(tmp_path)
+    states = other.optimizer.optimizer.state.values()
+    assert len(states) > 0
+    for state in states:
+        assert state["number"] == 2 and torch.equal(state["tensor"], torch.full((1,), 2.0))
+    with pytest.raises(triax.CheckpointError, match=r"Counting keeps 'rows' of shape \(2, 3\)"):
+        trained(rows=True).save_checkpoint(tmp_path)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_buffer("inv_freq", torch.ones(4))
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_buffers_and_leaf_modules_as_the_configuration_says(wanted: str | None, found: torch.dtype) -> None:
+    model = Parts()
+    zero = {"stage": 3, "leaf_module": {"classes": "Sequential", "names": ["part"]}}
+    data_types = {} if wanted is None else {"buffer_dtype": wanted}
+    settings = {"train_batch_size": 4, "bf16": {"enabled": True}, "data_types": data_types, "zero_optimization": zero}
+    deepspeed.initialize(model=model, config={**settings, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    assert model.inv_freq.dtype == found
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model.part]
+    zero["leaf_module"] = {"name_suffixes": "absent"}
+    with pytest.raises(ValueError, match="no module named absent"):
+        deepspeed.initialize(model=Parts(), config=settings)

@@ -202,6 +202,26 @@ def test_adam_is_torchs(adam_w: bool) -> None:
         optimizers.FusedAdam(fused.parameters(), bias_correction=False)
 
 
+def test_the_state_of_bf16_parameters_is_fp32() -> None:
+    start = torch.randn(64).bfloat16()
+    low, high, own = (nn.Parameter(start.clone()), nn.Parameter(start.float()), nn.Parameter(start.clone()))
+    found, wanted = optimizers.DeepSpeedCPUAdam([low]), torch.optim.AdamW([high], weight_decay=0.0)
+    for _ in range(3):
+        gradient = torch.randn(64).bfloat16()
+        low.grad, high.grad = gradient.clone(), gradient.float()
+        found.step(), wanted.step()
+        high.data = high.data.bfloat16().float()
+        torch.testing.assert_close(low.float(), high, rtol=0, atol=0)
+    again = optimizers.DeepSpeedCPUAdam([own])
+    again.load_state_dict(found.state_dict())
+    for state in (found.state[low], again.state[own]):
+        torch.testing.assert_close(state["exp_avg"], wanted.state[high]["exp_avg"])
+    rounded = optimizers.DeepSpeedCPUAdam([own], fp32_optimizer_states=False)
+    own.grad = gradient
+    rounded.step()
+    assert rounded.state[own]["exp_avg"].dtype == torch.bfloat16 == own.dtype
+
+
 def test_topology_is_triaxs() -> None:
     ours = topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
     plain = Topology(pipe=2, data=3, tensor=2)

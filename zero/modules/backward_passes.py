@@ -110,7 +110,7 @@ class BackwardPasses:
             if (record := sharded_parameter(parameter)) is not None:
                 self.data_axis.fill(parameter, record.whole())
                 record.hand_over()
-        cast(managed, module, options.weight_dtype)
+        cast(managed, module, options)
         self._expected = expected
         self._outermost = OutermostBackward(self._pass_began, self._pass_ended)
         self._units: Units | None = None

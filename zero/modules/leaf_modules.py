@@ -54,6 +54,20 @@ def set_leaf_modules_by_suffix(
     return _of_names(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
+def set_listed_leaf_modules(
+    model: nn.Module, classes: Sequence[str], names: Sequence[str], name_suffixes: Sequence[str]
+) -> None:
+    """Make modules leaf modules, as ``zero_optimization.leaf_module`` lists them.
+
+    Raises:
+        ValueError: the model has none of the classes, or no module of a name or suffix.
+    """
+    if classes:
+        set_leaf_modules(model, classes)
+    set_leaf_modules_by_name(model, names)
+    set_leaf_modules_by_suffix(model, name_suffixes)
+
+
 def _of_classes(
     model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, required: bool
 ) -> list[nn.Module]:
