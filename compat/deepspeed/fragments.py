@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...engine.module_engine import ModuleEngine
 from ...zero.parameter_values import GRADIENT, WEIGHTS, ParameterValues
 from .context import CONTEXT
 
@@ -116,10 +117,10 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
         if engine.data_axis.bucket_of(param) is not None:
             if engine.data_axis.stepped:
                 return 1.0
-            passes = getattr(engine, "backward_passes", None)
-            last = passes is not None and engine.is_gradient_accumulation_boundary() and not engine.in_no_sync
-            if last and passes.count:
-                passes.reduce()
+            if not isinstance(engine, ModuleEngine) or engine.in_no_sync:
+                break
+            if engine.backward_passes.count and engine.is_gradient_accumulation_boundary():
+                engine.backward_passes.reduce()
                 weight = engine.grid.data.size * engine.batch.accumulation
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale
     if require:

@@ -494,6 +494,8 @@ def gathers_tiles() -> tuple[int, int]:
         reference(xs.flatten(0, 1)).square().mean().backward()
         own.step()
     with gathered(model):
+        block: Any
+        plain: Any
         for block, plain in zip(model.children(), reference.children(), strict=True):
             found = nn.Linear(WIDTH, 3 * WIDTH).double()
             for row, top in zip(block.wide.linears, block.wide.out_parts, strict=False):
