@@ -4,4 +4,8 @@ formulas.py         bytes of model states, of activations and of ZeRO's communic
 layers.py           layers_of: parameters, products and attention sizes of each layer of a model
 memory.py           ModelMemory: bytes of each pipe rank by kind, on any layout
 parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
+machine.py          Machine: speed of products, memory and links, with sources; MACHINES
+collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
+cost.py             CostModel: seconds of a step on a layout, term by term
+fit.py              the cost model's two fitted figures, and its errors on published tables
 """

@@ -1,0 +1,513 @@
+"""Time of a training step on a layout, term by term, from the shapes of the layers and a machine's description.
+
+A pass of a microbatch through a layer consists of matrix products, the core of attention, elementwise kernels, and the
+collectives of the tensor, context and expert axes. A step consists of the passes of the busiest pipe rank, the bubble
+of the schedule, messages between stages, the data axis (ZeRO) and the optimizer. Bytes are those that triax moves.
+
+| term | seconds | source |
+|---|---|---|
+| product m x k x n | 2mkn / (peak x efficiency x full tiles) + bytes / bandwidth | roofline, Williams et al. 2009; \
+tiles and waves: NVIDIA's guide to matrix multiplication |
+| attention, fused | causal FLOPs / (peak x efficiency); backward 2.5 times as many, a fifth slower | \
+arXiv:2307.08691, section 4.1 |
+| attention, not fused | two batched products, and 13 bytes a score forward, 17 backward | Korthikanti et al. 2022, \
+figure 3 |
+| elementwise | bytes read and written / memory speed | the same, section 4.1, with the reads |
+| tensor | all-gather and reduce-scatter of 2 s b h bytes for each branch; backward, one of each hidden by the weight \
+gradients | tensor_parallel/column.py |
+| context | K and V around the ring, twice as much backward, behind the core of attention | arXiv:2310.01889 |
+| expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
+| recompute | the forward pass (full), or the core of attention (selective) | Korthikanti et al. 2022 |
+| bubble | idle time of the schedule, with all other pipe ranks' times | pipe/schedules, docs/schedules.md |
+| pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism) | Narayanan 2021 |
+| data | plan/formulas.zero_traffic | Rajbhandari et al. 2020, section 7 |
+| optimizer | Adam reads and writes 34 bytes a parameter in mixed precision | plan/formulas.model_states |
+| offload | gradients to the CPU and weights back; Adam at the speed of its memory | arXiv:2101.06840 |
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..models.config import TransformerConfig
+from ..pipe.program.simulate import Costs, simulate
+from ..pipe.schedules.registry import RECIPES, named_schedule
+from .collectives import RankGroup, all_reduce, all_to_all, message, reduce_scatter
+from .formulas import BYTES
+from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
+from .machine import Machine
+from .parallel_layout import ParallelLayout
+
+KINDS = (
+    *("products", "attention", "elementwise", "recompute", "tensor", "context", "expert"),
+    *("pipe", "bubble", "data", "optimizer", "offload"),
+)
+BACKWARD_ATTENTION = 2.5 * 1.2  # FlashAttention's backward pass over its forward pass
+SCORE_BYTES = 9.0, 11.0  # of softmax and dropout, forward and backward; the products read and write the rest
+LOGIT_BYTES = 22.0, 28.0  # fp32 cross entropy: cast, maximum, exponentials, sum; softmax minus one-hot, scaled, cast
+ADAM_BYTES = 34.0  # gradient twice (norm, update), master and two moments read and written, weight written
+CLOSED_FORMS = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1")
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one microbatch in a layer on one rank: forward, input gradients, weight gradients, by kind."""
+
+    products: tuple[float, float, float]
+    attention: tuple[float, float]  # forward, backward
+    elementwise: tuple[float, float]
+    tensor: tuple[float, float]
+    context: tuple[float, float]
+    expert: tuple[float, float]
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass."""
+        return sum(part[0] for part in self)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass without the weight gradients of products."""
+        return sum(part[1] for part in self)
+
+
+class StepTime(NamedTuple):
+    """Time of a step: seconds in all and by kind."""
+
+    seconds: float
+    kinds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be trained, and on which machine: the arguments that all layouts of a search share.
+
+    Attributes:
+        config: the model.
+        machine: the machine.
+        batch: sequences of a step over all replicas.
+        sequence: tokens of a sequence.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``, with fp32 masters for the first two.
+    """
+
+    config: TransformerConfig
+    machine: Machine
+    batch: int
+    sequence: int
+    precision: str = "bf16"
+
+    @cached_property
+    def layers(self) -> list[LayerShape]:
+        """Shapes of the model's layers."""
+        return layers_of(self.config)
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Floating-point operations of a step without recomputation.
+
+        Narayanan et al. 2021, equation 3, without its recomputation: three times the forward pass, with attention to
+        all tokens of the sequence.
+        """
+        return 3 * self.batch * self.sequence * sum(map(self._forward_flops, self.layers))
+
+    def _forward_flops(self, layer: LayerShape) -> float:
+        """Return the operations of one token's forward pass."""
+        flops = sum(2.0 * product.inputs * product.outputs * product.times for product in layer.products)
+        if layer.attention:
+            sizes = layer.attention
+            flops += 2.0 * self.sequence * sizes.heads * (sizes.query_dim + sizes.value_dim)
+        return flops
+
+
+class CostModel:
+    """Times of layers and steps, each computed once and kept.
+
+    Args:
+        work: model, machine, batch and sequence.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.machine = work, work.machine
+        self.bytes = BYTES[work.precision]
+        self.peak = work.machine.peak_of(work.precision)
+        self.types = list(dict.fromkeys(work.layers))
+        self.kinds = [self.types.index(layer) for layer in work.layers]
+        self._layers: dict[tuple[int, ...], LayerTime] = {}
+        self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
+        self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._simulated: dict[tuple[object, ...], float] = {}
+
+    # ------------------------------------------------------------------------------------------------ a layer
+
+    def product(self, m: int, k: int, n: int, calls: int = 1, output: float = 0) -> float:
+        """Return the seconds of ``calls`` products of an m x k and a k x n matrix.
+
+        Args:
+            output: bytes of an element of the result; by default those of an element of the operands.
+        """
+        machine = self.machine
+        rows, columns = machine.tile
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * calls
+        full = m * n * calls / (tiles * rows * columns)  # share of the tiles that is used
+        waves = math.ceil(tiles / machine.units) * machine.units / tiles
+        compute = 2 * m * k * n * calls * waves / (self.peak * machine.product_efficiency * full)
+        moved = (self.bytes * (m * k + k * n) + (output or self.bytes) * m * n) * calls
+        return compute + moved / machine.elementwise_speed
+
+    def layer(self, kind: int, layout: ParallelLayout) -> LayerTime:
+        """Return the times of one microbatch in a layer of type ``self.types[kind]``."""
+        sharded = bool(layout.sequence_parallel)
+        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert, sharded)
+        found = self._layers.get(key)
+        if found is None:
+            found = self._layers[key] = self._layer(self.types[kind], layout, sharded)
+        return found
+
+    def _layer(self, shape: LayerShape, layout: ParallelLayout, sharded: bool) -> LayerTime:
+        t, machine, size = layout.tensor, self.machine, self.bytes
+        tokens = layout.microbatch * self.work.sequence // layout.context
+        held = tokens / t if sharded else float(tokens)  # tokens of the hidden states that a rank holds
+        forward = inputs = weights = column = 0.0
+        sharded_products: set[str] = set()
+        experts = {weight.name for weight in shape.weights if weight.expert_dim is not None}
+        for product in shape.products:
+            times = self._product_times(product, shape, layout, tokens, held, product.weight in experts)
+            forward, inputs, weights = (a + b for a, b in zip((forward, inputs, weights), times, strict=True))
+            if product.sharding != "none":
+                sharded_products.add(product.weight.partition(".")[0])
+                column += times[2] if product.sharding == "column" else 0.0
+        attention = self._attention(shape.attention, tokens, layout) if shape.attention else (0.0, 0.0)
+        moved = self._elementwise(shape, tokens, held, t)
+        # the tensor axis
+        hidden = size * tokens * shape.hidden
+        branches = len(sharded_products) if shape.kind == "block" else int(shape.kind in ("embedding", "head"))
+        group = RankGroup(t)
+        once = reduce_scatter(hidden, group, machine)
+        if t == 1 or not branches:
+            tensor = (0.0, 0.0)
+        elif shape.kind == "embedding":
+            tensor = (once, once) if sharded else (all_reduce(hidden, group, machine), 0.0)
+        elif shape.kind == "head":
+            loss = 3 * all_reduce(4.0 * tokens, group, machine)
+            hidden_reduce = once if sharded else all_reduce(hidden, group, machine)
+            tensor = ((once if sharded else 0.0) + loss, max(0.0, hidden_reduce - column))
+        elif sharded:
+            tensor = (2 * branches * once, branches * once + max(0.0, branches * once - column))
+        else:
+            reduce = branches * all_reduce(hidden, group, machine)
+            tensor = (reduce, max(0.0, reduce - column))
+        return LayerTime(
+            (forward, inputs, weights),
+            attention,
+            (moved[0] / machine.elementwise_speed, moved[1] / machine.elementwise_speed),
+            tensor,
+            self._context(shape.attention, layout, attention) if shape.attention else (0.0, 0.0),
+            self._expert(shape, layout, held) if experts else (0.0, 0.0),
+        )
+
+    def _product_times(
+        self, product: MatrixProduct, shape: LayerShape, layout: ParallelLayout, tokens: int, held: float, routed: bool
+    ) -> tuple[float, float, float]:
+        """Return the seconds of a product, of its input gradients and of its weight gradients."""
+        t, m, k, n, calls = layout.tensor, tokens, product.inputs, product.outputs, 1
+        if product.sharding == "column":
+            if product.heads and product.heads % t:
+                n = n // product.heads * max(1, product.heads // t)
+            else:
+                n = math.ceil(n / t)
+        elif product.sharding == "row":
+            k = math.ceil(k / t)
+        elif shape.kind == "block":
+            m = math.ceil(held)
+        if routed:
+            assert shape.feedforward is not None
+            calls = max(1, shape.feedforward.experts // layout.expert)
+            m = max(1, round(m * product.times / calls))
+        return (
+            self.product(m, k, n, calls),
+            self.product(m, n, k, calls),
+            self.product(k, m, n, calls, output=max(4, self.bytes)),  # added to fp32 gradients
+        )
+
+    def _attention(self, sizes: Attention, tokens: int, layout: ParallelLayout) -> tuple[float, float]:
+        """Return the seconds of the core of attention, forward and backward."""
+        sequence, t, machine = self.work.sequence, layout.tensor, self.machine
+        heads = math.ceil(sizes.heads / t)
+        if machine.fused_attention:
+            window = min(sizes.window or sequence, sequence)
+            keys = window * (1 - window / (2 * sequence))  # that a token sees, on average
+            forward = 2 * tokens * keys * heads * (sizes.query_dim + sizes.value_dim)
+            forward /= self.peak * machine.attention_efficiency
+            return forward, BACKWARD_ATTENTION * forward
+        rows, calls = sequence // layout.context, layout.microbatch * heads
+        scores = calls * rows * sequence / machine.elementwise_speed
+        first = self.product(rows, sizes.query_dim, sequence, calls)
+        second = self.product(rows, sequence, sizes.value_dim, calls)
+        return first + second + SCORE_BYTES[0] * scores, first + 3 * second + SCORE_BYTES[1] * scores
+
+    def _elementwise(self, shape: LayerShape, tokens: int, held: float, t: int) -> tuple[float, float]:
+        """Return the bytes that elementwise kernels read and write, forward and backward."""
+        size, h = self.bytes, shape.hidden
+        forward, backward = 2 * size * shape.norms * held * h, 4 * size * shape.norms * held * h
+        if shape.kind in ("embedding", "positions"):
+            return 2 * size * held * h, 4 * size * held * h
+        if shape.kind == "head":
+            vocabulary = tokens * math.ceil(shape.products[0].outputs / t)
+            return LOGIT_BYTES[0] * vocabulary, LOGIT_BYTES[1] * vocabulary
+        if shape.kind != "block":
+            return forward, backward
+        assert shape.attention is not None and shape.feedforward is not None
+        mask = float(shape.dropout)
+        forward += 2 * (3 * size + mask) * held * h  # residual and bias, added to the output of each branch
+        backward += 2 * (2 * size + mask) * held * h
+        sizes = shape.attention
+        heads = (sizes.heads * sizes.query_dim + sizes.kv_heads * (sizes.query_dim + sizes.value_dim)) / t
+        rotated = (1 + sizes.rope + sizes.norms) * size * tokens * heads  # rotated, normalized, transposed
+        forward, backward = forward + rotated, backward + rotated
+        mlp: Feedforward = shape.feedforward
+        split = "mlp" in {product.weight.partition(".")[0] for product in shape.products if product.sharding != "none"}
+        each = tokens / t if split else held
+        width = each * (mlp.width * (mlp.per_token or 1) + mlp.shared)
+        forward += (3 if mlp.gated else 2) * size * width
+        backward += (4.5 if mlp.gated else 3) * size * width
+        if mlp.experts:  # tokens are put in the order of their experts and back
+            moved = 4 * size * each * mlp.per_token * h
+            forward, backward = forward + moved, backward + moved
+        return forward, backward
+
+    def _context(self, sizes: Attention, layout: ParallelLayout, attention: tuple[float, float]) -> tuple[float, float]:
+        """Return the seconds of ring attention's messages that the core of attention does not hide."""
+        c = layout.context
+        if c == 1:
+            return 0.0, 0.0
+        heads = math.ceil(sizes.kv_heads / layout.tensor)
+        whole = self.bytes * layout.microbatch * self.work.sequence * heads * (sizes.query_dim + sizes.value_dim)
+        once = reduce_scatter(whole, RankGroup(c, layout.tensor), self.machine)
+        return max(0.0, once - attention[0]), max(0.0, 2 * once - attention[1])
+
+    def _expert(self, shape: LayerShape, layout: ParallelLayout, held: float) -> tuple[float, float]:
+        """Return the seconds of the all-to-alls of a mixture of experts."""
+        assert shape.feedforward is not None
+        sent = self.bytes * held * shape.feedforward.per_token * shape.hidden
+        both = 2 * all_to_all(sent, RankGroup(layout.expert, layout.tensor), self.machine)
+        return both, both
+
+    # ------------------------------------------------------------------------------------------------- a step
+
+    def step(self, layout: ParallelLayout, simulated: bool = False) -> StepTime:
+        """Return the time of a step.
+
+        Args:
+            layout: the layout.
+            simulated: take the makespan from ``simulate``, not from the schedule's closed form.
+
+        Raises:
+            ValueError: data x microbatch does not divide the batch, or the schedule does not exist for the layout.
+        """
+        m, p, v = layout.microbatches(self.work.batch), layout.pipe, layout.chunks
+        zigzag = RECIPES[layout.schedule].place(2, 2) == (0, 1, 1, 0) if v == 2 else False
+        ranks = self._rank_times(layout, m, zigzag)
+        busiest = max(ranks, key=lambda rank: rank.busy)
+        kinds = {kind: m * value for kind, value in busiest.kinds.items()}
+        if p > 1:
+            if simulated or layout.schedule not in CLOSED_FORMS or not self._closed(layout, m, busiest):
+                kinds["bubble"] = max(0.0, self._makespan(layout, m, busiest) - m * busiest.busy)
+            else:
+                others = sum(rank.idle(layout.schedule) * rank.count for rank in ranks) - busiest.idle(layout.schedule)
+                kinds["bubble"] = others / v
+        self._finish(layout, ranks, busiest, kinds)
+        return StepTime(sum(kinds.values()), {kind: kinds.get(kind, 0.0) for kind in KINDS})
+
+    def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
+        """Return True if the schedule's closed form holds."""
+        if layout.schedule == "zb-h1":
+            return m >= layout.pipe and busiest.weights <= min(busiest.forward, busiest.inputs)
+        return layout.schedule not in ("interleaved", "looped-bfs") or m % layout.pipe == 0
+
+    def _makespan(self, layout: ParallelLayout, m: int, rank: _RankTime) -> float:
+        """Return the seconds of a schedule in which all ranks are as busy as this one, by simulation.
+
+        A long schedule repeats: its makespan is that of a short one and so much for each further microbatch.
+        """
+        p, v = layout.pipe, layout.chunks
+        costs = Costs(rank.forward, rank.inputs, rank.weights)
+
+        def makespan(microbatches: int) -> float:
+            key = (layout.schedule, p, v, microbatches, costs)
+            if key not in self._simulated:
+                schedule = named_schedule(layout.schedule, p, microbatches, v)
+                self._simulated[key] = simulate(schedule, costs).makespan
+            return self._simulated[key]
+
+        short = 3 * p + m % p
+        if m <= short + 2 * p:
+            return makespan(m)
+        return makespan(short) + (m - short) / p * (makespan(short + p) - makespan(short))
+
+    def _rank_times(self, layout: ParallelLayout, m: int, zigzag: bool) -> list[_RankTime]:
+        """Return the times of a microbatch on each kind of pipe rank."""
+        v, p = layout.chunks, layout.pipe
+        hop = 0.0
+        if p > 1 and layout.schedule != "eager-1f1b":
+            tokens = layout.microbatch * self.work.sequence / layout.context
+            shards = layout.tensor if layout.sequence_parallel else 1
+            size = self.bytes * tokens * self.types[0].hidden / shards
+            hop = v * message(size, layout.data * layout.context * layout.tensor, self.machine)
+        times = [self.layer(kind, layout) for kind in range(len(self.types))]
+        found = []
+        for counts, ranks in self.ranks(p, v, zigzag):
+            parts = [0.0] * len(LayerTime._fields)
+            forward = inputs = weights = recompute = 0.0
+            for count, time, shape in zip(counts, times, self.types, strict=True):
+                if not count:
+                    continue
+                for index, part in enumerate(time):
+                    parts[index] += count * sum(part)
+                ahead = time.forward
+                forward += count * ahead
+                inputs += count * time.backward
+                weights += count * time.products[2]
+                if shape.kind == "block" and layout.recompute != "none":
+                    recompute += count * (ahead if layout.recompute == "full" else time.attention[0])
+            kinds = dict(
+                zip(("products", "attention", "elementwise", "tensor", "context", "expert"), parts, strict=False)
+            )
+            kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
+            rank = _RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds)
+            if layout.zero >= 2:
+                self._every_pass(rank, layout)
+            found.append(rank)
+        return found
+
+    def ranks(self, p: int, v: int, zigzag: bool = False) -> list[tuple[tuple[int, ...], int]]:
+        """Return the kinds of pipe ranks: the number of layers of each type, and how many ranks have them."""
+        key = (p, v, zigzag)
+        found = self._ranks.get(key)
+        if found is None:
+            stages = partition([layer.kind for layer in self.work.layers], p * v)
+            each = []
+            for rank in range(p):
+                mine = [c * p + (p - 1 - rank if zigzag and c % 2 else rank) for c in range(v)]
+                held = Counter(kind for s in mine for kind in self.kinds[stages[s] : stages[s + 1]])
+                each.append(tuple(held[kind] for kind in range(len(self.types))))
+            found = self._ranks[key] = list(Counter(each).items())
+        return found
+
+    def parameters(self, kind: int, tensor: int, expert: int) -> tuple[float, float]:
+        """Return the parameters of a layer that a rank holds: replicated over the experts' axis, and not."""
+        key = (kind, tensor, expert)
+        found = self._parameters.get(key)
+        if found is None:
+            shared = own = 0.0
+            for weight in self.types[kind].weights:
+                count = weight.numel / (tensor if weight.sharded(tensor) else 1)
+                if weight.expert_dim is None:
+                    shared += count
+                else:
+                    own += count / expert
+            found = self._parameters[key] = (shared, own)
+        return found
+
+    def _held(self, counts: Sequence[int], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
+        """Return the parameters that a rank holds before ZeRO shards them, with the group of their replicas."""
+        t, replicas = layout.tensor, layout.data * layout.context
+        shared = own = 0.0
+        for kind, count in enumerate(counts):
+            if count:
+                a, b = self.parameters(kind, t, layout.expert)
+                shared, own = shared + count * a, own + count * b
+        held = [(shared, RankGroup(replicas, t))]
+        return [*held, (own, RankGroup(replicas // layout.expert, t * layout.expert))] if own else held
+
+    def _every_pass(self, rank: _RankTime, layout: ParallelLayout) -> None:
+        """Add the time of the collectives of ZeRO stages 2 and 3 that the passes do not hide."""
+        gather = scatter = 0.0
+        for count, group in self._held(rank.counts, layout):
+            gather += reduce_scatter(count * self.bytes, group, self.machine) if layout.zero == 3 else 0.0
+            scatter += reduce_scatter(count * max(4, self.bytes), group, self.machine)
+        forward = max(rank.forward, gather)
+        backward = rank.inputs + rank.weights
+        shown = max(0.0, gather + scatter - backward)
+        rank.kinds["data"] = forward - rank.forward + shown
+        rank.forward, rank.inputs = forward, rank.inputs + shown
+
+    def _finish(
+        self, layout: ParallelLayout, ranks: Sequence[_RankTime], busiest: _RankTime, kinds: dict[str, float]
+    ) -> None:
+        """Add what follows the last backward pass: gradients, optimizer, weights. The slowest rank counts."""
+        machine, wide = self.machine, max(4, self.bytes)
+        data = optimizer = offload = 0.0
+        for rank in ranks:
+            gradients = weights = step = moved = 0.0
+            for count, group in self._held(rank.counts, layout):
+                share = count / (group.size if layout.zero else 1)
+                if layout.zero == 0:
+                    gradients += all_reduce(count * wide, group, machine)
+                elif layout.zero == 1:
+                    gradients += reduce_scatter(count * wide, group, machine)
+                weights += reduce_scatter(count * self.bytes, group, machine) if layout.zero in (1, 2) else 0.0
+                if layout.offload:
+                    moved += share * ((wide + self.bytes) / machine.host_bandwidth)
+                    step += share * ADAM_BYTES / machine.host_memory_bandwidth
+                else:
+                    step += share * ADAM_BYTES / machine.elementwise_speed
+            if machine.overlap_gradients:
+                gradients = max(0.0, gradients - (rank.inputs + rank.weights))
+            if machine.overlap_weights:
+                weights = max(0.0, weights - rank.forward)
+            if gradients + weights + step + moved > data + optimizer + offload:
+                data, optimizer, offload = gradients + weights, step, moved
+        kinds["data"] = kinds.get("data", 0.0) + data
+        kinds["optimizer"], kinds["offload"] = optimizer, offload
+
+
+@dataclass
+class _RankTime:
+    """Seconds of one microbatch on a pipe rank, all its chunks together; ``count`` ranks have them."""
+
+    count: int
+    counts: tuple[int, ...]
+    forward: float
+    inputs: float
+    weights: float
+    kinds: dict[str, float]
+
+    @property
+    def busy(self) -> float:
+        """Seconds of a microbatch."""
+        return self.forward + self.inputs + self.weights
+
+    def idle(self, schedule: str) -> float:
+        """Return the seconds that other ranks wait for this one at the start and the end of a step."""
+        return self.busy - 2 * self.weights if schedule == "zb-h1" else self.busy
+
+
+def partition(kinds: Sequence[str], stages: int) -> list[int]:
+    """Return boundaries of stages with equal numbers of blocks: the layers before and behind go with the ends.
+
+    >>> partition(["embedding", "block", "block", "block", "norm", "head"], 2)
+    [0, 3, 6]
+    """
+    blocks = [index for index, kind in enumerate(kinds) if kind == "block"]
+    if stages > len(blocks):
+        raise ValueError(
+            f"{stages} stages need at least as many blocks, but the model has {len(blocks)}. Give fewer pipe ranks or "
+            "chunks."
+        )
+    size, extra = divmod(len(blocks), stages)  # the first stages have one more, as in pipe/partition.uniform
+    return [0, *(blocks[stage * size + min(stage, extra)] for stage in range(1, stages)), len(kinds)]
+
+
+def step_time(work: Work, layout: ParallelLayout) -> StepTime:
+    """Return the time of a step of one layout."""
+    return CostModel(work).step(layout)
+
+
+def utilization(work: Work, layout: ParallelLayout, seconds: float) -> Mapping[str, float]:
+    """Return TFLOP/s of the model on each rank, and their share of the peak."""
+    speed = work.model_flops / seconds / layout.gpus
+    return {"tflops_per_gpu": speed / 1e12, "mfu": speed / work.machine.peak_of(work.precision)}

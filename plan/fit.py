@@ -1,0 +1,152 @@
+"""Fit of the cost model to published tables, and its errors on the rows that were not fitted.
+
+Two figures of a machine are fitted: ``product_efficiency`` and ``bandwidth_efficiency``, on two rows of one table, the
+smallest and the largest model. All others are from data sheets and measurements of others (plan/machine.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..models.config import GPTConfig
+from .cost import CostModel, Work
+from .machine import Machine, machine
+from .parallel_layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Published run: model, layout, and TFLOP/s of a GPU as the source counts them.
+
+    ``microbatch`` and ``chunks`` are 0 where the source does not give them.
+    """
+
+    model: str
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipe: int
+    gpus: int
+    batch: int
+    microbatch: int
+    chunks: int
+    tflops: float
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """Table of published runs on one machine; ``recomputed``: the source counts recomputed operations."""
+
+    machine: str
+    sequence: int
+    vocabulary: int
+    recompute: str
+    zero: int
+    recomputed: bool
+    rows: tuple[PublishedRun, ...]
+    fitted: tuple[int, ...]  # rows that the machine's figures are fitted to
+
+    def config(self, row: PublishedRun) -> GPTConfig:
+        """Return the model of a row."""
+        sizes = self.vocabulary, self.sequence, row.hidden, row.layers, row.heads
+        return GPTConfig(*sizes, dropout=0.1, tie_word_embeddings=self.recomputed)
+
+    def seconds(self, row: PublishedRun) -> float:
+        """Return the published seconds of a step (Narayanan et al. 2021, equation 3)."""
+        b, s, h, layers, v = row.batch, self.sequence, row.hidden, row.layers, self.vocabulary
+        passes, head = (96, 16) if self.recomputed else (72, 12)
+        flops = passes * b * s * layers * h**2 * (1 + s / (6 * h) + v / (head * layers * h))
+        return flops / (row.gpus * row.tflops * 1e12)
+
+    def layouts(self, row: PublishedRun) -> list[ParallelLayout]:
+        """Return the layouts that a row may have meant: one, or all with the figures that it leaves out."""
+        data = row.gpus // row.tensor // row.pipe
+        found = []
+        for microbatch in [row.microbatch] if row.microbatch else [1, 2, 4, 8]:
+            if row.batch % (data * microbatch):
+                continue
+            m = row.batch // data // microbatch
+            each = row.layers // row.pipe
+            chunks = [row.chunks] if row.chunks else [v for v in range(1, each + 1) if each % v == 0]
+            for v in chunks if row.pipe > 1 else [1]:
+                if v > 1 and m % row.pipe:
+                    continue
+                schedule = "interleaved" if v > 1 else "1f1b"
+                found.append(
+                    ParallelLayout(
+                        *(row.pipe, data, 1, row.tensor, 1, microbatch, v, schedule, self.zero, self.recompute)
+                    )
+                )
+        return found
+
+
+def _rows(*rows: tuple[str | float, ...]) -> tuple[PublishedRun, ...]:
+    return tuple(PublishedRun(*row) for row in rows)  # type: ignore[arg-type]
+
+
+# Narayanan et al. 2021, arXiv:2104.04473, table 1.
+NARAYANAN = PublishedTable(
+    *("a100-80g", 2048, 51200, "full", 0, True),
+    _rows(
+        ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
+        ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 16, 1, 138),
+        ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 16, 1, 142),
+        ("18B", 48, 6144, 40, 8, 1, 256, 1024, 8, 1, 135),
+        ("39B", 64, 8192, 48, 8, 2, 512, 1536, 4, 1, 138),
+        ("76B", 80, 10240, 60, 8, 4, 1024, 1792, 2, 3, 140),
+        ("145B", 96, 12288, 80, 8, 8, 1536, 2304, 2, 2, 148),
+        ("310B", 128, 16384, 96, 8, 16, 1920, 2160, 1, 2, 155),
+        ("530B", 128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 163),
+        ("1T", 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
+    ),
+    (0, 9),
+)
+# Megatron-core 0.8 on H100: its README. Microbatch and interleaving are not published.
+MEGATRON_CORE = PublishedTable(
+    *("h100-80g", 4096, 131072, "selective", 1, False),
+    _rows(
+        ("1.7B", 16, 2048, 24, 1, 1, 48, 192, 0, 0, 408.8),
+        ("16B", 48, 6144, 32, 4, 1, 192, 192, 0, 0, 489.1),
+        ("70B", 64, 8192, 84, 8, 2, 768, 384, 0, 0, 419.7),
+        ("177B", 96, 12288, 96, 8, 6, 2304, 1152, 0, 0, 432.8),
+        ("462B", 144, 18432, 112, 8, 16, 6144, 3072, 0, 0, 459.9),
+    ),
+    (0, 4),
+)
+TABLES = (NARAYANAN, MEGATRON_CORE)
+
+
+def predicted(table: PublishedTable, row: PublishedRun, on: Machine) -> tuple[float, ParallelLayout]:
+    """Return the predicted seconds of a step, and the layout: the fastest of those that the row may have meant."""
+    model = CostModel(Work(table.config(row), on, row.batch, table.sequence))
+    return min(((model.step(layout).seconds, layout) for layout in table.layouts(row)), key=lambda found: found[0])
+
+
+def errors(table: PublishedTable, on: Machine) -> list[float]:
+    """Return (predicted - published) / published seconds of each row."""
+    return [predicted(table, row, on)[0] / table.seconds(row) - 1 for row in table.rows]
+
+
+def fit(table: PublishedTable, rows: Sequence[int] | None = None) -> Machine:
+    """Return the table's machine with the two figures that make the squared errors of these rows least."""
+    chosen = [table.rows[index] for index in (table.fitted if rows is None else rows)]
+    start = machine(table.machine)
+
+    def loss(products: float, bandwidth: float) -> float:
+        on = replace(start, product_efficiency=products, bandwidth_efficiency=bandwidth)
+        return sum(math.log(predicted(table, row, on)[0] / table.seconds(row)) ** 2 for row in chosen)
+
+    best, step = (loss(0.8, 0.6), 0.8, 0.6), 0.1
+    while step > 0.001:
+        around = [
+            (loss(a, b), a, b)
+            for a in (best[1] - step, best[1], best[1] + step)
+            for b in (best[2] - step, best[2], best[2] + step)
+            if 0.2 <= a <= 1.0 and 0.2 <= b <= 1.0
+        ]
+        found = min(around)
+        step, best = (step / 2 if found == best else step), found
+    return replace(start, product_efficiency=round(best[1], 3), bandwidth_efficiency=round(best[2], 3))

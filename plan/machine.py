@@ -1,0 +1,268 @@
+"""Descriptions of machines: speed of products, memory and links, each figure with its source.
+
+A description is one of ``MACHINES``, or a JSON or TOML file with the fields of ``Machine``. A file may start from one
+of them: ``{"base": "h100-80g", "memory": 60e9}``.
+
+>>> machine("h100-80g").peak["bf16"] / 1e12
+989.0
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """One level of the network: its ranks reach each other over it, those of a lower level over that one.
+
+    Attributes:
+        name: ``node``, ``switch`` or ``network``.
+        ranks: ranks that one unit of this level connects; 0: all.
+        bandwidth: bytes a second of one rank in one direction, as the manufacturer states it.
+        latency: seconds until the first byte of a message arrives.
+        efficiency: share of the bandwidth that long messages reach.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: float
+    latency: float
+    efficiency: float
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second of long messages."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cluster of equal ranks, as the cost model sees it.
+
+    Attributes:
+        name: name of the description.
+        peak: floating-point operations a second of one rank's products, by dtype.
+        memory: bytes of one rank.
+        bandwidth: bytes a second between a rank's processor and its memory.
+        links: levels of the network, the innermost first; the last one connects all ranks.
+        units: processors of a rank that compute one tile of a product each (streaming multiprocessors).
+        tile: rows and columns of such a tile.
+        product_efficiency: share of ``peak`` that a long product of full tiles reaches (fitted).
+        bandwidth_efficiency: share of ``bandwidth`` that elementwise kernels reach, the gaps between them included
+            (fitted).
+        attention_efficiency: share of ``peak`` that fused attention reaches.
+        fused_attention: attention is one kernel that keeps the scores on chip (FlashAttention); False: the scores are
+            written to memory and read again.
+        overlap_gradients: gradients are reduced during the backward pass of the last microbatch; False: behind it.
+        overlap_weights: weights are gathered during the forward pass of the first microbatch (ZeRO stages 1 and 2);
+            False: before it.
+        host_bandwidth: bytes a second between a rank and the CPU's memory.
+        host_memory_bandwidth: bytes a second of the CPU's memory, divided by the ranks of a node.
+        sources: field -> source of its figure.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    links: tuple[NetworkLink, ...]
+    units: int
+    tile: tuple[int, int] = (256, 128)
+    product_efficiency: float = 0.8
+    bandwidth_efficiency: float = 0.75
+    attention_efficiency: float = 0.5
+    fused_attention: bool = True
+    overlap_gradients: bool = True
+    overlap_weights: bool = False
+    host_bandwidth: float = 25e9
+    host_memory_bandwidth: float = 25e9
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tile", tuple(self.tile))
+        object.__setattr__(self, "links", tuple(NetworkLink(**x) if isinstance(x, Mapping) else x for x in self.links))
+        for name in ("memory", "bandwidth", "units", "product_efficiency", "bandwidth_efficiency"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} of the machine {self.name} is {getattr(self, name)}. Give a positive number.")
+        if not self.links or self.links[-1].ranks:
+            raise ValueError(
+                f"the last link of the machine {self.name} must connect all ranks. Give a link with ranks=0."
+            )
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the floating-point operations a second of products in a dtype.
+
+        Raises:
+            ValueError: the description has no figure for it.
+        """
+        if dtype not in self.peak:
+            raise ValueError(
+                f"the machine {self.name} has no peak for {dtype}. Give one of {', '.join(self.peak)}, or a machine "
+                "file with it."
+            )
+        return self.peak[dtype]
+
+    @property
+    def elementwise_speed(self) -> float:
+        """Bytes a second of elementwise kernels."""
+        return self.bandwidth * self.bandwidth_efficiency
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the description as a machine file holds it."""
+        return asdict(self)
+
+
+def machine(name: str) -> Machine:
+    """Return a machine by name, or read it from a .json or .toml file.
+
+    Raises:
+        ValueError: there is no such machine, or the file is not a description.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    path = Path(name)
+    if path.suffix not in (".json", ".toml"):
+        near = get_close_matches(name, MACHINES, 1)
+        guess = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"there is no machine {name!r}.{guess} Give one of {', '.join(MACHINES)}, or a .json or .toml file."
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+        values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a mapping of fields to values")
+    except OSError as error:
+        raise ValueError(f"the machine file {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"the machine file {path} is not a description: {error}.") from None
+    known = {each.name for each in fields(Machine)}
+    base = values.pop("base", None)
+    start = {each.name: getattr(machine(base), each.name) for each in fields(Machine)} if base else {"name": path.stem}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(
+            f"the machine file {path} has the unknown field {unknown[0]}. Known are {', '.join(sorted(known))}."
+        )
+    try:
+        return Machine(**start | values)
+    except TypeError as error:
+        raise ValueError(f"the machine file {path} is incomplete: {error}. Add the field, or a base.") from None
+
+
+_NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
+_FITTED = "fitted, plan/fit.py"
+
+
+def _gpu(
+    name: str,
+    tflops: float,
+    memory: float,
+    bandwidth: float,
+    units: int,
+    nvlink: float,
+    network: float,
+    switch: int,
+    sheet: str,
+    **others: Any,
+) -> Machine:
+    """Make the description of GPUs in nodes of 8, each with a network card of its own (DGX SuperPOD)."""
+    links = (
+        NetworkLink("node", 8, nvlink, 10e-6, 0.75),
+        NetworkLink("switch", switch, network, 15e-6, 0.8),
+        NetworkLink("network", 0, network, 20e-6, 0.8),
+    )
+    sources = {
+        "peak": sheet,
+        "memory": sheet,
+        "bandwidth": sheet,
+        "units": sheet,
+        "links": f"{sheet}; efficiency: {_NCCL}; a full-bisection fat tree",
+        "tile": "cuBLAS's largest common tile of 16-bit products",
+        "product_efficiency": _FITTED,
+        "bandwidth_efficiency": _FITTED,
+        "host_bandwidth": "PCIe x16 of the node",
+        **others.pop("sources", {}),
+    }
+    peaks = {"bf16": tflops * 1e12, "fp16": tflops * 1e12, "fp32": tflops * 0.5e12, "fp64": tflops * 0.0625e12}
+    return Machine(name, peaks, memory, bandwidth, links, units, sources=sources, **others)
+
+
+_FLASH2 = "FlashAttention-2, arXiv:2307.08691, figure 4: up to 72 % of an A100's peak forward, 63 % backward"
+_FLASH3 = "FlashAttention-3, arXiv:2407.08608, section 4.1: 350 to 650 of an H100's 989 TFLOP/s"
+
+MACHINES: dict[str, Machine] = {
+    each.name: each
+    for each in (
+        _gpu(
+            *("a100-80g", 312, 80e9, 2.039e12, 108, 300e9, 25e9, 160, "NVIDIA A100 80GB SXM data sheet"),
+            product_efficiency=0.784,
+            bandwidth_efficiency=0.884,
+            fused_attention=False,
+            overlap_gradients=False,
+            sources={
+                "fused_attention": "the runs that it is fitted to (arXiv:2104.04473) came before FlashAttention",
+                "overlap_gradients": "the same runs reduced gradients behind the last backward pass",
+                "attention_efficiency": _FLASH2,
+            },
+        ),
+        _gpu(
+            *("h100-80g", 989, 80e9, 3.35e12, 132, 450e9, 50e9, 256, "NVIDIA H100 SXM data sheet"),
+            product_efficiency=0.784,
+            bandwidth_efficiency=0.453,
+            overlap_weights=True,
+            host_bandwidth=50e9,
+            sources={
+                "attention_efficiency": _FLASH3,
+                "overlap_weights": "the runs that it is fitted to, Megatron-core's; triax gathers between the steps",
+            },
+        ),
+        _gpu(
+            *("h200", 989, 141e9, 4.8e12, 132, 450e9, 50e9, 256, "NVIDIA H200 SXM data sheet"),
+            product_efficiency=0.784,
+            bandwidth_efficiency=0.453,
+            host_bandwidth=50e9,
+            sources={
+                "product_efficiency": "of the h100-80g, which has the same processor",
+                "bandwidth_efficiency": "of the h100-80g",
+                "attention_efficiency": _FLASH3,
+            },
+        ),
+        _gpu(
+            *("b200", 2250, 180e9, 7.7e12, 148, 900e9, 50e9, 256, "NVIDIA DGX B200 data sheet, dense"),
+            product_efficiency=0.784,
+            bandwidth_efficiency=0.453,
+            host_bandwidth=50e9,
+            sources={
+                "product_efficiency": "of the h100-80g: no published table is fitted",
+                "bandwidth_efficiency": "of the h100-80g: no published table is fitted",
+                "attention_efficiency": "as on the H100: assumed",
+            },
+        ),
+        Machine(
+            "cpu",
+            {"fp32": 60e9, "fp64": 30e9, "bf16": 20e9, "fp16": 10e9},
+            4e9,
+            10e9,
+            (NetworkLink("node", 0, 2e9, 100e-6, 1.0),),
+            units=1,
+            tile=(8, 16),
+            fused_attention=True,
+            attention_efficiency=0.3,
+            host_bandwidth=10e9,
+            host_memory_bandwidth=10e9,
+            sources={
+                "peak": "one core with AVX2 at about 2 GHz: 16 fused multiply-adds a cycle; measure yours",
+                "memory": "assumed",
+                "bandwidth": "assumed: one core's share of a memory channel",
+                "links": "gloo over loopback: about 105 microseconds an operation",
+            },
+        ),
+    )
+}

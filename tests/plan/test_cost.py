@@ -1,0 +1,190 @@
+"""Cost model: step times against the simulator, the papers' formulas, and bytes counted by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig
+from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.schedules.registry import named_schedule
+from triax.plan.collectives import RankGroup, all_reduce, all_to_all, reduce_scatter
+from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, partition, step_time, utilization
+from triax.plan.machine import MACHINES
+from triax.plan.parallel_layout import ParallelLayout
+
+H100 = MACHINES["h100-80g"]
+GPT = GPTConfig(51200, 2048, 4096, 32, 32)
+
+
+def work(batch: int = 64, config: Any = GPT, machine: Any = H100, sequence: int = 2048) -> Work:
+    return Work(config, machine, batch, sequence)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("eager-1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("looped-bfs", 2),
+        ("zb-h1", 1),
+    ],
+)
+@pytest.mark.parametrize(("pipe", "m"), [(2, 4), (4, 8), (8, 32)])
+def test_closed_forms_of_bubbles_equal_the_simulator(schedule: str, chunks: int, pipe: int, m: int) -> None:
+    """On a model without ends, whose stages are all alike."""
+    model = CostModel(work(m))
+    block = model.types.index(model.work.layers[5])
+    model._ranks[pipe, chunks, False] = [(tuple(32 // pipe * (i == block) for i in range(len(model.types))), pipe)]
+    layout = ParallelLayout(pipe=pipe, schedule=schedule, chunks=chunks, zero=1)
+    closed, simulated = model.step(layout), model.step(layout, simulated=True)
+    assert math.isclose(closed.seconds, simulated.seconds, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "v-half"])
+def test_a_long_schedule_is_extrapolated_to_its_simulated_makespan(schedule: str) -> None:
+    pipe, m = 4, 40
+    chunks = 2 if schedule in ("zb-v", "v-half") else 1
+    model = CostModel(work(m))
+    layout = ParallelLayout(pipe=pipe, schedule=schedule, chunks=chunks)
+    rank = max(model._rank_times(layout, m, chunks == 2), key=lambda each: each.busy)
+    costs = Costs(rank.forward, rank.inputs, rank.weights)
+    whole = simulate(named_schedule(schedule, pipe, m, chunks), costs).makespan
+    assert math.isclose(model._makespan(layout, m, rank), whole, rel_tol=1e-9)
+
+
+def test_unequal_stages_are_close_to_the_simulator() -> None:
+    """1F1B with a heavier last stage, as the head makes it: the busiest rank's time, and each other's once."""
+    model = CostModel(work(32))
+    layout = ParallelLayout(pipe=8)
+    ranks = model._rank_times(layout, 32, False)
+    each, order = {rank.counts: rank for rank in ranks}, []
+    layers, cuts = model.work.layers, partition([layer.kind for layer in model.work.layers], 8)
+    for rank in range(8):
+        held = [model.types.index(layer) for layer in layers[cuts[rank] : cuts[rank + 1]]]
+        order.append(each[tuple(held.count(kind) for kind in range(len(model.types)))])
+    costs = Costs([r.forward for r in order], [r.inputs for r in order], [r.weights for r in order])
+    simulated = simulate(named_schedule("1f1b", 8, 32), costs).makespan
+    step = model.step(layout)
+    closed = step.seconds - step.kinds["data"] - step.kinds["optimizer"]
+    assert math.isclose(closed, simulated, rel_tol=0.005)
+
+
+def test_the_kinds_add_up_to_the_step() -> None:
+    layouts = [
+        ParallelLayout(data=8, zero=3, recompute="full"),
+        ParallelLayout(pipe=2, data=2, tensor=2, chunks=2, schedule="interleaved", zero=1, offload=True),
+        ParallelLayout(data=2, context=4, zero=2, recompute="selective"),
+    ]
+    for layout in layouts:
+        step = step_time(work(), layout)
+        assert tuple(step.kinds) == KINDS
+        assert math.isclose(step.seconds, sum(step.kinds.values())) and min(step.kinds.values()) >= 0
+
+
+def test_model_flops_are_narayanans_formula_without_recomputation() -> None:
+    b, s, h, layers, v = 64, 2048, 4096, 32, 51200
+    paper = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert math.isclose(work().model_flops, paper, rel_tol=1e-12)
+    found = utilization(work(), ParallelLayout(data=8), 2.0)
+    assert math.isclose(found["tflops_per_gpu"], paper / 16e12) and math.isclose(found["mfu"], paper / 16 / 989e12)
+
+
+def test_a_product_takes_longer_per_operation_the_smaller_it_is() -> None:
+    model = CostModel(work())
+    speeds = [n**3 / model.product(n, n, n) for n in (256, 512, 1024, 4096, 16384)]
+    assert speeds == sorted(speeds)
+    assert 0.6 < 2 * speeds[-1] / H100.peak["bf16"] < H100.product_efficiency
+    # a product of 132 tiles keeps all 132 processors busy once; of 133 tiles, twice
+    assert model.product(132 * 256 + 1, 4096, 128) > 1.15 * model.product(132 * 256, 4096, 128)
+
+
+def test_recomputation_adds_the_forward_pass_of_the_blocks_or_the_core_of_attention() -> None:
+    model = CostModel(work(8))
+    none, selective, full = (model.step(ParallelLayout(recompute=kind)) for kind in ("none", "selective", "full"))
+    block = model.layer(model.types.index(model.work.layers[5]), ParallelLayout())
+    assert math.isclose(selective.seconds - none.seconds, 8 * 32 * block.attention[0], rel_tol=1e-9)
+    assert math.isclose(full.seconds - none.seconds, 8 * 32 * block.forward, rel_tol=1e-9)
+    assert math.isclose(full.kinds["recompute"], full.seconds - none.seconds, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensor_parallel_collectives_of_a_block(sequence_parallel: bool) -> None:
+    """Forward two pairs; backward half of them overlaps the weight gradients."""
+    model = CostModel(work())
+    layout = ParallelLayout(tensor=8, sequence_parallel=sequence_parallel)
+    block = model.layer(model.types.index(model.work.layers[5]), layout)
+    size = 2.0 * 2048 * 4096
+    once, both = reduce_scatter(size, RankGroup(8), H100), all_reduce(size, RankGroup(8), H100)
+    assert math.isclose(block.tensor[0], 4 * once if sequence_parallel else 2 * both)
+    column = model.work.layers[5].products
+    hidden_by = sum(model.product(p.inputs, 2048, p.outputs // 8, output=4) for p in column if p.sharding == "column")
+    exposed = 2 * once + max(0.0, 2 * once - hidden_by) if sequence_parallel else max(0.0, 2 * both - hidden_by)
+    assert math.isclose(block.tensor[1], exposed)
+
+
+def test_zero_reduces_and_gathers_the_bytes_of_its_formula() -> None:
+    """Stage 0 all-reduces fp32 gradients; 1 scatters them and gathers weights in 16 bits; 3 gathers for each pass."""
+    plain = replace(H100, overlap_gradients=False, overlap_weights=False)
+    model = CostModel(work(64, machine=plain))
+    parameters = sum(layer.parameters for layer in model.work.layers)  # the tied embedding lies on one rank
+    group = RankGroup(8)
+    data = [model.step(ParallelLayout(data=8, zero=stage)).kinds["data"] for stage in range(4)]
+    gather, scatter = (reduce_scatter(size * parameters, group, plain) for size in (2, 4))
+    assert math.isclose(data[0], all_reduce(4 * parameters, group, plain))
+    assert math.isclose(data[1], scatter + gather)
+    assert data[2] < data[1]  # behind every backward pass, which hides them
+    assert data[3] <= 8 * (gather + scatter)
+    hidden = CostModel(work(64)).step(ParallelLayout(data=8, zero=1)).kinds["data"]
+    assert hidden < data[1] / 2
+
+
+def test_the_optimizer_reads_its_states_and_offload_moves_them() -> None:
+    model = CostModel(work(64))
+    parameters = sum(layer.parameters for layer in model.work.layers)
+    whole, shard = (model.step(ParallelLayout(data=8, zero=stage)).kinds["optimizer"] for stage in (0, 1))
+    assert math.isclose(whole, ADAM_BYTES * parameters / H100.elementwise_speed) and math.isclose(whole, 8 * shard)
+    off = model.step(ParallelLayout(data=8, zero=1, offload=True)).kinds
+    assert math.isclose(off["offload"], parameters / 8 * 6 / H100.host_bandwidth)
+    assert math.isclose(off["optimizer"], parameters / 8 * ADAM_BYTES / H100.host_memory_bandwidth)
+
+
+def test_ring_attention_hides_behind_the_core_and_long_sequences_are_shared() -> None:
+    config = LlamaConfig.preset("llama3-8b", max_position_embeddings=131072)
+    model = CostModel(Work(config, H100, 8, 131072))
+    alone, ring = (model.step(ParallelLayout(data=8 // c, context=c, zero=3, recompute="full")) for c in (1, 8))
+    assert ring.kinds["context"] == 0.0  # 128k tokens: attention takes longer than K and V
+    assert math.isclose(ring.kinds["attention"], alone.kinds["attention"], rel_tol=1e-6)
+    short = CostModel(Work(config, H100, 64, 1024)).step(ParallelLayout(data=1, context=8))
+    assert short.kinds["context"] > 0
+
+
+def test_experts_send_their_tokens_four_times() -> None:
+    config = MixtralConfig.preset("mixtral-8x7b")
+    model = CostModel(Work(config, H100, 64, 4096))
+    layout = ParallelLayout(data=8, expert=8, zero=1)
+    once = all_to_all(2.0 * 4096 * 2 * 4096, RankGroup(8), H100)
+    assert math.isclose(model.step(layout).kinds["expert"], 8 * 32 * 4 * once)
+    alone = model.step(replace(layout, expert=1)).kinds
+    assert alone["expert"] == 0.0 and alone["products"] >= model.step(layout).kinds["products"]
+
+
+def test_attention_without_fusion_reads_and_writes_its_scores() -> None:
+    a100 = MACHINES["a100-80g"]
+    plain = CostModel(work(8, machine=a100)).step(ParallelLayout()).kinds["attention"]
+    fused = CostModel(work(8, machine=replace(a100, fused_attention=True))).step(ParallelLayout()).kinds["attention"]
+    scores = 8 * 32 * 32 * 2048**2 / a100.elementwise_speed
+    assert plain > 20 * scores and fused < plain / 3
+
+
+def test_stages_have_equal_numbers_of_blocks_and_too_many_are_refused() -> None:
+    kinds = ["embedding", "positions", *["block"] * 10, "norm", "head"]
+    assert partition(kinds, 4) == [0, 5, 8, 10, 14]
+    with pytest.raises(ValueError, match="11 stages need at least as many blocks, but the model has 10"):
+        partition(kinds, 11)
