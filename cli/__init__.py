@@ -7,6 +7,7 @@ env.py: ``triax env``, versions, devices and backends of this machine, and what 
 config.py: ``triax config``, a configuration checked and resolved.
 schedule.py: ``triax schedule``, a pipeline schedule verified, simulated and drawn.
 report.py: ``triax report``, an HTML page about a run.
+train.py: ``triax train``, a training run from one file.
 generate.py: ``triax generate``, text from a prompt.
 data.py: ``triax data``, text made into tokens, shown and verified; tokenizers trained.
 checkpoint.py: ``triax checkpoint``, show, verify, diff, export, import and prune checkpoints.

@@ -19,6 +19,7 @@ from .generate import generate
 from .report import report
 from .run import CONTEXT, run
 from .schedule import schedule
+from .train import train
 
 app = typer.Typer(
     name="triax",
@@ -58,6 +59,7 @@ def memory(
 
 app.command()(config)
 app.command()(schedule)
+app.command()(train)
 app.command()(generate)
 app.command()(report)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)

@@ -255,7 +255,8 @@ def make_loader(
             raise ValueError(
                 "collate_fn has no samples to collate, because TokenData makes whole batches. Leave it out."
             )
-        return TokenLoader(dataset, train, micro, replica, replicas, seed, threads=workers or 1, pin_memory=pin_memory)
+        threads = workers or dataset.threads
+        return TokenLoader(dataset, train, micro, replica, replicas, seed, threads=threads, pin_memory=pin_memory)
     options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers, "pin_memory": pin_memory}
     if isinstance(dataset, IterableDataset):
         if workers > 1:

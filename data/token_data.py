@@ -43,6 +43,7 @@ class TokenData:
         shuffle: draw an order for each epoch; False: the documents' own order.
         tokenizer: the model's tokenizer, which must be the one that made the tokens.
         vocab_size: number of entries in the model's vocabulary, which must have every token.
+        threads: threads that make batches ahead, in the loader of an engine; 0: none.
 
     Attributes:
         folders: the opened folders.
@@ -64,6 +65,7 @@ class TokenData:
         shuffle: bool = True,
         tokenizer: str | Path | None = None,
         vocab_size: int | None = None,
+        threads: int = 1,
     ) -> None:
         weighted = isinstance(folders, Mapping)
         paths = [folders] if isinstance(folders, (str, Path)) else [*folders]
@@ -76,6 +78,7 @@ class TokenData:
             raise ConfigError(f"held_out is {held_out} for part={part!r}, but it must be {least} and below 1.")
         self.folders = [TokenFolder(path) for path in paths]
         self.length, self.document_mask, self._shuffle = length, document_mask, shuffle
+        self.threads = threads
         kinds = {folder.index.kind for folder in self.folders}
         self._packing = packing or ("whole" if "chat" in kinds else "cut")
         if self._packing not in PACKINGS:

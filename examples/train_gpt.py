@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from corpus import Bigram, Bytes, batch, check_length, find, load, replica_rows, windows
-from report import Reporter, minutes
 
 from triax.config.config import batch_sizes
 from triax.engine import read_config
@@ -37,6 +36,7 @@ from triax.models.config import GPTConfig, MixtralConfig
 from triax.pipe.partition import uniform
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
+from triax.train.progress import Reporter, minutes
 
 if TYPE_CHECKING:
     # What needs torch is imported where it is used: a wrong option is answered at once, and ranks have torch already.
@@ -136,7 +136,7 @@ def train(options: Options) -> None:
         losses = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]
         return sum(losses) / batches
 
-    report = Reporter(options.runs / options.name, grid.rank == 0, options.steps, options.log_every)
+    report = Reporter(options.runs / options.name, grid.rank == 0, options.steps, options.log_every, "byte")
     report.say(f"text    {corpus}")
     report.say(
         f"model   {config.parameter_count / 1e6:.2f} M parameters: {options.layers} blocks, width {options.width}"
@@ -186,7 +186,7 @@ def train(options: Options) -> None:
     if text:
         report.say(f"\n{text.decode(errors='replace')}\n")
     report.say(f"the model is in {report.folder / 'model'}: triax generate {report.folder} --prompt 'def '")
-    report.draw(schedule, bigram)
+    report.draw(schedule, {"byte bigrams, held-out files": bigram})
     grid.close()
 
 

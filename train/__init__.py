@@ -6,4 +6,9 @@ learning_rate.py: the learning rate of each step, as a share of the peak.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.
+model.py: the ``PipelineModule`` of a job, and its parameter groups.
+clock.py: the time of the steps, and the time limit.
+progress.py: progress line, report page and pictures.
+loop.py: one rank of a run: build, train, evaluate, save, export; ``Watch``, for what looks at each step.
+start.py: from a training file to ranks: its own, or those of torchrun, ``triax run`` or srun.
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..data.mixture import Rows
 from ..data.token_data import TokenData
+from ..data.tokenizer import BYTES, open_tokenizer
 from ..grid.errors import ConfigError
 from .schema import TrainingFile
 
@@ -33,6 +35,7 @@ def open_data(file: TrainingFile, sequence: int, part: str, **checks: Any) -> To
             sequence,
             packing=data.packing,
             document_mask=data.document_mask,
+            threads=data.threads,
             **options,
             **checks,
         )
@@ -47,19 +50,33 @@ def training_rows(file: TrainingFile, sequence: int) -> Rows:
 
 def check_data(
     file: TrainingFile, sequence: int, tokenizer: str | None, vocab_size: int
-) -> tuple[TokenData, TokenData | None]:
+) -> tuple[TokenData, TokenData | None, str | None]:
     """Open the rows to train on and those to evaluate on, and check them against the tokenizer and the vocabulary.
 
+    Args:
+        file: the training file.
+        sequence: tokens of a row.
+        tokenizer: the model's tokenizer; None: the one that made the tokens, if it still is where it was.
+        vocab_size: number of entries in the model's vocabulary.
+
     Returns:
-        The two; the second is None if nothing is held out.
+        The two, and the name of the tokenizer. The second is None if nothing is held out, the name if it is unknown.
 
     Raises:
         ConfigError: data that the model or the tokenizer does not fit.
     """
-    checks = {"tokenizer": tokenizer, "vocab_size": vocab_size}
-    training = open_data(file, sequence, "training", **checks)
+    training = open_data(file, sequence, "training", vocab_size=vocab_size)
+    named = training.folders[0].index.tokenizer.name
+    if tokenizer is None and (named == BYTES or Path(named).exists()):
+        tokenizer = named
+    if tokenizer is not None:
+        facts = open_tokenizer(tokenizer).facts
+        for folder in training.folders:
+            folder.check_tokenizer(facts)
     if file.data.held_out is not None or file.data.validation is not None:
-        return training, open_data(file, sequence, "held_out", **checks)
+        held_out = open_data(file, sequence, "held_out", vocab_size=vocab_size)
+        held_out.folders[0].check_tokenizer(training.folders[0].index.tokenizer)
+        return training, held_out, tokenizer
     if "evaluate" in file.model_fields_set:
         raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")
-    return training, None
+    return training, None, tokenizer

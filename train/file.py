@@ -14,7 +14,7 @@ import yaml
 from ..config.config import check_keys
 from ..config.json_comments import parse
 from ..grid.errors import ConfigError, describe
-from .schema import TrainingFile
+from .schema import SHORT, TrainingFile
 
 _DEEPEST, _MOST = 50, 100_000  # levels of sections, and values, of a file
 _NO_SUCH = re.compile(r"([\w. -]+): there is no '([^']+)'")
@@ -121,9 +121,12 @@ def _change(source: ReadFile, change: str) -> ReadFile:
     inner = values
     for number, section in enumerate(sections):
         found = inner.get(section)
+        path = ".".join(sections[: number + 1])
+        if path in SHORT and isinstance(found, (str, int, float)):
+            found = {SHORT[path]: found}
         if found is not None and not isinstance(found, Mapping):
             raise ConfigError(
-                f"{change!r} changes a key of {'.'.join(sections[: number + 1])}, which is {describe(found)} in "
+                f"{change!r} changes a key of {path}, which is {describe(found)} in "
                 f"{source.path} and no section: change the whole of it, or write a section there"
             )
         inner[section] = inner = dict(found or {})

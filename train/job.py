@@ -442,13 +442,11 @@ def _engine(file: TrainingFile, given: dict[str, Any], batch: int | None) -> dic
         made.pop(training.precision, None)
     made = {key: value for key, value in made.items() if value not in (None, {})} | given
     if checkpoint is not None:
-        resume = None if checkpoint.resume == "never" or checkpoint.resume not in ("auto", "required") else "auto"
         made["checkpoint"] = {
             **given.get("checkpoint", {}),
             "dir": str(checkpoint.folder or folder / "checkpoints"),
             "every": checkpoint.every,
             "keep": checkpoint.keep,
-            "resume": resume,
             "async": checkpoint.async_,
         }
     params = dict(made["optimizer"].get("params") or {}) if isinstance(made["optimizer"], Mapping) else {}

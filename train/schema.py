@@ -49,8 +49,20 @@ def seconds(value: Any) -> float | None:
     return total
 
 
-def _short(key: str) -> Any:
-    """Return a validator that lets a plain value stand for a section with this value under ``key``."""
+# Sections for which a plain value may stand: the key that it is the value of.
+SHORT = {
+    "data": "training",
+    "schedule": "name",
+    "training.optimizer": "type",
+    "training.learning_rate": "peak",
+    "training.zero": "stage",
+    "training.spikes": "action",
+}
+
+
+def _short(section: str) -> Any:
+    """Return a validator that lets a plain value stand for a section, as ``SHORT`` says."""
+    key = SHORT[section]
 
     def widen(value: Any) -> Any:
         return value if value is None or isinstance(value, (Mapping, Section)) else {key: value}
@@ -239,10 +251,10 @@ class TrainingSection(Keys):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
         "fp32", "Dtype of weights and arithmetic; bf16 and fp16 have fp32 master weights."
     )
-    optimizer: Annotated[OptimizerSection, _short("type")] = setting(
+    optimizer: Annotated[OptimizerSection, _short("training.optimizer")] = setting(
         OptimizerSection(), "The optimizer: a name, or type and arguments."
     )
-    learning_rate: Annotated[LearningRateSection, _short("peak")] = setting(
+    learning_rate: Annotated[LearningRateSection, _short("training.learning_rate")] = setting(
         LearningRateSection(), "The learning rate: its peak, or a section."
     )
     clip: float = setting(1.0, "Limit of the global gradient norm; 0: no limit.", ge=0.0)
@@ -250,13 +262,13 @@ class TrainingSection(Keys):
         ActivationCheckpointingConfig(),
         "none, selective (the core of attention), full (every layer), or the section activation_checkpointing.",
     )
-    zero: Annotated[ZeroConfig, _short("stage")] = setting(
+    zero: Annotated[ZeroConfig, _short("training.zero")] = setting(
         ZeroConfig(stage=1), "Stage of ZeRO, or the section zero_optimization."
     )
     time_limit: Annotated[float | None, BeforeValidator(seconds)] = setting(
         None, "Time after which the run ends in good order: 90m, 2h30m; null: none."
     )
-    spikes: Annotated[SpikesSection, _short("action")] = setting(
+    spikes: Annotated[SpikesSection, _short("training.spikes")] = setting(
         SpikesSection(), "Jumps of the loss or the gradient norm: an action, or a section."
     )
 
@@ -308,7 +320,7 @@ class CheckpointSection(Keys):
 class SampleSection(Keys):
     """``sample``: a text that the model writes after each evaluation."""
 
-    prompt: str = setting("", "Beginning of the text; it must have a token.")
+    prompt: str = Field(description="Beginning of the text.", min_length=1)
     tokens: int = setting(100, "Tokens to add, if there is room.", ge=1)
     temperature: float = setting(0.7, "Lower is safer; 0 takes the likeliest token.", ge=0.0)
 
@@ -346,9 +358,9 @@ class TrainingFile(Keys):
     tokenizer: str | None = setting(
         None, "Tokenizer: its folder, its tokenizer.json, or bytes; null: the model folder's, or the data's."
     )
-    data: Annotated[DataSection, _short("training")] = Field(description="The data: a folder of tokens, or a section.")
+    data: Annotated[DataSection, _short("data")] = Field(description="The data: a folder of tokens, or a section.")
     grid: GridSection = setting(GridSection(), "Sizes of the axes.")
-    schedule: Annotated[ScheduleSection, _short("name")] = setting(
+    schedule: Annotated[ScheduleSection, _short("schedule")] = setting(
         ScheduleSection(), "The pipeline schedule: a name, or a section."
     )
     training: TrainingSection = setting(TrainingSection(), "How long, in which batches, with which optimizer.")

@@ -16,13 +16,13 @@ import pytest
 from triax.pipe.program.ops import Op
 from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
+from triax.train import progress as report
 
 from paths import EXAMPLES
 from processes import program
 
 sys.path.insert(0, str(EXAMPLES))
 
-import report
 import train_gpt
 
 LOSS = "Train/Samples/train_loss"

@@ -22,6 +22,7 @@ training:
   optimizer: SGD
   time_limit: 1h30m
   zero: 2
+  recompute: full
 sample: {prompt: "def "}
 export: false
 """
@@ -34,11 +35,12 @@ def _write(folder: Path, text: str, name: str = "run.yaml") -> Path:
 
 
 def test_short_forms_and_changes(tmp_path: Path) -> None:
-    changes = ["training.batch=16", "training.recompute=full", "model.lora.rank=4"]
+    changes = ["training.batch=16", "training.optimizer.momentum=0.9", "model.lora.rank=4"]
     run, _ = read_training_file(_write(tmp_path, RUN), changes)
     training = run.training
     assert (training.tokens, training.batch, training.time_limit) == (1_500_000, 16, 5400)
     assert (training.learning_rate.peak, training.optimizer.type, training.zero.stage) == (1e-3, "SGD", 2)
+    assert training.optimizer.arguments == {"momentum": 0.9}
     assert run.data.training == "tokens" and training.recompute.granularity == "full"
     assert run.export is None and run.model.lora is not None and run.model.lora.rank == 4
 
@@ -83,7 +85,7 @@ def test_errors_of_changes(tmp_path: Path) -> None:
     for change, expected in (
         ("training.batch", "is not key=value"),
         ("training.batch=-1", "with training.batch=...: training.batch = -1"),
-        ("training.optimizer.lr=1", "which is 'SGD' in"),
+        ("training.recompute.interval=1", "which is 'full' in"),
         ("traning.batch=1", "there is no 'traning'; did you mean 'training'?"),
     ):
         with pytest.raises(ConfigError, match=change.split("=")[0].split(".")[0]) as caught:

@@ -1,10 +1,10 @@
-"""Reports of a training run: a progress line, loss.png, schedule.png and report.html."""
+"""Progress of a training run: a line on the terminal, and at its end report.html, loss.png and schedule.png."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +12,45 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from triax.monitor.report.write import write_report
-from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, timeline_of
-from triax.pipe.program.timeline import Timeline
+from ..monitor.report.write import write_report
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import Costs, timeline_of
+from ..pipe.program.timeline import Timeline
 
 
 class Reporter:
-    """Rank 0's voice; on the other ranks it says and writes nothing.
+    """Printed and drawn progress of a run. It prints and draws on rank 0 only.
 
     On a terminal the progress is one line that changes; elsewhere it is a plain line every ``every`` steps.
+
+    Args:
+        folder: folder of the run.
+        speaks: True on rank 0.
+        steps: steps of the run.
+        every: steps from one plain line to the next.
+        unit: token or byte, of which losses are means.
     """
 
-    def __init__(self, folder: Path, speaks: bool, steps: int, every: int) -> None:
-        self.folder, self.speaks, self.steps, self.every = folder, speaks, steps, every
+    def __init__(self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "token") -> None:
+        self.folder, self.speaks, self.steps, self.every, self.unit = folder, speaks, steps, every, unit
         self._rows: list[dict[str, Any]] = []
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
 
     def say(self, text: str = "") -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self.speaks:
             self._console.print(text, markup=False)
 
     def start(self) -> None:
-        """From here on there is progress to show."""
+        """Begin to show progress."""
         if self.speaks and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
             self._live.start()
 
     def step(self, step: int, loss: float, speed: float, left: float) -> None:
-        """One training step is done: its number (from 1), loss, tokens/s, seconds left."""
+        """Note a training step: its number (from 1), loss, tokens/s, seconds left."""
         if not self.speaks:
             return
         self._rows.append({"step": step, "loss": loss})
@@ -56,27 +63,32 @@ class Reporter:
             self.say(line)
 
     def validated(self, step: int, loss: float) -> None:
-        """The model was measured after a step."""
+        """Note the loss of an evaluation after a step."""
         self._rows.append({"step": step, "validation_loss": loss})
 
     def pipeline(self, step: int, measured: Timeline | None) -> None:
-        """When each op of a step ran; the picture is of the step with the median time."""
+        """Note the times of a step's ops; the picture is of the step with the median time."""
         if self.speaks and measured is not None:
             self._pipelines.append((measured.makespan, step, measured))
 
     def stop(self) -> None:
-        """No more progress."""
+        """End the progress line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def draw(self, schedule: Schedule, bigram: float) -> None:
-        """report.html; loss.png and schedule.png, where matplotlib is installed."""
+    def draw(self, schedule: Schedule, baselines: Mapping[str, float]) -> None:
+        """Write report.html, and loss.png and schedule.png if matplotlib is installed.
+
+        Args:
+            schedule: the pipeline schedule.
+            baselines: name -> loss of simple models, drawn as lines.
+        """
         if not self.speaks:
             return
         self.say(f"a page about it is in {write_report(self.folder)}")
         try:
-            draw_losses(self.folder / "loss.png", self._rows, bigram)
+            draw_losses(self.folder / "loss.png", self._rows, baselines, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
                 draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
@@ -87,12 +99,12 @@ class Reporter:
 
 
 def minutes(seconds: float) -> str:
-    """75.2 -> 1:15."""
+    """Return seconds as minutes and seconds: 75.2 is 1:15."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def draw_losses(path: Path, rows: Sequence[dict[str, Any]], bigram: float) -> None:
-    """Training and validation loss over the steps, and the line to get under."""
+def draw_losses(path: Path, rows: Sequence[dict[str, Any]], baselines: Mapping[str, float], unit: str) -> None:
+    """Draw training and validation loss over the steps, and the loss of each baseline as a line."""
     from matplotlib.figure import Figure
 
     trained = [(row["step"], row["loss"]) for row in rows if "loss" in row]
@@ -100,17 +112,16 @@ def draw_losses(path: Path, rows: Sequence[dict[str, Any]], bigram: float) -> No
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*trained, strict=True), color="#9db4d0", linewidth=0.8, label="training, each batch")
-    axes.plot(
-        *zip(*checked, strict=True), color="#1f4e8c", marker="o", markersize=4, label="validation, held-out files"
-    )
-    axes.axhline(
-        bigram, color="#b5482a", linestyle="--", linewidth=1, label=f"byte bigrams, held-out files: {bigram:.3f}"
-    )
-    step, last = checked[-1]
-    axes.annotate(
-        f"{last:.3f}", (step, last), xytext=(0, -14), textcoords="offset points", ha="center", color="#1f4e8c"
-    )
-    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, None))
+    if checked:
+        label = "validation, held-out documents"
+        axes.plot(*zip(*checked, strict=True), color="#1f4e8c", marker="o", markersize=4, label=label)
+        step, last = checked[-1]
+        axes.annotate(
+            f"{last:.3f}", (step, last), xytext=(0, -14), textcoords="offset points", ha="center", color="#1f4e8c"
+        )
+    for name, loss in baselines.items():
+        axes.axhline(loss, color="#b5482a", linestyle="--", linewidth=1, label=f"{name}: {loss:.3f}")
+    axes.set(xlabel="step", ylabel=f"loss, nats per {unit}", xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -118,8 +129,8 @@ def draw_losses(path: Path, rows: Sequence[dict[str, Any]], bigram: float) -> No
 
 
 def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
-    """The pipeline as it ran, and as it would run if each op always took its mean time and messages none."""
-    from triax.pipe.program.draw import picture
+    """Draw the pipeline as it ran, and as it would run if each op took its mean time and messages none."""
+    from ..pipe.program.draw import picture
 
     measured = from_zero(measured)
     ideal = timeline_of(schedule, mean_costs(schedule, measured))

@@ -1,0 +1,126 @@
+"""Runs of training files: the numbers of one process in plain PyTorch, on every grid and after a resume elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triax.data.token_data import TokenData
+from triax.grid.environment import read_environment
+from triax.train.file import read_training_file
+from triax.train.job import resolve
+from triax.train.loop import TrainingRun, train
+
+from reference import gpt_logits
+from tokenized import folder
+
+RUN = """\
+name: one
+model: {preset: bytes-tiny}
+data: {training: tokens, held_out: 0.2, threads: 0}
+training:
+  steps: 4
+  batch: 8
+  microbatch: 2
+  sequence: 32
+  precision: fp64
+  learning_rate: {peak: 1e-2, warmup_steps: 2, minimum: 0.2}
+  clip: 0.5
+evaluate: {every: 2, sequences: 21}
+checkpoint: {every: 2}
+monitor: {trace: 0}
+"""
+STEPS, PEAK = 4, 1e-2
+
+
+class Recorder:
+    """Watch that keeps loss, gradients and weights of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, dict[str, Tensor], dict[str, Tensor]]] = []
+        self.initial: dict[str, Tensor] = {}
+
+    def start(self, run: TrainingRun) -> None:
+        self.initial = run.engine.gather()
+
+    def after_step(self, run: TrainingRun, loss: float) -> None:
+        self.steps.append((loss, run.engine.gather("gradients"), run.engine.gather()))
+
+
+def run(root: str, *changes: str) -> tuple[dict[str, Tensor], list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]]:
+    """Be a rank of the run of ``root/run.yaml``; return the initial weights and what each step left."""
+    import os
+
+    os.chdir(root)
+    environment = read_environment()
+    file, _ = read_training_file("run.yaml", changes)
+    recorder = Recorder()
+    train(resolve(file, None if environment is None else environment.world_size), [recorder])
+    return recorder.initial, recorder.steps
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    folder(root, 60)
+    (root / "run.yaml").write_text(RUN)
+    return root
+
+
+def validations(place: Path, name: str) -> list[float]:
+    rows = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [row["Validation/loss"] for row in rows if "Validation/loss" in row]
+
+
+def mean_loss(weights: dict[str, Tensor], batch: Any) -> Tensor:
+    (ids, documents), labels = batch
+    logits = gpt_logits(weights, ids, 2, 4, documents)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: Path) -> None:
+    """2 x 1 x 2, stopped after 2 steps, resumed on 1 x 2 x 1: losses, gradients and weights to 1e-10."""
+    initial, first = ranks(4, run, str(place), "grid={pipe: 2, tensor: 2}", "training.time_limit=0.001s")[0]
+    assert len(first) == 1  # ended by the limit, with a checkpoint
+    again = ["grid.data=2", "training.zero=2", "training.microbatch=1"]
+    _, rest = ranks(2, run, str(place), *again)[0]
+    found = first + rest
+    assert len(found) == STEPS
+
+    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    matrices = [w for name, w in weights.items() if w.dim() == 2 and name not in ("layers.0.weight", "layers.1.weight")]
+    spared = [w for w in weights.values() if all(w is not each for each in matrices)]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95))
+    batches = TokenData(place / "tokens", 32, held_out=0.2).loader(8, 8, threads=0)
+    for step, (loss, gradients, after) in enumerate(found):
+        # The warmup of 2 steps, then a half cosine over the other 2, down to 0.2.
+        rate = (step + 1) / 2 if step < 2 else 0.2 + 0.8 * (1 + math.cos(math.pi * (step - 2) / 2)) / 2
+        for group in adam.param_groups:
+            group["lr"] = PEAK * rate
+        adam.zero_grad()
+        value = mean_loss(weights, next(batches))
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
+        assert loss == pytest.approx(value.item(), abs=1e-10, rel=0)
+        for name, weight in weights.items():
+            assert weight.grad is not None
+            torch.testing.assert_close(gradients[name], weight.grad, atol=1e-10, rtol=0)
+        adam.step()
+        for name, weight in weights.items():
+            torch.testing.assert_close(after[name], weight.detach(), atol=1e-10, rtol=0)
+
+    held_out = TokenData(place / "tokens", 32, held_out=0.2, part="held_out")
+    rows = min(21, held_out.rows(0).count)
+    batch = next(held_out.loader(rows, rows, threads=0))
+    expected = float(mean_loss(weights, batch).detach())
+    assert validations(place, "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
+    model = place / "runs" / "one" / "model"
+    assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}

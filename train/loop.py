@@ -1,0 +1,246 @@
+"""One rank of a training run: build, train, evaluate, save, write the model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..checkpoint.format import folder as folders
+from ..data.tokenizer import open_tokenizer
+from ..engine.initialize import initialize
+from ..grid import Grid
+from ..grid.errors import CheckpointError, ConfigError
+from ..inference.engine import init_inference
+from ..launcher.launch import user_error
+from ..models.huggingface.save import save_hf
+from .clock import RunClock
+from .data import check_data
+from .evaluation import Evaluation
+from .job import Job
+from .model import build_module, parameter_groups
+from .progress import Reporter, minutes
+
+# Name of a simple model, and its loss on the evaluation's rows: what a run is compared with.
+Baseline = Callable[[Evaluation], tuple[str, float]]
+
+
+class Watch(Protocol):
+    """Protocol: a watcher of a run, such as one for spikes of the loss or for a signal of the scheduler.
+
+    Every rank has the same watches and calls them at the same steps, so that they may communicate.
+    """
+
+    def start(self, run: TrainingRun) -> None:
+        """Begin, when the engine is made and a checkpoint is loaded, before the first step."""
+
+    def after_step(self, run: TrainingRun, loss: float) -> None:
+        """Look at the step that was taken. It may go back, by loading a checkpoint, or end the run, by SystemExit."""
+
+
+class TrainingRun:
+    """One rank of a training run.
+
+    Args:
+        job: the run.
+        watches: watchers of its steps.
+        baseline: a simple model to compare the loss with.
+
+    Attributes:
+        grid, engine: the grid and the engine.
+        evaluation: evaluation on held-out rows; None without them.
+        report: prints and draws, on rank 0.
+        clock: times of the steps.
+        tokenizer: name of the tokenizer; None: it is unknown.
+        unit: token or byte, of which the loss is the mean.
+    """
+
+    def __init__(self, job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
+        self.job, self._watches, self._baseline = job, list(watches), baseline
+        size = job.topology.size
+        self.grid = Grid(
+            pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
+        )
+        training, held_out, self.tokenizer = check_data(job.file, job.sequence, job.tokenizer, job.model.vocab_size)
+        self.unit = "byte" if self.tokenizer == "bytes" else "token"
+        monitor = job.file.monitor
+        self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit)
+        module = build_module(job, self.grid)
+        rate = job.learning_rate
+        schedule = None if rate is None else lambda optimizer: LambdaLR(optimizer, lambda step: rate.share(step))
+        self.engine, _, _, _ = initialize(
+            model=module,
+            model_parameters=parameter_groups(job, module),
+            training_data=training,
+            lr_scheduler=schedule,
+            config=self._config(),
+        )
+        self._load()
+        self.evaluation = None if held_out is None else Evaluation(job, held_out, self.engine)
+        rows = training.rows(job.file.seed)
+        self.facts = f"{rows.documents:,} documents, {rows.tokens:,} tokens"
+        self.clock = RunClock(self.grid, job.tokens_per_step, job.file.training.time_limit)
+
+    @property
+    def step(self) -> int:
+        """Number of steps that were taken."""
+        return self.engine.global_steps
+
+    def train(self) -> None:
+        """Train to the end. Collective."""
+        job, report, engine = self.job, self.report, self.engine
+        self._introduce()
+        if self.step >= job.steps:
+            report.say(
+                f"the checkpoint in {job.checkpoints} is of step {self.step} of {job.steps}: give more steps, another "
+                "name, or checkpoint.resume=never"
+            )
+            return
+        for watch in self._watches:
+            watch.start(self)
+        report.start()
+        last, taken, validation = False, 0, None
+        while not last:
+            step, taken = self.step + 1, taken + 1
+            last = step == job.steps or self.clock.is_up()
+            engine.record_timeline = last or step % 10 == 0
+            if last and taken < job.file.monitor.trace:
+                engine.record_trace(report.folder / "timeline.json")
+            loss = float(engine.train_batch())
+            self.clock.tick()
+            if engine.record_timeline:
+                report.pipeline(step, engine.timeline)
+            if job.file.monitor.print_losses:
+                report.say(f"step {step} loss {loss!r}")
+            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step))
+            for watch in self._watches:
+                watch.after_step(self, loss)
+            last = last and self.step == step  # a watch may have gone back
+            if last or self.step % job.file.evaluate.every == 0:
+                validation = self.evaluate()
+                if not last and (text := self.sample()) is not None:
+                    report.say(f"\n{text}\n")
+                self.clock.skip()
+        report.stop()
+        self._finish(validation)
+
+    def evaluate(self) -> float | None:
+        """Evaluate, note the loss, and return it; None without held-out documents. Collective."""
+        if self.evaluation is None:
+            return None
+        loss = self.evaluation.loss()
+        self.report.validated(self.step, loss)
+        self.engine.monitor.write_events([("Validation/loss", loss, self.engine.global_samples)])
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint now, and wait until it is written. Collective."""
+        folder, every = self.job.checkpoints, self.job.config.checkpoint.every
+        if folder is not None:
+            if every is None or self.step % every:
+                self.engine.save_checkpoint(folder)
+            self.engine.wait_for_checkpoint()
+
+    def sample(self) -> str | None:
+        """Return the sample: the prompt and what the model adds, equal on every rank. Collective."""
+        section = self.job.file.sample
+        if section is None or self.tokenizer is None:
+            return None
+        tokenizer = open_tokenizer(self.tokenizer, "none")
+        (prompt,) = tokenizer.encode([section.prompt])
+        inference = init_inference(self.engine, max_batch=1)
+        room = min(section.tokens, inference.max_length - len(prompt))
+        if room < 1:
+            return None
+        (ids,) = inference.generate([prompt.tolist()], room, temperature=section.temperature, seed=self.job.file.seed)
+        return tokenizer.decode(ids)
+
+    def _config(self) -> dict[str, object]:
+        """Return the engine's configuration, which resumes where there is a checkpoint."""
+        engine, folder, section = dict(self.job.engine), self.job.checkpoints, self.job.file.checkpoint
+        if folder is None or section is None:
+            return engine
+        found = self.grid.world.all_gather_json(self.grid.rank == 0 and bool(folders.tags(folder)))[0]
+        if section.resume == "required" and not found:
+            raise ConfigError(f"checkpoint.resume is required, but {folder} has no checkpoint: write auto")
+        if section.resume in ("auto", "required") and found:
+            engine["checkpoint"] = {**engine["checkpoint"], "resume": "auto"}
+        return engine
+
+    def _load(self) -> None:
+        """Load the checkpoint that ``checkpoint.resume`` names, if it names one."""
+        section = self.job.file.checkpoint
+        if section is not None and section.resume not in ("auto", "required", "never"):
+            path = Path(section.resume)
+            folder = path.parent if len(path.parts) > 1 else self.job.checkpoints
+            assert folder is not None
+            self.engine.load_checkpoint(folder, path.name)
+
+    def _introduce(self) -> None:
+        job = self.job
+        axes = " x ".join(f"{size} {axis}" for axis, size in job.topology.axes.items())
+        expert = f", experts over {job.topology.expert}" if job.topology.expert > 1 else ""
+        count = job.model.parameter_count / 1e6
+        self.report.say(f"data    {self.facts}")
+        self.report.say(
+            f"model   {count:.2f} M parameters: {job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
+        )
+        self.report.say(
+            f"grid    {axes}{expert}; ZeRO {job.config.zero_optimization.stage}; {job.schedule.name} with "
+            f"{job.batch.accumulation} microbatches of {job.batch.micro}"
+        )
+
+    def _finish(self, validation: float | None) -> None:
+        """Save, write the model, and say how the run ended."""
+        job, report = self.job, self.report
+        self.save()
+        name, compared = "", 0.0
+        if self._baseline is not None and self.evaluation is not None and self.grid.rank == 0:
+            name, compared = self._baseline(self.evaluation)
+            self.engine.monitor.write_events([(f"Validation/{name}", compared, self.engine.global_samples)])
+        text = self.sample()
+        if job.export is not None:
+            self._export(job.export)
+        limit = job.file.training.time_limit
+        ended = (
+            "" if self.step == job.steps else f" of {job.steps}: the time limit of {minutes(limit or 0)} min ended it"
+        )
+        report.say(f"trained {self.step} steps in {minutes(self.clock.elapsed)} min{ended}")
+        if validation is not None:
+            beside = f"; {name}: {compared:.4f}" if name else ""
+            report.say(f"loss    {validation:.4f} nats per {self.unit} on held-out documents{beside}")
+        if text is not None:
+            report.say(f"\n{text}\n")
+        if job.export is not None:
+            report.say(f"the model is in {job.export}: triax generate {job.export} --prompt ...")
+        report.draw(job.schedule, {name: compared} if name else {})
+
+    def _export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, with its tokenizer. Collective."""
+        section, named = self.job.file.export, self.tokenizer
+        source = None if named in (None, "bytes") else Path(str(named))
+        dtype = None if section is None or section.dtype is None else getattr(torch, section.dtype)
+        is_folder = source is not None and source.is_dir()
+        save_hf(self.engine, folder, dtype=dtype, merge_lora=True, tokenizer=source if is_folder else None)
+        if source is not None and not is_folder and self.grid.rank == 0:
+            shutil.copyfile(source, folder / "tokenizer.json")
+
+
+def train(job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
+    """Be one rank of a run, from the empty grid to the pictures.
+
+    Args:
+        job: the run.
+        watches: watchers of its steps, beside those that the training file asks for.
+        baseline: a simple model to compare the loss with.
+    """
+    try:
+        run = TrainingRun(job, watches, baseline)
+    except (ConfigError, CheckpointError) as error:
+        user_error(error)
+    run.train()
+    run.grid.close()

@@ -1,0 +1,58 @@
+"""The ``PipelineModule`` of a job, and the parameter groups of its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..grid import Grid
+from ..models.gpt import PositionEmbedding
+from ..models.huggingface.load import LAYERS, load_hf
+from ..models.layers import NextTokenLoss
+from ..pipe.module import PipelineModule
+from ..tensor_parallel.embedding import VocabParallelEmbedding
+from .job import Job
+
+_EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
+
+
+def build_module(job: Job, grid: Grid) -> PipelineModule:
+    """Build this rank's stages: from a folder's weights, or with random ones from the seed.
+
+    With ZeRO stage 3 the layers are built one after another when the engine is made, so that no rank holds them all.
+    """
+    section = job.file.model
+    experts = {key: value for key, value in section.experts if value is not None}
+    layers = LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
+    if section.has_weights:
+        layers = load_hf(section.folder, layers)
+    return PipelineModule(
+        layers,
+        grid=grid,
+        loss_fn=NextTokenLoss(grid, vocab_size=job.model.vocab_size),
+        chunks=job.schedule.chunks,
+        placement=list(job.schedule.placement),
+        seed=job.file.seed,
+        dtype=torch.float64 if job.precision == "fp64" else torch.float32,
+        device="meta" if job.config.zero_optimization.stage == 3 else None,
+    )
+
+
+def parameter_groups(job: Job, module: PipelineModule) -> list[dict[str, Any]] | None:
+    """Return the optimizer's groups: weights that decay, then norms, biases and embeddings, which do not.
+
+    None stands for one group: with ``decays: all``, and with LoRA, which alone is trained.
+    """
+    if job.file.training.optimizer.decays == "all" or job.config.lora is not None:
+        return None
+    spared: set[nn.Parameter] = set()
+    for part in module.modules():
+        whole = isinstance(part, _EMBEDDINGS) or "Norm" in type(part).__name__
+        for name, parameter in part.named_parameters(recurse=False):
+            if whole or parameter.dim() < 2 or name.endswith("bias"):
+                spared.add(parameter)
+    decaying = [parameter for parameter in module.parameters() if parameter not in spared]
+    others = [parameter for parameter in module.parameters() if parameter in spared]
+    return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
