@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -52,6 +53,10 @@ class Topology:
         self.expert = expert
         make: Any = namedtuple  # its fields are the caller's, so no type checker can know them
         self._coordinate = make("Coordinate", list(axes))
+
+    def __reduce__(self) -> tuple[partial[Topology], tuple[()]]:
+        # Pickle does not find the class of the coordinates, which is made here.
+        return partial(Topology, expert=self.expert, **self.axes), ()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,12 @@ def test_axes_of_other_names_and_axes_left_out() -> None:
     assert Topology(tensor=2).shape == (2, 1, 1)  # what was named comes first, the rest has size 1
     assert Topology().world_size == 1
     assert Topology(pipe=2, data=3).rank(pipe=1, data=2) == 5  # tensor, of size 1, may be left out
+
+
+def test_a_topology_can_be_sent_to_another_process() -> None:
+    topology = Topology(pipe=2, data=4, context=2, tensor=2, expert=4)
+    sent = pickle.loads(pickle.dumps(topology))
+    assert (sent, sent.coordinate(5)) == (topology, topology.coordinate(5))
 
 
 def test_equality_and_printing() -> None:
