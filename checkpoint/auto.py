@@ -1,4 +1,4 @@
-"""Automatic checkpoints: saved every N steps and on SIGTERM, and the newest complete one found again at the start.
+"""Automatic checkpoints: saved every N steps and on SIGTERM or SIGUSR1, and the newest complete one found again.
 
 {"checkpoint": {"dir": "runs/a", "every": 100, "keep": 3, "resume": "auto"}}
 """
@@ -26,6 +26,8 @@ from .lineage import Lineage
 from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
 
+# Slurm sends the second before the time limit (--signal=USR1@120). If ranks receive both, it counts.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOG = logging.getLogger("triax")
 
 
@@ -72,7 +74,7 @@ def _tidy_up(folder: Folder, lineage: Lineage) -> None:
 
 
 class AutoSaver:
-    """Saves a checkpoint after every so many steps; after a SIGTERM it saves one and ends the process.
+    """Saves a checkpoint after every so many steps; after a SIGTERM or SIGUSR1 it saves one and ends the process.
 
     Args:
         grid: the run's grid.
@@ -86,7 +88,7 @@ class AutoSaver:
         wait: waits for a checkpoint that is being written; returns None or the reason of a failure.
 
     Attributes:
-        signalled: True if this rank has received a SIGTERM.
+        signalled: 1 if this rank has received a SIGTERM, 2 if it has received a SIGUSR1, else 0.
     """
 
     def __init__(
@@ -103,10 +105,13 @@ class AutoSaver:
         self._grid, self._folder, self._stop = grid, folder, stop
         self.every, self._keep, self._last = every, keep, step
         self._save, self._wait = save, wait
-        self.signalled = False
+        self.signalled = 0
         self._flag = torch.zeros(1, dtype=torch.int64, device=grid.device)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _SigtermHandler(self))
+            signal.signal(signal.SIGTERM, _SignalHandler(self, signal.SIGTERM))
+            found = signal.getsignal(signal.SIGUSR1)
+            if found == signal.SIG_DFL or isinstance(found, _SignalHandler):  # else it is the user's
+                signal.signal(signal.SIGUSR1, _SignalHandler(self, signal.SIGUSR1))
 
     def after_call(self, step: int, may_save: Callable[[], bool] = lambda: True) -> None:
         """Save a checkpoint if a step was taken since the last call and a checkpoint is due.
@@ -118,7 +123,7 @@ class AutoSaver:
             may_save: called after a new step. If it returns False, nothing is saved and signals are not checked.
 
         Raises:
-            SystemExit: with code 143, after any rank received a SIGTERM.
+            SystemExit: with code 143 after any rank received a SIGTERM, with code 138 after a SIGUSR1.
             CheckpointError: if the checkpoint could not be written and ``stop`` is set.
         """
         if step == self._last:
@@ -128,11 +133,12 @@ class AutoSaver:
             return
         self._flag.fill_(self.signalled)
         self._grid.world.all_reduce(self._flag, op="max")  # the signal may have come to one rank alone
-        leave = bool(self._flag)
-        if leave or step % self.every == 0:
-            self._save_now(step, leave)
+        found = int(self._flag)
+        if found or step % self.every == 0:
+            self._save_now(step, _SIGNALS[found - 1] if found else None)
 
-    def _save_now(self, step: int, leave: bool) -> None:
+    def _save_now(self, step: int, leave: signal.Signals | None) -> None:
+        """Save a checkpoint. ``leave``: a signal after which the process ends; None: none was received."""
         tag = f"global_step{step}"
         problem = self._save(tag, self._remove_old)
         if leave:
@@ -140,9 +146,9 @@ class AutoSaver:
         report_failure(self._folder, tag, problem, self._stop and not leave)
         if leave:
             if self._grid.rank == 0:
-                _LOG.warning("SIGTERM was received: the run ends after step %d, %s", step, self._folder / tag)
+                _LOG.warning("%s was received: the run ends after step %d, %s", leave.name, step, self._folder / tag)
             self._grid.world.barrier()
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(128 + leave)
 
     def _remove_old(self) -> None:
         if self._keep is not None and self._grid.rank == 0:
@@ -151,22 +157,24 @@ class AutoSaver:
                     folders.remove(self._folder, tag)
 
 
-class _SigtermHandler:
-    """Handler that sets ``saver.signalled`` on the first SIGTERM.
+class _SignalHandler:
+    """Handler that sets ``saver.signalled`` on the first SIGTERM, and on each SIGUSR1, which Slurm may send twice.
 
     Where nothing would be saved, the signal has the effect that it had before: on the second SIGTERM, when ``saver``
     is gone, and in child processes that were forked from this one.
     """
 
-    def __init__(self, saver: AutoSaver) -> None:
-        before = signal.getsignal(signal.SIGTERM)
-        self._before: Any = before._before if isinstance(before, _SigtermHandler) else before
+    def __init__(self, saver: AutoSaver, number: signal.Signals) -> None:
+        before = signal.getsignal(number)
+        self._before: Any = before._before if isinstance(before, _SignalHandler) else before
         self._saver, self._process = weakref.ref(saver), os.getpid()
+        self._value, self._again = 1 + _SIGNALS.index(number), number != signal.SIGTERM
+        self._received = False
 
     def __call__(self, number: int, frame: Any) -> None:
         saver = self._saver()
-        if saver is not None and not saver.signalled and os.getpid() == self._process:
-            saver.signalled = True
+        if saver is not None and (self._again or not self._received) and os.getpid() == self._process:
+            self._received, saver.signalled = True, max(saver.signalled, self._value)
         elif callable(self._before):
             self._before(number, frame)
         else:

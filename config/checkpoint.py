@@ -33,7 +33,9 @@ class CheckpointConfig(Section):
         None, "Folder in which checkpoints are written and found automatically: a path, or a URI as s3://bucket/run."
     )
     every: int | None = setting(
-        None, "Save into dir every so many steps, and on SIGTERM at the end of the current step before exiting.", ge=1
+        None,
+        "Save into dir every so many steps, and on SIGTERM or SIGUSR1 at the end of the current step before exiting.",
+        ge=1,
     )
     keep: int | None = setting(None, "Number of automatic checkpoints to keep in dir; older ones are removed.", ge=1)
     resume: Literal["auto"] | None = setting(

@@ -124,7 +124,7 @@ class SpikeGuard:
     Args:
         engine: the engine.
         options: action, limits and window.
-        folder: the folder of checkpoints to go back to; None: there are none.
+        folder: the folder of checkpoints to go back to, or its URI; None: there are none.
 
     Attributes:
         state: the window and the number of rewinds, for the client state. It is changed in place.
@@ -135,8 +135,8 @@ class SpikeGuard:
             it is rewind without checkpoints.
     """
 
-    def __init__(self, engine: Any, options: SpikeOptions, folder: Path | None) -> None:
-        self._engine, self._folder = engine, folder
+    def __init__(self, engine: Any, options: SpikeOptions, folder: str | Path | None) -> None:
+        self._engine, self._folder = engine, None if folder is None else folders.folder_at(folder)
         self._action, self._limit = options.action, options.limit
         self._detector = SpikeDetector(options.loss, options.norm, options.window)
         self.state: dict[str, Any] = {"losses": self._detector.losses, "norms": self._detector.norms, "rewinds": 0}
