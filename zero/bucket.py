@@ -135,6 +135,10 @@ class Bucket(FlatWeights):
             target.add_(gradient)
         parameter.grad = target if self.direct else None
 
+    def unreduced(self, parameter: Tensor) -> Tensor | None:
+        """Return this replica's own gradient of a parameter, between two backward passes. None if it has none yet."""
+        return None if parameter in self._unwritten else self._targets.get(parameter)
+
     def fill_in(self) -> Tensor | None:
         """Return the unsharded gradients, with zeros for parameters without one.
 

@@ -28,7 +28,14 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the mean gradient of a parameter. None in ``no_sync``, and in a step before its last backward pass."""
+    """Return the mean gradient of a parameter; in ``no_sync`` this replica's own, over the microbatches so far.
+
+    None in a step before its last backward pass, outside of ``no_sync``.
+    """
+    for engine in CONTEXT.engines.values():
+        if getattr(engine, "in_no_sync", False) and (bucket := engine.data_axis.bucket_of(param)) is not None:
+            own = bucket.unreduced(param)
+            return None if own is None else own / (engine.batch.accumulation * engine.optimizer_step.scale)
     divisor = _divisor(param)
     return None if divisor is None or (found := _whole(param, GRADIENT)) is None else found.div_(divisor)
 

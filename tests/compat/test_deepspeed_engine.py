@@ -131,6 +131,36 @@ def test_a_step_of_any_number_of_backward_passes(ranks: Any) -> None:
     ranks(2, unmanaged, 3, "mean")
 
 
+def in_no_sync(stage: int) -> None:
+    """Read this replica's own gradients in ``no_sync``, and the mean over the replicas after it."""
+    model, reference = net(), net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config("SGD", 2, stage))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with engine.no_sync():
+        x, y = microbatch(0, 0, engine.global_rank)
+        engine.backward((engine(x, times=0.9) - y).square().mean())
+        ((reference(x, times=0.9) - y).square().mean() / 2).backward()
+        for name, parameter in parameters.items():
+            wanted, found = reference.get_parameter(name).grad, deepspeed.utils.safe_get_full_grad(parameter)
+            assert (found is None) == (wanted is None)
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    engine.step()
+    x, y = microbatch(0, 1, engine.global_rank)
+    engine.backward((engine(x, times=0.9) - y).square().mean())
+    reference.zero_grad()
+    for index, replica in ((i, r) for i in range(2) for r in range(2)):
+        x, y = microbatch(0, index, replica)
+        ((reference(x, times=0.9) - y).square().mean() / 4).backward()
+    for name, parameter in parameters.items():
+        if (wanted := reference.get_parameter(name).grad) is not None:
+            found = deepspeed.utils.safe_get_full_grad(parameter)
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_in_no_sync_are_the_replicas_own(ranks: Any) -> None:
+    ranks(2, in_no_sync, 1)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("op", ["mean", "sum"])
