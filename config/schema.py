@@ -117,6 +117,9 @@ class Config(Section):
     )
     torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), "Forward passes under torch.autocast.")
     amp: AmpConfig = setting(AmpConfig(), "NVIDIA apex: O1 is autocast to float16.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = setting(
+        None, 'Level of the log, logging.getLogger("triax"); null: as Python\'s logging is set.'
+    )
     dump_state: bool = setting(
         False, "Print the resolved configuration and what every rank holds on rank 0, at the start."
     )
@@ -180,7 +183,6 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: Any = idle("an offloaded update runs on the CPU with the named optimizer")
     aio: Any = idle("files are mapped into memory: there are no reads to queue")
     timers: Any = idle("wall_clock_breakdown measures times")
-    log_level: Any = idle('logging.getLogger("triax").setLevel(...) sets what is logged')
     dataloader_drop_last: bool = setting(
         True,
         "Drop an incomplete last batch of an epoch of training_data; false: fill it with the epoch's first samples.",

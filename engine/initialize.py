@@ -121,6 +121,8 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass model=, a module of torch's")
     checked = read_config(config_source(args, config, config_params))
+    if checked.log_level is not None:
+        logging.getLogger("triax").setLevel(checked.log_level)
     grid = choose_grid(model, grid, mpu, checked)
     check_grid(grid, checked)
     batch = batch_sizes(checked, grid.data.size)

@@ -56,6 +56,7 @@ _METHODS = {
     "steps_per_print": "config.steps_per_print",
     "fp16_auto_cast": "config.fp16.enabled",
     "amp_enabled": "config.amp.enabled",
+    "log_level": "config.log_level",
     "communication_data_type": "config.communication_data_type",
     "dataloader_drop_last": "config.dataloader_drop_last",
     "dump_state": "config.dump_state",

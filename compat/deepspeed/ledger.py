@@ -15,6 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 VERSION = "0.19.8"  # of DeepSpeed, whose names these are
+MAJOR, MINOR, PATCH = map(int, VERSION.split("."))
 
 ALIASES = {
     "runtime.zero": "zero",
@@ -46,7 +47,10 @@ PRESENT = {
         "compat.deepspeed.arguments": "add_config_arguments init_distributed",
         "compat.deepspeed.configuration": "DeepSpeedConfig TORCH_DISTRIBUTED_DEFAULT_PORT",
         "compat.deepspeed.context": "initialize",
-        "compat.deepspeed.ledger": "__version__=VERSION version=VERSION",
+        "compat.deepspeed.ledger": (
+            "__version__=VERSION version=VERSION __version_major__=MAJOR __version_minor__=MINOR "
+            "__version_patch__=PATCH"
+        ),
         "compat.deepspeed.modules": "install",
         "compat.deepspeed.utils": "OnDevice log_dist logger",
         "compat.deepspeed": "dist=comm",

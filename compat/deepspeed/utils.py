@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from logging import INFO, Logger, getLogger  # the name `logging` is the module deepspeed.utils.logging
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from ...grid.nest import map_tensors
 from .accelerator import get_accelerator
 from .modules import rest_of
 
-logger = logging.getLogger("triax")
+logger = getLogger("triax")
 GIB = 2**30
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log a message on some ranks.
 
     Args:
@@ -43,12 +43,12 @@ def _once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
     log_dist(message, ranks, level)
 
 
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log a message, as ``log_dist``, the first time that it is given."""
     _once(message, None if ranks is None else tuple(ranks), level)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(log_level_str: str, custom_logger: Logger | None = None) -> None:
     """Set the level of triax's logger, or of another one: ``debug``, ``info``, ``warning``, ``error``, ``critical``."""
     (custom_logger or logger).setLevel(log_level_str.upper())
 

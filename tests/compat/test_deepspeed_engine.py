@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -460,13 +461,18 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, torch.float32), ("bf16", torch.bfloat16)])
-def test_buffers_and_leaf_modules_as_the_configuration_says(wanted: str | None, found: torch.dtype) -> None:
+def test_buffers_and_leaf_modules_as_the_configuration_says(
+    wanted: str | None, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("triax"), "level", logging.WARNING)
     model = Parts()
     zero = {"stage": 3, "leaf_module": {"classes": "Sequential", "names": ["part"]}}
     data_types = {} if wanted is None else {"buffer_dtype": wanted}
-    settings = {"train_batch_size": 4, "bf16": {"enabled": True}, "data_types": data_types, "zero_optimization": zero}
+    settings: dict[str, Any] = {"train_batch_size": 4, "bf16": {"enabled": True}, "log_level": "ERROR"}
+    settings |= {"data_types": data_types, "zero_optimization": zero}
     deepspeed.initialize(model=model, config={**settings, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     assert model.inv_freq.dtype == found
+    assert deepspeed.utils.logging.logger.level == logging.ERROR
     assert deepspeed.utils.get_z3_leaf_modules(model) == [model.part]
     zero["leaf_module"] = {"name_suffixes": "absent"}
     with pytest.raises(ValueError, match="no module named absent"):
