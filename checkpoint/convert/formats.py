@@ -41,12 +41,21 @@ Export = Callable[..., Sequence[str]]
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
     """Return a model's configuration in JSON: that of a Hugging Face model, or the dataclass that its layers are made
-    from, such as ``GPTConfig``; None if there is neither. The options of LoRA adapters are added, and under
-    ``settings`` what an export format wants to know, such as special tokens.
+    from, such as ``GPTConfig``; None if there is neither. The options of LoRA adapters are added; under ``settings``
+    what an export format wants to know, such as special tokens; under ``shared`` second names of shared parameters.
     """
     found = _configuration(module)
     settings = _settings(module) if found is not None else None
-    return _with_lora(found if settings is None else {**(found or {}), "settings": _plain(settings)}, module)
+    found = found if settings is None else {**(found or {}), "settings": _plain(settings)}
+    shared = _shared_names(module)
+    return _with_lora({**(found or {}), "shared": shared} if shared else found, module)
+
+
+def _shared_names(module: nn.Module) -> dict[str, str]:
+    """Return further names of parameters that have several in a module: name -> the name of its weights in the file."""
+    first: dict[nn.Parameter, str] = {}
+    named = () if hasattr(module, "specs") else module.named_parameters(remove_duplicate=False)
+    return {name: first[each] for name, each in named if first.setdefault(each, name) != name}
 
 
 def _configuration(module: nn.Module) -> dict[str, Any] | None:

@@ -18,6 +18,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the weights and buffers of a checkpoint of triax, whole and in fp32, on the CPU.
 
+    A parameter that the model has under several names has each of them.
+
     Args:
         checkpoint_dir: the folder that ``save_checkpoint`` was given.
         tag: the checkpoint in it; by default the last one.
@@ -35,9 +37,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     path = readable_path(folder, tag)
     if not path.is_dir():
         raise FileNotFoundError(f"Directory '{path}' doesn't exist: give the tag of a checkpoint in {folder}")
-    found = Reader(path, read_index(path)).snapshot.of_kinds(WEIGHTS, BUFFERS)
-    tensors = {name: tensor.read_all() for name, tensor in found.items()}
-    return {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+    snapshot = Reader(path, read_index(path)).snapshot
+    tensors = {name: tensor.read_all() for name, tensor in snapshot.of_kinds(WEIGHTS, BUFFERS).items()}
+    found = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+    shared = (snapshot.header.get("model") or {}).get("shared", {})
+    return found | {name: found[first] for name, first in shared.items() if first in found}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -61,6 +65,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if safe_serialization:
         from safetensors.torch import save_file
 
+        once = {id(value): name for name, value in reversed(weights.items())}  # safetensors refuses shared memory
+        weights = {name: value for name, value in weights.items() if once[id(value)] == name}
         save_file(weights, Path(output_dir, "model.safetensors"), metadata={"format": "pt"})
     else:
         torch.save(weights, Path(output_dir, "pytorch_model.bin"))

@@ -113,7 +113,7 @@ def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[st
     kind, fields = str((model or {}).get("class")), dict((model or {}).get("fields", {}))
     if kind in CONFIGS:
         return to_hf(config_from_fields(kind, fields), (model or {}).get("settings")), None
-    of = "does not tell the model's configuration" if model is None else f"has a model made from a {kind}"
+    of = "does not tell the model's configuration" if kind == "None" else f"has a model made from a {kind}"
     raise ValueError(
         f"the checkpoint {of}. Pass --config config.json if its layers are those of triax.gpt_layers or "
         "triax.llama_layers. For other layers call triax.load_weights(module, checkpoint) and "

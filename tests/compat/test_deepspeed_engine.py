@@ -477,3 +477,14 @@ def test_buffers_and_leaf_modules_as_the_configuration_says(
     zero["leaf_module"] = {"name_suffixes": "absent"}
     with pytest.raises(ValueError, match="no module named absent"):
         deepspeed.initialize(model=Parts(), config=settings)
+
+
+def test_a_module_of_another_engine_in_stage_3_is_refused() -> None:
+    model = net()
+    settings = config("SGD", 1, 3)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+    with pytest.raises(ValueError, match=r"is released by stage 3 of another engine .* engine.module_state_dict\(\)"):
+        deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+    again = net()
+    again.load_state_dict(engine.module_state_dict())
+    deepspeed.initialize(model=again, model_parameters=groups(again), config=settings)

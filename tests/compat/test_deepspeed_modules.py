@@ -261,6 +261,27 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
         fp32_state_dict.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
 
 
+def test_shared_weights_have_all_their_names(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        made[1].weight = made[0].weight  # type: ignore[assignment]
+        return made
+
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": LR}}}
+    engine, *_ = deepspeed.initialize(model=tied(), config=config)
+    engine.save_checkpoint(tmp_path)
+    for safe, name in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
+        fp32_state_dict.convert_zero_checkpoint_to_fp32_state_dict(
+            str(tmp_path), str(tmp_path), safe_serialization=safe
+        )
+        assert (tmp_path / name).stat().st_size > 0
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()
+    again = tied()
+    again.load_state_dict(saved, strict=True)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in engine.module.state_dict().items())
+
+
 def test_the_optimizer_has_deepspeeds_members() -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": LR}}, "fp16": {"enabled": True}}
     engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config)

@@ -14,6 +14,7 @@ from ...grid.errors import require_at_least
 from ..compression.powersgd import PowerSGD
 from ..compression.sparse_rows import SparseRows
 from ..compression.topk import TopK
+from ..managed import is_released
 from ..onebit.adam import OneBit
 from ..optimizer import ELEMENTWISE, needs_whole_tensors
 from ..protocols import MakeExchange
@@ -148,10 +149,16 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
 
     Raises:
         ValueError: names, shapes or dtypes of parameters differ between replicas, or a parameter is not on the grid's
-            device. Every rank raises it.
+            device, or another engine has released it. Every rank raises it.
     """
     away = next((p for p in parameters if p.device != grid.device), None)
     problem = None if away is None else f"{names[away]} is on {away.device}, and the grid on {grid.device}: move it"
+    taken = next((p for p in parameters if is_released(p) and sharded_parameter(p) is None), None)
+    if taken is not None:
+        problem = (
+            f"{names[taken]} is released by stage 3 of another engine or optimizer, which goes on gathering and "
+            "releasing it: build the model again, and load its weights, engine.module_state_dict()"
+        )
     mine = [(names[p], tuple(p.shape), str(p.dtype), p.requires_grad) for p in parameters]
     gathered: list[tuple[str | None, Any]] = grid.data_context.all_gather_json((problem, mine))
     for rank, (other, theirs) in enumerate(gathered):
