@@ -361,9 +361,8 @@ class ModuleEngine(Engine):
 
     def _mark_last(self) -> None:
         # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.
-        options = self.data_axis.options
-        managed = self.config.managed_gradient_accumulation or (options.stage > 1 and options.reduce_every_backward)
-        boundary = managed and self.is_gradient_accumulation_boundary()
+        each = self._options.stage > 1 and self._options.reduce_every_backward
+        boundary = (self.config.managed_gradient_accumulation or each) and self.is_gradient_accumulation_boundary()
         self.backward_passes.next_is_last = boundary and not self.in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..grid import Layout
 
@@ -32,7 +32,7 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3  # never found here: a parameter is released until its gather has ended
 
 
-def is_released(parameter: nn.Parameter) -> bool:
+def is_released(parameter: Tensor) -> bool:
     """Return True if this rank holds only its shard of a parameter now, so that the parameter reads as NaN."""
     return getattr(parameter, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
 

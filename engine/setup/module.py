@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
+from ...zero.managed import is_released
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 
 
@@ -56,7 +57,7 @@ def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]
         laid_out: parameters that are not broadcast over the replicas here, because ZeRO does it when it makes buckets.
     """
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
-        if tensor.device != grid.device:
+        if tensor.device != grid.device or is_released(tensor):
             continue  # an error, told on every rank where parameters are laid out
         layout = layout_of(tensor)
         axes = [] if layout.sharded else [grid.tensor]

@@ -479,7 +479,7 @@ def test_buffers_and_leaf_modules_as_the_configuration_says(
         deepspeed.initialize(model=Parts(), config=settings)
 
 
-def test_a_module_of_another_engine_in_stage_3_is_refused() -> None:
+def twice() -> None:
     model = net()
     settings = config("SGD", 1, 3)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
@@ -488,3 +488,7 @@ def test_a_module_of_another_engine_in_stage_3_is_refused() -> None:
     again = net()
     again.load_state_dict(engine.module_state_dict())
     deepspeed.initialize(model=again, model_parameters=groups(again), config=settings)
+
+
+def test_a_module_of_another_engine_in_stage_3_is_refused(ranks: Any) -> None:
+    ranks(2, twice)
