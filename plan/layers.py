@@ -100,7 +100,7 @@ class Attention:
         heads, kv_heads: heads of queries, and of keys and values.
         query_dim, value_dim: width of a head of queries and keys, and of values.
         window: number of tokens that a token attends to, or None.
-        rope: queries and keys are rotated.
+        rotated: channels of a head of queries and keys that are rotated; 0: none.
         norms: queries and keys are normalized.
         latent: width of the vectors from which DeepSeek's heads are projected, in all; 0 without them.
     """
@@ -110,7 +110,7 @@ class Attention:
     query_dim: int
     value_dim: int
     window: int | None = None
-    rope: bool = True
+    rotated: int = 0
     norms: bool = False
     latent: int = 0
 
@@ -146,7 +146,8 @@ class LayerShape:
         products: its products with weights.
         attention, feedforward: of a block.
         norms: number of norms over the hidden states; norm: their kind, as in ``DecoderConfig``.
-        saved: tensors of the hidden width that a block keeps for its backward pass: inputs of norms and of products.
+        inputs: tensors of the hidden width that the norms take.
+        branches: tensors of the hidden width that attention and MLP take; 1 if both take the same.
         dropout: it has a dropout (a block has two).
         tie: key of the layers that share its weights, or None.
         buffers: bytes of its buffers.
@@ -161,7 +162,8 @@ class LayerShape:
     feedforward: Feedforward | None = None
     norms: int = 0
     norm: str = "rms"
-    saved: int = 0
+    inputs: int = 1
+    branches: int = 0
     dropout: bool = False
     tie: str | None = None
     buffers: int = 0
@@ -282,10 +284,11 @@ def _gpt(config: GPTConfig, shard_tensor: bool) -> list[LayerShape]:
     weights = (*_norm("norm1", d, "layer"), *linear[:4], *_norm("norm2", d, "layer"), *linear[4:])
     block = LayerShape(
         *("block", "GPTBlock", d, weights, _products(linear)),
-        attention=Attention(heads, heads, dim, dim, config.sliding_window, rope=False),
+        attention=Attention(heads, heads, dim, dim, config.sliding_window),
         feedforward=Feedforward(config.intermediate_size, gated=False),
         norms=2,
-        saved=4,
+        inputs=2,
+        branches=2,
         norm="layer",
         dropout=config.dropout > 0,
     )
@@ -314,7 +317,8 @@ def _llama_attention(config: LlamaConfig) -> tuple[Weight, ...]:
 def _llama_sizes(config: LlamaConfig, layer: int) -> Attention:
     normed = config.qk_norm or config.qk_norm_all_heads
     heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return Attention(heads, keys, dim, dim, config.window_of(layer), config.has_rope(layer), normed)
+    rotated = (config.rotary_dim if isinstance(config, DecoderConfig) else dim) if config.has_rope(layer) else 0
+    return Attention(heads, keys, dim, dim, config.window_of(layer), rotated, normed)
 
 
 def _llama_block(config: LlamaConfig, layer: int, name: str, mlp: tuple[Weight, ...], sizes: Feedforward) -> LayerShape:
@@ -325,7 +329,8 @@ def _llama_block(config: LlamaConfig, layer: int, name: str, mlp: tuple[Weight, 
         attention=_llama_sizes(config, layer),
         feedforward=sizes,
         norms=2,
-        saved=4,
+        inputs=2,
+        branches=2,
         dropout=config.dropout > 0,
     )
 
@@ -353,7 +358,8 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
             attention=_llama_sizes(config, layer),
             feedforward=Feedforward(hidden, config.gated),
             norms=norms,
-            saved=2 if config.shared_norm else 3 if config.parallel_residual else 6 if norms == 4 else 4,
+            inputs=1 if config.parallel_residual else norms,
+            branches=1 if config.shared_norm else 2,
             norm=kind,
             dropout=config.dropout > 0,
         )
@@ -414,10 +420,11 @@ def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
                     (*_norm("norm1", d, "rms"), *attention, *_norm("norm2", d, "rms"), *mlp),
                 ),
                 products=(*_products(attention), *_products(mlp, sizes.per_token)),
-                attention=Attention(heads, heads, query, value, latent=latent),
+                attention=Attention(heads, heads, query, value, rotated=rope, latent=latent),
                 feedforward=sizes,
                 norms=2,
-                saved=4,
+                inputs=2,
+                branches=2,
                 dropout=config.dropout > 0,
                 buffers=4 * config.n_routed_experts if biased else 0,  # the router's bias, fp32
             )

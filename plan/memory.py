@@ -143,6 +143,7 @@ class ModelMemory:
         partition: how the list of layers is cut into stages, as for ``PipelineModule``.
         shard_tensor: the tensor axis shards experts.
         fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
+        device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
         reserve: bytes of the device's context and communicators, part of the margin.
 
     Attributes:
@@ -159,10 +160,11 @@ class ModelMemory:
         partition: str | Sequence[int] = "parameters",
         shard_tensor: bool = False,
         fused_attention: bool = True,
+        device: str = "cuda",
         reserve: int = 2**30,
     ) -> None:
         self.config, self.fused_attention, self.reserve = config, fused_attention, reserve
-        self.shard_tensor = shard_tensor
+        self.shard_tensor, self._on_cpu = shard_tensor, device == "cpu"
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
         self.layers = layers_of(config, shard_tensor)
         self._partition = partition
@@ -266,6 +268,82 @@ class ModelMemory:
                 f"sequence={sequence} cannot be sharded over tensor x context = {layout.tensor} x {layout.context}, as "
                 f"sequence parallelism does. Give a multiple of {layout.tensor * layout.context} tokens."
             )
+
+    def layer_activations(self, layer: LayerShape, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+        """Return the bytes that one layer keeps of a microbatch until its backward pass.
+
+        Args:
+            layer: the layer.
+            tokens: tokens of a microbatch on this rank, before sequence parallelism divides them.
+            sequence: tokens of a whole sequence.
+            layout: the layout.
+        """
+        if layer.kind == "block":
+            return self._block(layer, tokens, sequence, layout)
+        size, wide, full = self.options.size, max(self.options.size, 4), layout.recompute == "full"
+        apart = layout.tensor if layout.sequence_parallel else 1
+        hidden = tokens * layer.hidden / apart
+        if layer.kind == "embedding":
+            return 9.0 * tokens if layout.tensor > 1 and not full else 0.0  # the shifted ids and a mask
+        if layer.kind == "positions":
+            return hidden if layer.dropout and not full else 0.0  # the dropout's mask
+        if layer.kind == "norm":
+            taken, numbers = self._of_norms(layer)
+            return size * hidden if full else size * (taken * hidden + numbers * tokens / apart)
+        # The head's input and its logits; the loss's logarithms and mask.
+        return size * (hidden + tokens * self._vocabulary(layout)) + (wide + 1) * tokens
+
+    def _of_norms(self, layer: LayerShape) -> tuple[float, float]:
+        """Return what the norms of a layer keep: tensors of the hidden width, and numbers per token, in elements."""
+        size, wide = self.options.size, max(self.options.size, 4)
+        if layer.norm == "layer":
+            return layer.inputs, 2 * layer.norms * (size if self._on_cpu else wide) / size
+        numbers = layer.norms * wide / size
+        if not self._on_cpu:
+            return layer.inputs, numbers
+        # Its products one by one: x, in fp32 at least, and x divided by its norm.
+        return (layer.inputs if wide == size else layer.norms * wide / size) + layer.norms * wide / size, numbers
+
+    def _block(self, layer: LayerShape, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+        size, wide = self.options.size, max(self.options.size, 4)
+        apart = layout.tensor if layout.sequence_parallel else 1
+        sizes, attention, feedforward = (
+            local_sizes(layer, layout, self.shard_tensor),
+            layer.attention,
+            layer.feedforward,
+        )
+        assert attention is not None and feedforward is not None
+        taken, numbers = self._of_norms(layer)
+        own = sizes.attention
+        if self._on_cpu and attention.rotated and layout.recompute == "none":  # the output is copied
+            own += sizes.heads * attention.value_dim
+        kept = block_activations(
+            tokens,
+            layer.hidden,
+            attention=own,
+            heads=sizes.heads if self.fused_attention else 0.0,
+            product=sizes.product,
+            activation=sizes.activation + sizes.routed,
+            hidden=taken + layer.branches,
+            statistics=numbers,
+            tensor=layout.tensor,
+            sequence_parallel=bool(layout.sequence_parallel),
+            recompute=layout.recompute,
+            dropout=layer.dropout,
+            precision=self.options.precision,
+        )
+        if layout.recompute == "full":
+            return kept
+        if layout.recompute == "none" and not self.fused_attention:
+            kept += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
+        kept += size * attention.rotated * sequence / layout.context  # cosines and sines
+        if attention.latent:
+            kept += size * tokens * (2 * attention.latent - attention.rotated) / apart
+        if feedforward.experts:
+            # The router: its input in fp32, the scores, and of each expert of a token its number twice and its weight.
+            each = wide * feedforward.experts + (16 + wide + size) * feedforward.per_token + wide
+            kept += tokens * (each + (wide * layer.hidden if wide != size else 0)) / apart
+        return kept
 
     # ---------------------------------------------------------------------------------------------------- internal
 
@@ -388,7 +466,7 @@ class ModelMemory:
             of = {kind: 0.0 for stage in placed.kinds for kind in stage}
             for kind in of:
                 layer = self._kinds[kind]
-                of[kind] = layer_activations(layer, tokens, sequence, layout, self.options.precision, self)
+                of[kind] = self.layer_activations(layer, tokens, sequence, layout)
             self._kept[key] = [sum(of[kind] for kind in stage) for stage in placed.kinds]
         return self._kept[key]
 
@@ -439,7 +517,7 @@ class ModelMemory:
                 needed += size * tokens * (sizes.product + sizes.activation + sizes.routed)
                 if layout.recompute == "full":
                     whole = replace(layout, recompute="none")
-                    needed += layer_activations(layer, tokens, sequence, whole, self.options.precision, self)
+                    needed += self.layer_activations(layer, tokens, sequence, whole)
                 elif layout.recompute == "selective" and not self.fused_attention:
                     needed += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
             if self.options.wide != size:  # a weight's gradient, before it is added to the fp32 one
@@ -510,11 +588,15 @@ def local_sizes(layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = 
     assert attention is not None and feedforward is not None
     heads = -(-attention.heads // tensor)
     keys = kv_heads(attention, tensor)
-    if attention.latent:  # keys and values are parts of one product, and keys are put together anew
-        kept = heads * (3 * attention.query_dim + 2 * attention.value_dim) - heads * attention.query_dim
+    query, value = attention.query_dim, attention.value_dim
+    if attention.latent:
+        # Keys are put together anew from the product of which values are a part.
+        kept = heads * (2 * query + (query - attention.rotated + value) + value)
     else:
-        kept = heads * (attention.query_dim + attention.value_dim)
-        kept += keys * (attention.query_dim + attention.value_dim)
+        # Rotated keys are new tensors, beside the product of which values are a part.
+        kept = heads * (query + value) + keys * (query + value)
+        kept += keys * query if attention.rotated or attention.norms else 0
+        kept += heads * query if attention.norms else 0
     factor = 2 if feedforward.gated else 1
     if not feedforward.experts:
         width = -(-feedforward.width // tensor)
@@ -535,58 +617,6 @@ def kv_heads(attention: Attention, tensor: int) -> int:
     group, heads = attention.heads // attention.kv_heads, attention.heads
     spans = ((heads * r // tensor, heads * (r + 1) // tensor) for r in range(tensor))
     return max((stop - 1) // group + 1 - start // group for start, stop in spans)
-
-
-def layer_activations(
-    layer: LayerShape, tokens: float, sequence: int, layout: ParallelLayout, precision: str, model: ModelMemory
-) -> float:
-    """Return the bytes that one layer keeps of a microbatch until its backward pass.
-
-    Args:
-        layer: the layer.
-        tokens: tokens of a microbatch on this rank, before sequence parallelism divides them.
-        sequence: tokens of a whole sequence.
-        layout: the layout.
-        precision: precision of activations.
-        model: whose options say how attention is computed.
-    """
-    size = BYTES[precision]
-    apart = layout.tensor if layout.sequence_parallel else 1
-    hidden = size * tokens * layer.hidden / apart
-    if layer.kind == "block":
-        sizes = local_sizes(layer, layout, model.shard_tensor)
-        assert layer.attention is not None and layer.feedforward is not None
-        numbers = 2 if layer.norm == "layer" else 1  # mean and deviation, or the deviation
-        kept = block_activations(
-            tokens,
-            layer.hidden,
-            attention=sizes.attention,
-            heads=sizes.heads if model.fused_attention else 0.0,
-            product=sizes.product,
-            activation=sizes.activation + sizes.routed,
-            hidden=layer.saved,
-            statistics=numbers * layer.norms,
-            tensor=layout.tensor,
-            sequence_parallel=bool(layout.sequence_parallel),
-            recompute=layout.recompute,
-            dropout=layer.dropout,
-            precision=precision,
-        )
-        if layout.recompute == "none" and not model.fused_attention:
-            kept += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
-        if layout.recompute != "full":
-            kept += size * 2 * tokens * layer.attention.latent / apart
-            if layer.feedforward.experts:  # logits and shares of the router, in fp32
-                kept += 2 * max(size, 4) * tokens * layer.feedforward.experts / apart
-        return kept
-    if layer.kind == "embedding":
-        return 9.0 * tokens if layout.tensor > 1 else 0.0  # the shifted ids and a mask
-    if layer.kind == "positions":
-        return tokens * layer.hidden / apart if layer.dropout and layout.recompute != "full" else 0.0
-    if layer.kind == "norm":
-        return hidden + (0.0 if layout.recompute == "full" else max(size, 4) * tokens * (layer.norms + 1) / apart)
-    logits = size * tokens * -(-layer.weights[0].shape[0] // layout.tensor)
-    return hidden + logits
 
 
 def _scores(tokens: float, sequence: int, layout: ParallelLayout, heads: float, size: int, dropout: bool) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
 from triax.pipe.program.simulate import peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
+from triax.plan.formulas import paper_activations
 from triax.plan.memory import ModelMemory, StateOptions, in_flight
 from triax.plan.parallel_layout import ParallelLayout
 
@@ -35,12 +37,12 @@ _MIXTRAL = MixtralConfig.preset("mixtral-tiny")
 KINDS = ("parameters", "gradients", "masters", "optimizer", "buffers")
 
 
-def held(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
+def held(cases: list[dict[str, Any]], activations: bool = False) -> list[dict[str, int]]:
     """Bytes that this rank holds after a step, of each case."""
-    return [_held(**case) for case in cases]
+    return [_held(**case, activations=activations) for case in cases]
 
 
-def _held(config: Any, layout: ParallelLayout, options: StateOptions, report: str = "held", **more: Any) -> Any:
+def _held(config: Any, layout: ParallelLayout, options: StateOptions, activations: bool) -> Any:
     grid = Grid(layout.pipe, layout.data, layout.tensor, context=layout.context, expert=layout.expert, timeout=60)
     layers = _MAKERS[type(config)](config, sequence_parallel=bool(layout.sequence_parallel))
     place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
@@ -66,12 +68,14 @@ def _held(config: Any, layout: ParallelLayout, options: StateOptions, report: st
         settings[options.precision] = {"enabled": True}
     if options.precision == "fp16":
         settings["fp16"]["initial_scale_power"] = 4
+    if layout.recompute != "none":
+        settings["activation_checkpointing"] = {"granularity": layout.recompute}
     if layout.offload:
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     engine, *_ = triax.initialize(model=model, config=settings, model_parameters=groups)
     rows = torch.randint(config.vocab_size, (layout.microbatch, 25), generator=torch.Generator().manual_seed(0))
-    engine.record_memory = report != "held"
-    engine.train_batch(iter([(rows[:, :-1], rows[:, 1:])] * 2 * layout.pipe))
+    engine.record_memory = activations
+    engine.train_batch(iter([(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())] * 2 * layout.pipe))
     return engine.memory_report()["held"], grid.pipe.rank, grid.tensor.rank
 
 
@@ -126,6 +130,74 @@ def test_states_are_the_counted_bytes(ranks: Any, cases: list[dict[str, Any]]) -
         fitting = [each for each in cases if each["layout"].gpus == size]
         if fitting:
             check(fitting, ranks(size, held, fitting))
+
+
+_KEPT_QUICK = [
+    case(_LLAMA, pipe=2, tensor=2, zero=1),
+    case(_GPT, pipe=2, tensor=2, precision="fp32", sequence_parallel=False, recompute="selective"),
+]
+_KEPT_THOROUGH = [
+    *(case(_LLAMA, recompute=each, microbatch=3) for each in ("none", "selective", "full")),
+    *(case(_GPT, tensor=2, recompute=each, sequence_parallel=sp) for each in ("none", "full") for sp in (True, False)),
+    *(case(_LLAMA, tensor=2, recompute=each, precision="fp32") for each in ("none", "selective", "full")),
+    case(_GPT, pipe=4, precision="fp32"),
+    case(replace(_GPT, dropout=0.1), pipe=4, schedule="gpipe"),
+    case(replace(_GPT, dropout=0.1), pipe=2, data=2, zero=3),
+    case(_LLAMA, pipe=2, data=2, chunks=2, schedule="interleaved"),
+    case(_LLAMA, pipe=2, data=2, chunks=2, schedule="zb-v"),
+]
+
+
+@pytest.mark.parametrize("cases", [_KEPT_QUICK, pytest.param(_KEPT_THOROUGH, marks=pytest.mark.exhaustive)])
+def test_activations_are_the_counted_bytes(ranks: Any, cases: list[dict[str, Any]]) -> None:
+    for size in (1, 2, 4):
+        fitting = [each for each in cases if each["layout"].gpus == size]
+        results = ranks(size, held, fitting, activations=True) if fitting else []
+        for number, each in enumerate(fitting):
+            layout = each["layout"]
+            memory = ModelMemory(each["config"], options=each["options"], device="cpu")
+            wanted = memory.ranks(layout, 2 * layout.pipe * layout.data * layout.microbatch, 24)
+            for found in results:
+                counted, pipe, tensor = found[number]
+                if tensor == layout.tensor - 1:  # it has the largest shard of the vocabulary
+                    assert counted["activations"] == wanted[pipe].activations, (each, pipe)
+
+
+def test_korthikantis_figures() -> None:
+    """Korthikanti et al. 2022: table 2, the 22B to 1T models of table 3, and the first rank of section 4.2.3.
+
+    Beside the paper's bytes, blocks keep the norms' means and deviations: 16 bytes a token.
+    """
+    models = {  # heads, width, layers, pipe, chunks
+        "22B": (64, 6144, 48, 1, 1),
+        "175B": (96, 12288, 96, 8, 3),
+        "530B": (128, 20480, 105, 35, 3),
+        "1T": (160, 25600, 128, 64, 1),
+    }
+    for heads, width, blocks, pipe, chunks in models.values():
+        config = GPTConfig(51200, 2048, width, blocks, heads, dropout=0.1)
+        memory = ModelMemory(config, fused_attention=False)
+        block = memory.layers[2]
+        for tensor, parallel, recompute in product((1, 8), (False, True), ("none", "selective", "full")):
+            layout = ParallelLayout(tensor=tensor, sequence_parallel=parallel, recompute=recompute)
+            paper = paper_activations(1, 2048, width, heads, tensor, parallel and tensor > 1, recompute)
+            apart = tensor if layout.sequence_parallel else 1
+            norms = 0 if recompute == "full" else 16 * 2048 / apart
+            if recompute == "full":  # triax shards the input of a block, as sequence parallelism does
+                paper /= apart
+            counted = memory.layer_activations(block, 2048, 2048, layout) - norms
+            assert counted == pytest.approx(paper, rel=1e-12)
+        if pipe > 1:
+            schedule = "interleaved" if chunks > 1 else "1f1b"
+            layout = ParallelLayout(pipe=pipe, tensor=8, chunks=chunks, schedule=schedule)
+            cuts = (0, *range(2 + blocks // (pipe * chunks), blocks, blocks // (pipe * chunks)), blocks + 4)
+            memory = ModelMemory(config, fused_attention=False, partition=cuts)
+            first = memory.ranks(layout, 4 * pipe, 2048)[0].activations
+            whole = blocks * (paper_activations(1, 2048, width, heads, 8, True) + 16 * 2048 / 8)
+            flight = 1 + (pipe - 1) / (pipe * chunks) if chunks > 1 else 1.0
+            beside = 9 * 2048 + 2048 * width / 8  # ids, and the mask of the dropout behind the embeddings
+            held = {counts[0] for counts in in_flight(schedule, pipe, chunks, 4 * pipe)[0]}  # of the first chunk
+            assert any(first == pytest.approx(whole * flight + beside * count, rel=1e-12) for count in held)
 
 
 def test_a_large_model_without_a_loop_over_ranks() -> None:
