@@ -29,6 +29,7 @@ from ...monitor.timers import ThroughputTimer, WallClockTimers
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered, whole_state_dict
+from ...zero.state_dict_guard import allow_empty_entries
 from .grids import ParallelGrid
 
 # Properties of DeepSpeed's engines: name -> the place of the value in the engine.
@@ -336,6 +337,8 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
     def __init__(self, module: nn.Module, grid: Grid, config: Config, parts: TrainingParts) -> None:
         super().__init__(module, grid, config, parts)
         self._start_members()
+        if self.zero_optimization_stage() == 3:
+            allow_empty_entries(module)
         # Scripts call the module itself between the engine's calls, as DeepSpeed allows.
         link = ModuleLink(module, self)
         module.register_forward_pre_hook(link.before)

@@ -79,6 +79,28 @@ def test_all_ranks_save_into_the_folder_of_rank_0(ranks: Any, tmp_path: Path) ->
     assert engine.load_checkpoint(tmp_path / "run.at.0")[0] is not None
 
 
+def saved_as_deepspeed_chat_does(folder: str) -> bool:
+    """Rank 0 saves ``state_dict()`` of a model in stage 3, and then the gathered weights over it."""
+    engine, *_ = deepspeed.initialize(model=net(), config=config(stage=3))
+    whole = engine.module_state_dict()
+    if engine.global_rank == 0:
+        torch.save(engine.module.state_dict(), Path(folder) / "model.bin")
+        saved = torch.load(Path(folder) / "model.bin", weights_only=True)
+        assert saved.keys() == whole.keys()
+        empty = {name for name, value in saved.items() if value.numel() == 0}
+        assert empty == {name for name, p in engine.module.named_parameters() if p.isnan().any()} != set()
+        assert all(torch.equal(saved[name], whole[name]) for name in saved.keys() - empty)
+    gathered = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            gathered[name] = parameter.detach().clone()
+    return all(torch.equal(gathered[name], whole[name]) for name in gathered)
+
+
+def test_released_weights_are_empty_in_a_state_dict(ranks: Any, tmp_path: Path) -> None:
+    assert all(ranks(2, saved_as_deepspeed_chat_does, str(tmp_path)))
+
+
 CASES = [(stage, accumulation, way) for stage in range(4) for accumulation in (1, 2) for way in ("engine", "module")]
 
 
