@@ -190,7 +190,8 @@ def test_korthikantis_figures() -> None:
         if pipe > 1:
             schedule = "interleaved" if chunks > 1 else "1f1b"
             layout = ParallelLayout(pipe=pipe, tensor=8, chunks=chunks, schedule=schedule)
-            cuts = (0, *range(2 + blocks // (pipe * chunks), blocks, blocks // (pipe * chunks)), blocks + 4)
+            each = blocks // (pipe * chunks)
+            cuts = (0, *range(2 + each, 2 + blocks, each), blocks + 4)
             memory = ModelMemory(config, fused_attention=False, partition=cuts)
             first = memory.ranks(layout, 4 * pipe, 2048)[0].activations
             whole = blocks * (paper_activations(1, 2048, width, heads, 8, True) + 16 * 2048 / 8)
