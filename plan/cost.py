@@ -266,7 +266,7 @@ class CostModel:
         backward += 2 * (2 * size + mask) * held * h
         sizes = shape.attention
         heads = (sizes.heads * sizes.query_dim + sizes.kv_heads * (sizes.query_dim + sizes.value_dim)) / t
-        rotated = (1 + sizes.rope + sizes.norms) * size * tokens * heads  # rotated, normalized, transposed
+        rotated = (1 + bool(sizes.rotated) + sizes.norms) * size * tokens * heads  # rotated, normalized, transposed
         forward, backward = forward + rotated, backward + rotated
         mlp: Feedforward = shape.feedforward
         split = "mlp" in {product.weight.partition(".")[0] for product in shape.products if product.sharding != "none"}
