@@ -7,18 +7,27 @@ from typing import Annotated
 
 import typer
 
+from ..config.resolved import markdown
 from ..grid.errors import ConfigError
+from ..train.file import read_training_file
+from ..train.schema import WHOLE, TrainingFile
 
 
 def train(
-    file: Annotated[Path, typer.Argument(help="Training file: .yaml, .toml or .json (docs/training-files.md).")],
+    file: Annotated[
+        Path | None, typer.Argument(help="Training file: .yaml, .toml or .json (docs/training-files.md).")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Argument(help="Keys to change: training.batch=16 grid.pipe=2.", metavar="KEY=VALUE")
     ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Print the table of all keys of a training file.")] = False,
 ) -> None:
     """Train a model as a file says: alone with ranks of its own, or under triax run, torchrun or srun."""
-    from ..train.file import read_training_file
-
+    if table or file is None:
+        if not table or file is not None:
+            raise ConfigError("Give a FILE to train, or --table.")
+        typer.echo(markdown(TrainingFile, WHOLE))
+        return
     run, source = read_training_file(file, changes or [])
     try:
         from ..train.start import make_job, start  # needs torch

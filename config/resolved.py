@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from .base import Section, extra_of, inner_section
@@ -50,31 +50,48 @@ def json_schema() -> dict[str, Any]:
     return made
 
 
-def markdown() -> str:
-    """Return a Markdown table of every key: default, meaning, and status: acts, idle or refused."""
-    lines = ["| key | default | meaning | |", "|---|---|---|---|"]
-    for key, field in keys():
+def markdown(root: type[Section] = Config, whole: Collection[type[Section]] = ()) -> str:
+    """Return a Markdown table of every key: default, meaning, and for a configuration the status: acts, idle, refused.
+
+    Args:
+        root: the outermost section.
+        whole: sections of which the table has a row, and none for each key.
+    """
+    last = [" |"] if root is Config else []
+    lines = ["| key | default | meaning |" + "".join(last), "|---|---|---|" + "".join("---|" for _ in last)]
+    for key, field in keys(root, whole=whole):
         extra = extra_of(field)
         status = extra.get("x-status", "acts")
-        default = "" if status in ("idle", "refused") or field.is_required() else f"`{json.dumps(_default(field))}`"
-        if "x-auto" in extra and _default(field) is None:
-            default = '`"auto"`'
+        default = _default(field)
+        hidden = status in ("idle", "refused") or field.is_required() or isinstance(default, Section)
+        shown = "" if hidden else f"`{json.dumps(default)}`"
+        if "x-auto" in extra and default is None:
+            shown = '`"auto"`'
         text = field.description if field.description.endswith(".") else f"{field.description}."
         status = {"inert": "idle", "older": "acts"}.get(status, status)
-        lines.append(f"| `{key}` | {default} | {text.replace('|', chr(92) + '|')} | {status} |")
+        ends = f" {status} |" if last else ""
+        lines.append(f"| `{key}` | {shown} | {text.replace('|', chr(92) + '|')} |{ends}")
     return "\n".join(lines)
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key of the configuration, section by section: active keys, then idle ones, then refused ones."""
+def keys(
+    section: type[Section] = Config, prefix: str = "", whole: Collection[type[Section]] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield every key of a section, inner sections too: active keys, then idle ones, then refused ones.
+
+    Args:
+        section: the section.
+        prefix: what each key begins with.
+        whole: sections that are yielded as one key.
+    """
     order = {None: 0, "inert": 1, "older": 1, "idle": 2, "refused": 3}
     fields = sorted(section.model_fields.items(), key=lambda item: order[extra_of(item[1]).get("x-status")])
     for name, field in fields:
         inner = inner_section(field.annotation)
-        if inner is None:
+        if inner is None or inner in whole:
             yield prefix + (field.alias or name), field
         else:
-            yield from keys(inner, f"{prefix}{name}.")
+            yield from keys(inner, f"{prefix}{name}.", whole)
 
 
 def _acting(section: Section) -> dict[str, Any]:

@@ -8,6 +8,8 @@ data.py: training and held-out rows, with the checks of tokenizer and vocabulary
 evaluation.py: the loss on held-out rows.
 model.py: the ``PipelineModule`` of a job, and its parameter groups.
 clock.py: the time of the steps, and the time limit.
+spikes.py: spikes of loss and gradient norm: warn, skip, rewind.
+requeue.py: Slurm's signal before the time limit.
 progress.py: progress line, report page and pictures.
 loop.py: one rank of a run: build, train, evaluate, save, export; ``Watch``, for what looks at each step.
 start.py: from a training file to ranks: its own, or those of torchrun, ``triax run`` or srun.

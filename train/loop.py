@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -24,22 +24,21 @@ from .evaluation import Evaluation
 from .job import Job
 from .model import build_module, parameter_groups
 from .progress import Reporter, minutes
+from .requeue import requeued
+from .spikes import SpikeGuard
 
 # Name of a simple model, and its loss on the evaluation's rows: what a run is compared with.
 Baseline = Callable[[Evaluation], tuple[str, float]]
 
 
 class Watch(Protocol):
-    """Protocol: a watcher of a run, such as one for spikes of the loss or for a signal of the scheduler.
-
-    Every rank has the same watches and calls them at the same steps, so that they may communicate.
-    """
+    """Protocol: a watcher of a run's steps. Every rank calls its watches at the same steps: they may communicate."""
 
     def start(self, run: TrainingRun) -> None:
         """Begin, when the engine is made and a checkpoint is loaded, before the first step."""
 
     def after_step(self, run: TrainingRun, loss: float) -> None:
-        """Look at the step that was taken. It may go back, by loading a checkpoint, or end the run, by SystemExit."""
+        """Look at the step that was taken."""
 
 
 class TrainingRun:
@@ -55,6 +54,7 @@ class TrainingRun:
         evaluation: evaluation on held-out rows; None without them.
         report: prints and draws, on rank 0.
         clock: times of the steps.
+        spikes: watcher of spikes of the loss and of the gradient's norm.
         tokenizer: name of the tokenizer; None: it is unknown.
         unit: token or byte, of which the loss is the mean.
     """
@@ -79,7 +79,9 @@ class TrainingRun:
             lr_scheduler=schedule,
             config=self._config(),
         )
-        self._load()
+        self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
+        self.spikes.load(self._load())
+        self.engine.client_state = {"spikes": self.spikes.state}
         self.evaluation = None if held_out is None else Evaluation(job, held_out, self.engine)
         rows = training.rows(job.file.seed)
         self.facts = f"{rows.documents:,} documents, {rows.tokens:,} tokens"
@@ -119,7 +121,7 @@ class TrainingRun:
             report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step))
             for watch in self._watches:
                 watch.after_step(self, loss)
-            last = last and self.step == step  # a watch may have gone back
+            last = last and not self.spikes.after_step()  # the run may have gone back
             if last or self.step % job.file.evaluate.every == 0:
                 validation = self.evaluate()
                 if not last and (text := self.sample()) is not None:
@@ -142,7 +144,7 @@ class TrainingRun:
         folder, every = self.job.checkpoints, self.job.config.checkpoint.every
         if folder is not None:
             if every is None or self.step % every:
-                self.engine.save_checkpoint(folder)
+                self.engine.save_checkpoint(folder, client_state=self.engine.client_state)
             self.engine.wait_for_checkpoint()
 
     def sample(self) -> str | None:
@@ -159,7 +161,7 @@ class TrainingRun:
         (ids,) = inference.generate([prompt.tolist()], room, temperature=section.temperature, seed=self.job.file.seed)
         return tokenizer.decode(ids)
 
-    def _config(self) -> dict[str, object]:
+    def _config(self) -> dict[str, Any]:
         """Return the engine's configuration, which resumes where there is a checkpoint."""
         engine, folder, section = dict(self.job.engine), self.job.checkpoints, self.job.file.checkpoint
         if folder is None or section is None:
@@ -171,14 +173,15 @@ class TrainingRun:
             engine["checkpoint"] = {**engine["checkpoint"], "resume": "auto"}
         return engine
 
-    def _load(self) -> None:
-        """Load the checkpoint that ``checkpoint.resume`` names, if it names one."""
+    def _load(self) -> Mapping[str, Any] | None:
+        """Load the checkpoint that ``checkpoint.resume`` names, if it names one, and return the client state."""
         section = self.job.file.checkpoint
-        if section is not None and section.resume not in ("auto", "required", "never"):
-            path = Path(section.resume)
-            folder = path.parent if len(path.parts) > 1 else self.job.checkpoints
-            assert folder is not None
-            self.engine.load_checkpoint(folder, path.name)
+        if section is None or section.resume in ("auto", "required", "never"):
+            return self.engine.resumed[1]
+        path = Path(section.resume)
+        folder = path.parent if len(path.parts) > 1 else self.job.checkpoints
+        assert folder is not None
+        return self.engine.load_checkpoint(folder, path.name)[1]
 
     def _introduce(self) -> None:
         job = self.job
@@ -242,5 +245,7 @@ def train(job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = N
         run = TrainingRun(job, watches, baseline)
     except (ConfigError, CheckpointError) as error:
         user_error(error)
-    run.train()
+    section = job.file.checkpoint
+    with requeued(section is not None and section.requeue, run.grid.rank):
+        run.train()
     run.grid.close()

@@ -226,9 +226,9 @@ class SpikesSection(Keys):
         "warn: print it; skip: take no step with this batch; rewind: go on from the last checkpoint, without these "
         "batches.",
     )
-    loss: float = setting(6.0, "A loss is a spike above the mean by so many standard deviations.", gt=0.0)
+    loss: float = setting(6.0, "A loss is a spike above the median by so many standard deviations.", gt=0.0)
     norm: float = setting(10.0, "A gradient norm is a spike at so many times the median.", gt=1.0)
-    window: int = setting(100, "Steps of which mean, deviation and median are taken.", ge=2)
+    window: int = setting(100, "Steps of which median and deviation are taken.", ge=2)
     limit: int = setting(3, "Times that a run rewinds before it gives up.", ge=1)
 
 
@@ -315,6 +315,9 @@ class CheckpointSection(Keys):
         "beginning; or the tag of one, or the path of a checkpoint.",
     )
     async_: bool = setting(True, "Write in the background.", alias="async")
+    requeue: bool = setting(
+        True, "After SIGUSR1, which Slurm sends before the time limit: save, leave, and requeue the job."
+    )
 
 
 class SampleSection(Keys):
@@ -376,3 +379,7 @@ class TrainingFile(Keys):
     deepspeed: dict[str, Any] | str | None = setting(
         None, "A DeepSpeed configuration, a section or a path, whose keys are taken as they are: docs/config.md."
     )
+
+
+# Sections that docs/config.md and other pages describe key by key.
+WHOLE = (ZeroConfig, ActivationCheckpointingConfig, LoraConfig, WandbConfig)

@@ -1,0 +1,96 @@
+"""The keys of training files: each is read by a run, and docs/training-files.md lists them all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.config.resolved import keys, markdown
+from triax.models.config import MixtralConfig
+from triax.models.huggingface.config import to_hf
+from triax.train import schema
+from triax.train.loop import train
+from triax.train.schema import WHOLE, TrainingFile
+from triax.train.start import make_job
+
+from paths import ROOT
+from processes import program
+from readme_blocks import commands, programs
+from tokenized import folder
+
+
+def read_while_training(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> set[tuple[str, str]]:
+    """Train as the values say, and return each (section, key) that is read, after the values were checked."""
+    read: set[tuple[str, str]] = set()
+    plain = schema.Keys.__getattribute__
+
+    def noting(self: Any, name: str) -> Any:
+        if not name.startswith("_"):
+            read.add((type(self).__name__, name))
+        return plain(self, name)
+
+    file = TrainingFile.model_validate(values)
+    with monkeypatch.context() as patch:
+        patch.setattr(schema.Keys, "__getattribute__", noting)
+        train(make_job(file))
+    return read
+
+
+def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of the schema that nothing reads has no effect, and this test says which."""
+    monkeypatch.chdir(tmp_path)
+    tokens = str(folder(tmp_path, 60))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(MixtralConfig.preset("mixtral-tiny"))))
+    read = read_while_training(
+        monkeypatch,
+        {
+            "model": {"folder": ".", "weights": False, "overrides": {"num_hidden_layers": 1}},
+            "data": {"training": tokens, "held_out": 0.3},
+            "training": {
+                "epochs": 0.03,
+                "batch": 2,
+                "sequence": 8,
+                "learning_rate": {"schedule": "wsd", "warmup_tokens": 8},
+            },
+            "evaluate": {"sequences": 2},
+            "sample": {"prompt": "a", "tokens": 1},
+        },
+    )
+    sections = [cls for cls in vars(schema).values() if isinstance(cls, type) and issubclass(cls, schema.Keys)]
+    unread = {(cls.__name__, key) for cls in sections for key in cls.model_fields} - read
+    unread -= {("ExpertsSection", key) for key in schema.ExpertsSection.model_fields}  # handed on whole
+    assert not unread
+
+
+def test_the_docs_list_every_key() -> None:
+    table = markdown(TrainingFile, WHOLE)
+    text = (ROOT / "docs" / "training-files.md").read_text()
+    assert table in text, "renew it: triax train --table"
+    assert CliRunner().invoke(app, ["train", "--table"]).stdout.strip() == table
+    assert len(table.splitlines()) == 2 + len([*keys(TrainingFile, whole=WHOLE)])
+
+
+def test_the_docs_program_and_commands_run(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "training-files.md").read_text()
+    (tmp_path / "program.py").write_text(programs(text)["program.py"])
+    (printed,) = ranks(1, program, ["program.py"], str(tmp_path))
+    assert "step 3/3" in printed and "nats per byte on held-out documents" in printed
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    (tmp_path / "text").mkdir()
+    for number in range(12):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"text {number} of some length\n" * 20)
+    first, second, *_ = [command.partition("#")[0].split()[1:] for _, command in commands(text)]
+    shutil.rmtree("tokens")
+    small = ["training.steps=1", "training.batch=4", "model.preset=bytes-tiny"]
+    for words in (first, [*second, *small]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "runs" / "first" / "model" / "config.json").exists()
