@@ -71,6 +71,8 @@ class FlatWeights:
         self.owned = flat.owned(self.axis.rank) if stage > 0 else (0, flat.numel)
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
         self.released = self.partitioned = stage == 3 and not key.persistent  # nothing is whole until it is gathered
+        for member in self.members if options.stage == 3 else ():
+            setattr(member.parameter, "ds_persist", key.persistent)  # noqa: B010  # DeepSpeed's mark, as ds_id
         if self.released:
             self.weights.untyped_storage().resize_(0)
             self.shard = memory.parameters.zeros(self.owned_numel, dtype)

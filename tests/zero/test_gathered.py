@@ -314,6 +314,7 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
     for name, parameter in parameters.items():
         assert hasattr(parameter, "ds_id")
         assert (parameter.ds_shape, parameter.ds_numel) == (parameter.shape, parameter.numel())
+        assert parameter.ds_persist is False
         assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
         with deepspeed.zero.GatheredParameters([parameter], enabled=True):
             assert parameter.ds_status == ZeroParamStatus.AVAILABLE
