@@ -89,6 +89,9 @@ class Config(Section):
     sparse_gradients: bool = setting(
         False, "Sum embeddings' gradients by the rows that are not zero, if that sends less. ZeRO stages 0 and 1."
     )
+    data_parallel_size: int | None = setting(
+        None, "Expected size of the grid's data axis, the number of replicas; another size is an error.", ge=1
+    )
     sequence_parallel_size: int | None = setting(
         None,
         "Expected size of the grid's context axis, which Grid(context=...) sets; another size is an error.",

@@ -94,8 +94,7 @@ class ModuleEngine(Engine):
         self._make_step(parts)
         self.observer = ModuleObserver(self)
         self.microbatch = 0
-        # From set_gradient_accumulation_boundary. None: counted. Unmanaged, each step() ends one.
-        self._user_boundary: bool | None = None if config.managed_gradient_accumulation else True
+        self._user_boundary = None if config.managed_gradient_accumulation else True  # None: microbatches are counted
         self.in_no_sync = False  # within no_sync
         self._scaled_by_user = False  # the loss of this microbatch went through scale()
         self._engine_backwards = 0  # backward passes of this microbatch that backward() made

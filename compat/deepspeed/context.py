@@ -129,13 +129,17 @@ def initialize(
         )
     make: Any = make_engine
     with deepspeed_errors():
+        checked = read_config(config_source(args, config, config_params))
+        sizes = checked.data_parallel_size, checked.sequence_parallel_size
+        if mesh_param is None and all(sizes) and not isinstance(model, PipelineModule):
+            mesh_param = sizes  # type: ignore[assignment]  # neither is None
         if grid is None and mpu is not None and not isinstance(model, PipelineModule):
             grid = mpu if isinstance(mpu, Grid) else grid_of_mpu(mpu)
             lay_out_megatron(model, grid)
         elif grid is None and mesh_param is not None:
             grid = Grid(data=mesh_param[0], context=mesh_param[1])
-        stages = _stages(model, args, config, config_params)
-        if stages > 1 and isinstance(model, PipelineModule):
+        stages = checked.pipeline.stages or 1
+        if stages > 1 and isinstance(model, PipelineModule) and model.grid_is_default:
             model, model_parameters = on_grid(model, Grid(pipe=stages), model_parameters)
         made: tuple[Any, Any, Any, Any] = make(
             args,
@@ -145,18 +149,10 @@ def initialize(
             training_data,
             lr_scheduler,
             collate_fn,
-            config,
-            config_params,
+            checked,
             grid=CONTEXT.grid if grid is None else grid,
             _classes=(DeepSpeedPipelineEngine, DeepSpeedEngine),
         )
     made[0].mpu = mpu
     CONTEXT.engines[id(made[0])] = made[0]
     return made
-
-
-def _stages(model: nn.Module, args: Any, config: Any, config_params: Any) -> int:
-    """Return the stages that the configuration asks for, if the model leaves it to the configuration; else 1."""
-    if not isinstance(model, PipelineModule) or not model.grid_is_default:
-        return 1
-    return read_config(config_source(args, config, config_params)).pipeline.stages or 1

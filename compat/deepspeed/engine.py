@@ -469,6 +469,13 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         super().__init__(module, config, schedule, parts)
         self._start_members()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a member of the module: ``engine.parameters()``."""
+        module = self.__dict__.get("module")
+        if module is not None and hasattr(module, name):
+            return getattr(module, name)
+        raise AttributeError(f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}")
+
     def set_dataloader(self, loader: Any) -> None:
         """Let ``train_batch`` without an argument read from a loader, which begins again at its end."""
         self._data = RepeatingLoader(loader)

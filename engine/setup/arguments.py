@@ -66,6 +66,7 @@ def check_grid(grid: Grid, config: Config) -> None:
         ("pipeline.stages", config.pipeline.stages, "pipe"),
         ("tensor_parallel.autotp_size", parallel.autotp_size, "tensor"),
         ("tensor_parallel.tp_size", parallel.tp_size, "tensor"),
+        ("data_parallel_size", config.data_parallel_size, "data"),
         ("sequence_parallel_size", config.sequence_parallel_size, "context"),
         ("expert_parallel_size", config.expert_parallel_size, "expert"),
         ("moe.ep_size", config.moe.ep_size, "expert"),

@@ -380,7 +380,18 @@ def from_the_configuration(specs: bool) -> tuple[int, float]:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=settings, training_data=data
     )
+    assert [*engine.parameters()] == [*engine.module.parameters()] and not hasattr(engine, "none")
     return engine.num_stages, engine.train_batch().item()
+
+
+def mesh_of_the_configuration() -> tuple[int, int]:
+    settings = {"train_batch_size": 4, "data_parallel_size": 1, "sequence_parallel_size": 2}
+    engine, *_ = deepspeed.initialize(model=net(), config=settings)
+    return engine.dp_world_size, dist.get_world_size(engine.seq_parallel_group)
+
+
+def test_the_configuration_chooses_replicas_and_shards_of_the_sequence(ranks: Any) -> None:
+    assert ranks(2, mesh_of_the_configuration) == [(1, 2)] * 2
 
 
 def test_the_configuration_chooses_the_stages(ranks: Any) -> None:

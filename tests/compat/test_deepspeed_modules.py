@@ -264,7 +264,7 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
 def test_shared_weights_have_all_their_names(tmp_path: Path) -> None:
     def tied() -> nn.Sequential:
         made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        made[1].weight = made[0].weight  # type: ignore[assignment]
+        made[1].weight = made[0].weight
         return made
 
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": LR}}}
