@@ -84,10 +84,10 @@ class Job:
         return Path(self.file.runs) / self.file.name
 
     @property
-    def checkpoints(self) -> Path | None:
-        """Folder of the checkpoints; None: there are none."""
-        section = self.file.checkpoint
-        return None if section is None else Path(section.folder or self.folder / "checkpoints")
+    def checkpoints(self) -> str | None:
+        """Folder of the checkpoints, or its URI; None: there are none."""
+        found: str | None = self.engine["checkpoint"]["dir"] if self.file.checkpoint is not None else None
+        return found
 
     @property
     def export(self) -> Path | None:

@@ -119,9 +119,11 @@ class TrainingRun:
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
             report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step))
+            if self.spikes.after_step():
+                last = False
+                continue
             for watch in self._watches:
                 watch.after_step(self, loss)
-            last = last and not self.spikes.after_step()  # the run may have gone back
             if last or self.step % job.file.evaluate.every == 0:
                 validation = self.evaluate()
                 if not last and (text := self.sample()) is not None:
@@ -166,7 +168,9 @@ class TrainingRun:
         engine, folder, section = dict(self.job.engine), self.job.checkpoints, self.job.file.checkpoint
         if folder is None or section is None:
             return engine
-        found = self.grid.world.all_gather_json(self.grid.rank == 0 and bool(folders.tags(folder)))[0]
+        found = self.grid.world.all_gather_json(self.grid.rank == 0 and bool(folders.tags(folders.folder_at(folder))))[
+            0
+        ]
         if section.resume == "required" and not found:
             raise ConfigError(f"checkpoint.resume is required, but {folder} has no checkpoint: write auto")
         if section.resume in ("auto", "required") and found:
@@ -174,14 +178,12 @@ class TrainingRun:
         return engine
 
     def _load(self) -> Mapping[str, Any] | None:
-        """Load the checkpoint that ``checkpoint.resume`` names, if it names one, and return the client state."""
+        """Load the checkpoint that ``checkpoint.resume`` names, if it names one. Returns the client state."""
         section = self.job.file.checkpoint
         if section is None or section.resume in ("auto", "required", "never"):
             return self.engine.resumed[1]
-        path = Path(section.resume)
-        folder = path.parent if len(path.parts) > 1 else self.job.checkpoints
-        assert folder is not None
-        return self.engine.load_checkpoint(folder, path.name)[1]
+        folder, _, tag = section.resume.rstrip("/").rpartition("/")
+        return self.engine.load_checkpoint(folder or str(self.job.checkpoints), tag)[1]
 
     def _introduce(self) -> None:
         job = self.job

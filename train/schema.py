@@ -306,7 +306,9 @@ class EvaluateSection(Keys):
 class CheckpointSection(Keys):
     """``checkpoint``: what a run goes on from."""
 
-    folder: str | None = setting(None, "Folder of the checkpoints; null: checkpoints in the run's folder.")
+    folder: str | None = setting(
+        None, "Folder of the checkpoints, or its URI as s3://bucket/run; null: checkpoints in the run's folder."
+    )
     every: int = setting(500, "Save every so many steps; also at the end and when the run is stopped.", ge=1)
     keep: int | None = setting(2, "Number of checkpoints to keep; null: all.", ge=1)
     resume: str = setting(
@@ -379,6 +381,15 @@ class TrainingFile(Keys):
     deepspeed: dict[str, Any] | str | None = setting(
         None, "A DeepSpeed configuration, a section or a path, whose keys are taken as they are: docs/config.md."
     )
+
+    @model_validator(mode="after")
+    def _can_rewind(self) -> TrainingFile:
+        if self.checkpoint is None and self.training.spikes.action == "rewind":
+            raise ValueError(
+                "training.spikes is rewind, but checkpoint is false, so that there is nothing to go back to: leave "
+                "checkpoint out, or write skip"
+            )
+        return self
 
 
 # Sections that docs/config.md and other pages describe key by key.

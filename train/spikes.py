@@ -190,9 +190,9 @@ class SpikeGuard:
             return False
         if rewinds >= self._limit:
             raise AgreedError(
-                f"step {step} is a spike, because {found}. The run went back to a checkpoint {rewinds} times before, "
-                f"which is training.spikes.limit. Lower the learning rate, look at the data of this step, or give a "
-                f"higher limit and resume from {folder}"
+                f"step {step} is a spike, because {found}. All rewinds of training.spikes.limit are used ({rewinds} of "
+                f"{self._limit}). Lower the learning rate, look at the data of this step, or give a higher limit and "
+                f"resume from {folder}"
             )
         place = None if loader is None else loader.state_dict()
         with engine.all_or_none("rewind"):

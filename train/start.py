@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from ..checkpoint.format.remote import folder_at
 from ..engine.setup.check import read_config
 from ..grid.environment import read_environment
 from ..grid.errors import ConfigError
@@ -29,6 +30,11 @@ def make_job(file: TrainingFile) -> Job:
     processes = None if environment is None else environment.world_size
     job = resolve(file, processes, gpus() or 1)
     read_config(job.engine)
+    if job.checkpoints is not None:
+        try:
+            folder_at(job.checkpoints)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint.folder: {error}") from error
     _, _, tokenizer = check_data(file, job.sequence, job.tokenizer, job.model.vocab_size)
     if file.sample is not None and tokenizer is None:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 from collections.abc import Iterator
@@ -18,10 +19,15 @@ from torch.utils.data import IterableDataset
 
 import triax
 from triax.checkpoint.format.folder import tags
+from triax.grid.environment import read_environment
 from triax.grid.errors import AgreedError, ConfigError
+from triax.train.file import read_training_file
+from triax.train.job import resolve
+from triax.train.loop import train as train_job
 from triax.train.spikes import SpikeDetector, SpikeGuard
 
-from toys import mean_loss, same
+from tokenized import folder
+from toys import error_text, mean_loss, same
 
 WIDTH, BATCH, STEPS = 4, 4, 16
 
@@ -137,14 +143,14 @@ def test_the_run_is_one_without_the_batch(ranks: Any, tmp_path: Path, grid: tupl
         ("rewind", 12, [*range(1, 9), *range(13, 21)]),
     ):
         wanted, weights = plain(kept)
-        folder = tmp_path / action
+        place = tmp_path / action
         for losses, found, state, spikes in ranks(
-            math.prod(grid), train, grid, {at: jump}, action, str(folder), timeout=60
+            math.prod(grid), train, grid, {at: jump}, action, str(place), timeout=60
         ):
             assert spikes == 1 and state["rewinds"] == (action == "rewind")
             same([loss for step, loss in losses if action == "rewind" or step != at], wanted)
             same(found, weights)
-        assert tags(folder)[-1] == "global_step16" and len(tags(folder)) == 4
+        assert tags(place)[-1] == "global_step16" and len(tags(place)) == 4
 
 
 def test_warn_takes_the_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,12 +176,69 @@ def test_a_resumed_run_decides_alike(tmp_path: Path) -> None:
 
 def test_rewinds_come_to_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     jumps = dict.fromkeys((11, 12, 13), 300.0)
-    with pytest.raises(AgreedError, match=r"back to a checkpoint 2 times before, which is training\.spikes\.limit"):
+    with pytest.raises(AgreedError, match=r"All rewinds of training\.spikes\.limit are used \(2 of 2\)"):
         train((1, 1), jumps, "rewind", str(tmp_path), limit=2)
     assert "went back from step 11 to step 8, and leaves out the 3 batches between (1 of 2 rewinds)" in caplog.text
     assert tags(tmp_path) == ["global_step4", "global_step8"]
     train((1, 1), {3: math.nan}, "rewind", str(tmp_path / "other"), steps=6)
     assert "there is no checkpoint to go back to: step 3 was left out" in caplog.text
+
+
+FILE = """\
+name: one
+model: {preset: bytes-tiny}
+data: {training: tokens, threads: 0}
+training:
+  steps: 8
+  batch: 4
+  sequence: 16
+  precision: fp64
+  learning_rate: {peak: 0.3, warmup_steps: 0, schedule: constant}
+  spikes: {action: skip, window: 2, loss: 0.01}
+checkpoint: {every: 4}
+monitor: {trace: 0}
+export: false
+"""
+
+
+class Keeper:
+    """Watch that keeps the run, its losses and its last weights."""
+
+    run: Any = None
+
+    def start(self, run: Any) -> None:
+        self.run = run
+        self.losses: list[float] = []
+
+    def after_step(self, run: Any, loss: float) -> None:
+        self.losses.append(loss)
+        self.weights = run.engine.gather()
+
+
+def train_file(root: str, *changes: str) -> tuple[list[float], dict[str, Tensor], int]:
+    """Be a rank of the run of ``root/run.yaml``: losses, weights, and steps that this process skipped."""
+    os.chdir(root)
+    environment, keeper = read_environment(), Keeper()
+    file, _ = read_training_file("run.yaml", changes)
+    train_job(resolve(file, None if environment is None else environment.world_size), [keeper])
+    engine = keeper.run.engine
+    assert engine.skipped_steps == keeper.run.spikes.spikes
+    return keeper.losses, keeper.weights, engine.skipped_steps
+
+
+def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -> None:
+    """Almost every step is a spike: stopped after 4 steps and resumed on two ranks, it is one run."""
+    folder(tmp_path, 40)
+    (tmp_path / "run.yaml").write_text(FILE)
+    uri = f"checkpoint.folder=file://{tmp_path}/there"
+    whole, weights, spikes = train_file(str(tmp_path), "name=whole")
+    first, _, some = train_file(str(tmp_path), uri, "training.steps=4")
+    for losses, found, more in ranks(2, train_file, str(tmp_path), uri, "grid.data=2", timeout=60):
+        same(first + losses, whole)
+        same(found, weights)
+        assert 0 < some < spikes == some + more
+    back = ("name=back", "checkpoint.every=1", "training.spikes.action=rewind", "training.spikes.limit=1")
+    assert "limit are used (1 of 1)" in error_text(lambda: train_file(str(tmp_path), *back), AgreedError)
 
 
 def test_actions_that_cannot_be() -> None:
