@@ -191,6 +191,19 @@ def resident_peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def resident_memory() -> int:
+    """Return the resident memory of this process in bytes; its peak where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resident_peak()
+
+
+def host_memory(free: bool = False) -> int:
+    """Return the bytes of the host's memory, or of the part that is free."""
+    return os.sysconf("SC_AVPHYS_PAGES" if free else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _first_host(env: Mapping[str, str]) -> str:
     """Return the first host of Slurm's list: ``node[03-05,9],other`` -> ``node03``."""
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...grid.environment import local_place, resident_peak
+from ...grid.environment import host_memory, local_place, resident_memory, resident_peak
 from .context import CONTEXT
 from .modules import rest_of
 
@@ -26,6 +24,16 @@ _OLD_NAMES = {
     "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",
     "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+# Methods that return the same on every device.
+_CONSTANTS: dict[str, Any] = {
+    "random": torch.random,
+    "is_fp16_supported": True,  # torch computes in float16 on the CPU too
+    "is_fp64_supported": True,
+    "is_triton_supported": False,  # triax has no kernels of its own, and compiles none
+    "get_op_builder": None,
+    "create_op_builder": None,
+    "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
 }
 
 
@@ -44,6 +52,8 @@ class DeepSpeedAccelerator:
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
+        if name in _CONSTANTS:
+            return lambda *args: _CONSTANTS[name]
         own = _OLD_NAMES.get(name, name)
         if own in _OF_TORCH:
             return getattr(_CPUFunctions() if self._name == "cpu" else self._torch, own)
@@ -72,13 +82,13 @@ class DeepSpeedAccelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of the device's memory."""
         if self._name == "cpu":
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            return host_memory()
         return int(self._torch.get_device_properties(device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of the device's memory that are free."""
         if self._name == "cpu":
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            return host_memory(free=True)
         return int(self._torch.mem_get_info(device_index)[0])
 
     def communication_backend_name(self) -> str:
@@ -91,10 +101,6 @@ class DeepSpeedAccelerator:
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
-    def random(self) -> Any:
-        """Return ``torch.random``."""
-        return torch.random
-
     def default_generator(self, device_index: int) -> torch.Generator:
         """Return the device's generator of random numbers."""
         generators = (torch.default_generator,) if self._name == "cpu" else self._torch.default_generators
@@ -104,19 +110,9 @@ class DeepSpeedAccelerator:
         """Return True if the device computes in bfloat16."""
         return self._name == "cpu" or bool(self._torch.is_bf16_supported())
 
-    def is_fp16_supported(self) -> bool:
-        """Return True: torch computes in float16 on the CPU too."""
-        return True
-
-    is_fp64_supported = is_fp16_supported
-
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of weights."""
         return [torch.float, torch.half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
-
-    def is_triton_supported(self) -> bool:
-        """Return False: triax has no kernels of its own."""
-        return False
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """Begin a range of NVTX on a GPU."""
@@ -144,11 +140,6 @@ class DeepSpeedAccelerator:
         """Return True if the tensor is on this kind of device."""
         return tensor.device.type == self._name
 
-    def get_op_builder(self, class_name: str) -> None:
-        """Return None: triax compiles no kernels."""
-
-    create_op_builder = get_op_builder
-
     def get_compile_backend(self) -> str:
         """Return the backend of ``torch.compile``."""
         return self._compile_backend
@@ -156,10 +147,6 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         """Set the backend of ``torch.compile`` that ``get_compile_backend`` returns."""
         self._compile_backend = backend
-
-    def visible_devices_envs(self) -> list[str]:
-        """Return the environment variables that choose the devices of a process."""
-        return ["CUDA_VISIBLE_DEVICES"]
 
 
 class _CPUFunctions:
@@ -178,19 +165,11 @@ class _CPUFunctions:
     is_available = staticmethod(lambda: True)
     max_memory_allocated = max_memory_reserved = staticmethod(lambda index=None: resident_peak())
 
-    def memory_allocated(self, index: int | None = None) -> int:
-        """Return the resident bytes of this process."""
-        try:
-            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            return resident_peak()
-
-    memory_reserved = memory_allocated
+    memory_allocated = memory_reserved = staticmethod(lambda index=None: resident_memory())
 
     def memory_stats(self, index: int | None = None) -> dict[str, int]:
         """Return the present and the largest resident bytes under the names of torch's statistics."""
-        now, peak = "allocated_bytes.all.current", "allocated_bytes.all.peak"
-        return {now: self.memory_allocated(), peak: resident_peak()}
+        return {"allocated_bytes.all.current": resident_memory(), "allocated_bytes.all.peak": resident_peak()}
 
 
 def get_accelerator() -> DeepSpeedAccelerator:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from ...monitor.timers import ThroughputTimer, WallClockTimers
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered, whole_state_dict
+from ...zero.modules.module_calls import ModuleCalls
 from ...zero.state_dict_guard import allow_empty_entries
 from .grids import ParallelGrid
 
@@ -339,11 +339,7 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
         self._start_members()
         if self.zero_optimization_stage() == 3:
             allow_empty_entries(module)
-        # Scripts call the module itself between the engine's calls, as DeepSpeed allows.
-        link = ModuleLink(module, self)
-        module.register_forward_pre_hook(link.before)
-        module.register_forward_hook(link.after)
-        module.zero_grad = link.zero_grad  # type: ignore[method-assign]
+        ModuleCalls(module, self)  # scripts call the module itself between the engine's calls, as DeepSpeed allows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, as ``ModuleEngine.forward``."""
@@ -421,43 +417,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
         """Begin the next step, if the last one has ended: the module is run in training."""
         if torch.is_grad_enabled() and self.module.training:
             self._begin_step()
-
-
-class ModuleLink:
-    """Hooks on a module that tell its engine of calls of the module itself. A copied or pickled one tells nothing.
-
-    Args:
-        module: the engine's module.
-        engine: the engine, which is not kept alive.
-    """
-
-    def __init__(self, module: nn.Module, engine: DeepSpeedEngine | None) -> None:
-        self._module = module
-        self._engine = None if engine is None else ref(engine)
-
-    @property
-    def engine(self) -> DeepSpeedEngine | None:
-        """The engine, if it is alive."""
-        return None if self._engine is None else self._engine()
-
-    def before(self, module: nn.Module, inputs: Any) -> None:
-        """Hook before the module's forward."""
-        if (engine := self.engine) is not None:
-            engine.module_called()
-
-    def after(self, module: nn.Module, inputs: Any, y: Any) -> None:
-        """Hook after the module's forward."""
-        if (engine := self.engine) is not None and torch.is_grad_enabled():
-            engine.backward_passes.watch(y)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the engine's gradients, and those of the module. Collective, as ``engine.zero_grad``."""
-        if (engine := self.engine) is not None:
-            engine.zero_grad()
-        type(self._module).zero_grad(self._module, set_to_none)
-
-    def __reduce__(self) -> tuple[type[ModuleLink], tuple[nn.Module, None]]:
-        return ModuleLink, (self._module, None)
 
 
 class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):

@@ -7,6 +7,7 @@ their places in triax when they are first used, and a name that triax does not h
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -39,6 +40,12 @@ def install() -> None:
         raise ImportError(
             f"install() was called after DeepSpeed itself was imported from {getattr(found, '__file__', '?')}, and "
             "modules that hold it would go on to use it: call install() at the top of the script"
+        )
+    transformers = sys.modules.get("transformers.integrations.deepspeed")
+    if getattr(transformers, "DeepSpeedConfig", None) is object:
+        logging.getLogger("triax").warning(
+            "install() was called after transformers was imported, and had found no DeepSpeed: HfDeepSpeedConfig and "
+            "sharded models of stage 3 do not work. Import triax.compat.deepspeed and call install() above transformers"
         )
     sys.meta_path.insert(0, Finder("deepspeed"))  # before an installed DeepSpeed is found
     sys.modules["deepspeed"] = package

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...grid.environment import host_memory
 from ...grid.layout import layout_of
 from ...grid.nest import map_tensors
 from .accelerator import get_accelerator
@@ -58,7 +58,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if force and (not dist.is_initialized() or dist.get_rank() == 0):
         device = get_accelerator()
         now, peak = device.memory_allocated() / GIB, device.max_memory_allocated() / GIB
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        free = host_memory(free=True) / GIB
         logger.info("%s: %.2f GiB allocated, %.2f GiB at most, %.2f GiB of the host free", message, now, peak, free)
 
 
