@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ...config.schema import Config
 from ...engine.base import Engine
 from ...engine.initialize import initialize as make_engine
 from ...engine.setup.arguments import config_source
@@ -22,6 +23,8 @@ from ...pipe.on_grid import on_grid
 from ...pipe.recompute.calls import RecomputeCalls
 from ...tensor_parallel.megatron_layouts import lay_out_megatron
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
+
+PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
 
 
 class DeepSpeedContext:
@@ -129,7 +132,7 @@ def initialize(
         )
     make: Any = make_engine
     with deepspeed_errors():
-        checked = read_config(config_source(args, config, config_params))
+        checked = _persistent(read_config(config_source(args, config, config_params)))
         sizes = checked.data_parallel_size, checked.sequence_parallel_size
         if mesh_param is None and all(sizes) and not isinstance(model, PipelineModule):
             mesh_param = sizes  # type: ignore[assignment]  # neither is None
@@ -156,3 +159,12 @@ def initialize(
     made[0].mpu = mpu
     CONTEXT.engines[id(made[0])] = made[0]
     return made
+
+
+def _persistent(config: Config) -> Config:
+    """Keep small parameters whole in stage 3, as DeepSpeed does where the configuration does not say how small."""
+    zero = config.zero_optimization
+    if zero.stage < 3 or "stage3_param_persistence_threshold" in zero.model_fields_set:
+        return config
+    zero = zero.model_copy(update={"stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD})
+    return config.model_copy(update={"zero_optimization": zero})

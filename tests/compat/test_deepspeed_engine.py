@@ -525,3 +525,17 @@ def twice() -> None:
 
 def test_a_module_of_another_engine_in_stage_3_is_refused(ranks: Any) -> None:
     ranks(2, twice)
+
+
+def small() -> tuple[list[bool], list[bool]]:
+    """Which parameters are marked as whole in stage 3 by default, and which can be read."""
+    sizes = [nn.Linear(300, 300, bias=False), nn.Linear(300, 400, bias=False)]  # 90,000 and 120,000 elements
+    model = nn.Sequential(*sizes)
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD"}}
+    deepspeed.initialize(model=model, config=settings)
+    marks: list[Any] = [*model.parameters()]
+    return [each.ds_persist for each in marks], [not each.isnan().any() for each in marks]
+
+
+def test_small_parameters_stay_whole_in_stage_3(ranks: Any) -> None:
+    assert ranks(2, small) == [([True, False], [True, False])] * 2

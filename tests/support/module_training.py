@@ -66,6 +66,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def config(kind: str = "SGD", accumulation: int = 1, stage: int = 0, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": 300, **more.pop("zero", {})}
+    if stage == 3:  # the default of the adapter of DeepSpeed would leave such a small model whole
+        zero.setdefault("stage3_param_persistence_threshold", 0)
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": accumulation,
