@@ -27,7 +27,7 @@ from ..monitor.step_record import time_parts
 from ..monitor.step_timer import StepTimer
 from ..monitor.trace.trace import trace_step
 from ..monitor.wall_clock import PartMeans, deepspeed_times, print_table
-from ..monitor.writers import csv_writer, json_writer, tensorboard_writer, wandb_writer
+from ..monitor.writers import make_writers
 from ..pipe.executor import Executor
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.program.ops import COMPUTE, Op
@@ -355,16 +355,9 @@ def make_monitor(config: Config, grid: Grid, engine: Any) -> Monitor:
     Raises:
         ConfigError: on every rank, if a package is not installed or a folder cannot be made.
     """
-    first, writers = grid.rank == 0, []
-    folders = (
-        (config.csv_monitor, csv_writer),
-        (config.tensorboard, tensorboard_writer),
-        (config.json_monitor, json_writer),
-    )
+    first = grid.rank == 0
     with agreed(grid, ConfigError) if config.monitored else nullcontext():
-        writers += [make(section.folder) for section, make in folders if section.enabled and first]
-        if config.wandb.enabled and first:
-            writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
+        writers = make_writers(config) if first else []
     mailbox = grid.mailbox() if config.monitored else None
     every, position = config.steps_per_print if first else None, lambda: (engine.global_steps, engine.global_samples)
     return Monitor(writers, every, engine.batch.train, mailbox, position)

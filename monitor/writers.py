@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..grid.errors import ConfigError
 from .files import HISTOGRAMS, METRICS
@@ -18,6 +18,59 @@ from .protocol import Histogram
 # A name, a number (or the loads of a layer's experts, or a histogram), and the samples trained on so far.
 Event = tuple[str, float | list[int] | Histogram, int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
+
+
+class Folder(Protocol):
+    """Section of the configuration of a monitor that writes files."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def folder(self) -> Path: ...
+
+
+class Wandb(Protocol):
+    """Section ``wandb`` of the configuration."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def project(self) -> str: ...
+    @property
+    def group(self) -> str | None: ...
+    @property
+    def team(self) -> str | None: ...
+
+
+class Monitors(Protocol):
+    """Configuration, as far as it says which monitors write."""
+
+    @property
+    def csv_monitor(self) -> Folder: ...
+    @property
+    def tensorboard(self) -> Folder: ...
+    @property
+    def json_monitor(self) -> Folder: ...
+    @property
+    def wandb(self) -> Wandb: ...
+
+
+def make_writers(config: Monitors) -> list[Write]:
+    """Return the writers that a configuration enables.
+
+    Raises:
+        ConfigError: a package is not installed.
+        OSError: a folder cannot be made.
+    """
+    folders = (
+        (config.csv_monitor, csv_writer),
+        (config.tensorboard, tensorboard_writer),
+        (config.json_monitor, json_writer),
+    )
+    writers = [make(section.folder) for section, make in folders if section.enabled]
+    if config.wandb.enabled:
+        writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
+    return writers
 
 
 def csv_writer(folder: Path) -> Write:

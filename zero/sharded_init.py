@@ -188,8 +188,9 @@ def require_none_written(written: int, axis: Axis, device: torch.device) -> None
     axis.all_reduce(count)
     if count:
         raise RuntimeError(
-            f"{int(count)} parameters were written (over all replicas) within gathered(...), which gathers them to be "
-            "read only: pass modifier_rank=0, and all replicas have what rank 0 of the data axis wrote"
+            f"{int(count)} parameters were written by an in-place modification (over all replicas) within "
+            "gathered(...), which gathers them to be read only: pass modifier_rank=0, and all replicas have what rank "
+            "0 of the data axis wrote"
         )
 
 

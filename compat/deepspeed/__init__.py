@@ -10,6 +10,7 @@ grids.py: a grid with the methods of DeepSpeed's ``PipelineParallelGrid`` and of
 engine.py: the two engines, with all of DeepSpeed's members.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.
+monitors.py: ``MonitorMaster``: the configuration's monitors without an engine.
 accelerator.py: ``deepspeed.accelerator``: the device of this process.
 comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.
 utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, nests of tensors.

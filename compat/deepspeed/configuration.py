@@ -36,11 +36,12 @@ class DeepSpeedConfig:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: all three, also those that the
             configuration leaves out.
         zero_enabled, zero_optimization_stage, fp16_enabled, bfloat16_enabled: as they will be in effect.
+        monitor_config: the sections of the monitors, for ``MonitorMaster``.
         optimizer_name, optimizer_params, scheduler_name, scheduler_params: of the two sections; None without them.
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._checked = checked = read_config(config)
+        self._checked = self.monitor_config = checked = read_config(config)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if mpu is not None:
             world = mpu.get_data_parallel_world_size()

@@ -103,12 +103,13 @@ PRESENT = {
     "moe.utils": {
         "compat.deepspeed.utils": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer"
     },
-    "monitor.monitor": {"monitor.monitor": "MonitorMaster=Monitor"},
+    "monitor.monitor": {"compat.deepspeed.monitors": "MonitorMaster"},
+    "monitor.tensorboard": {"compat.deepspeed.monitors": "TensorBoardMonitor"},
+    "monitor.csv_monitor": {"compat.deepspeed.monitors": "csvMonitor"},
+    "monitor.wandb": {"compat.deepspeed.monitors": "WandbMonitor"},
     "monitor.config": {
-        "config.monitoring": (
-            "TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig "
-            "DeepSpeedMonitorConfig=MonitorConfig"
-        )
+        "config.monitoring": ("TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig"),
+        "config.schema": "DeepSpeedMonitorConfig=Config",
     },
     "ops.adam": {"optim.deepspeed_classes": "FusedAdam DeepSpeedCPUAdam"},
     "ops.adagrad": {"optim.deepspeed_classes": "DeepSpeedCPUAdagrad"},

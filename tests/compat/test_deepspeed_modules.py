@@ -326,3 +326,21 @@ def test_configuration_has_the_batch_sizes() -> None:
     )
     assert config.train_micro_batch_size_per_gpu == 4 and config.optimizer_name == "adam" and config.zero_enabled
     assert config.gradient_clipping == 0.0 and config.scheduler_name is None and config.optimizer_params == {"lr": LR}
+
+
+def test_monitors_without_an_engine(tmp_path: Path) -> None:
+    from triax.compat.deepspeed import DeepSpeedConfig
+    from triax.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig  # type: ignore[import-not-found]
+    from triax.compat.deepspeed.monitors import MonitorMaster, csvMonitor
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config: Any = DeepSpeedConfig({"train_batch_size": 2, "csv_monitor": section}).monitor_config
+    master = MonitorMaster(config)
+    master.write_events([("Train/loss", 0.5, 10)])
+    alone = csvMonitor(config.csv_monitor)
+    alone.write_events([("Train/loss", 0.25, 20)])
+    assert (tmp_path / "job" / "Train_loss.csv").read_text().split() == ["step,loss", "10,0.5", "20,0.25"]
+    assert master.enabled and alone.enabled and alone.job_name == "job"
+    off = csvMonitor(DeepSpeedMonitorConfig().csv_monitor)
+    off.write_events([("a", 1.0, 1)])
+    assert not off.enabled and not MonitorMaster(DeepSpeedMonitorConfig()).enabled
