@@ -20,7 +20,7 @@ Event = tuple[str, float | list[int] | Histogram, int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
 
 
-class Folder(Protocol):
+class FilesSection(Protocol):
     """Section of the configuration of a monitor that writes files."""
 
     @property
@@ -29,7 +29,7 @@ class Folder(Protocol):
     def folder(self) -> Path: ...
 
 
-class Wandb(Protocol):
+class WandbSection(Protocol):
     """Section ``wandb`` of the configuration."""
 
     @property
@@ -46,13 +46,13 @@ class Monitors(Protocol):
     """Configuration, as far as it says which monitors write."""
 
     @property
-    def csv_monitor(self) -> Folder: ...
+    def csv_monitor(self) -> FilesSection: ...
     @property
-    def tensorboard(self) -> Folder: ...
+    def tensorboard(self) -> FilesSection: ...
     @property
-    def json_monitor(self) -> Folder: ...
+    def json_monitor(self) -> FilesSection: ...
     @property
-    def wandb(self) -> Wandb: ...
+    def wandb(self) -> WandbSection: ...
 
 
 def make_writers(config: Monitors) -> list[Write]:
