@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 VERSION = "0.19.8"  # of DeepSpeed, whose names these are
 MAJOR, MINOR, PATCH = map(int, VERSION.split("."))
+SOURCE = "[none]"  # what DeepSpeed says of its commit where it was built without git, so that scripts can log it
 
 ALIASES = {
     "runtime.zero": "zero",
@@ -49,7 +50,8 @@ PRESENT = {
         "compat.deepspeed.context": "initialize",
         "compat.deepspeed.ledger": (
             "__version__=VERSION version=VERSION __version_major__=MAJOR __version_minor__=MINOR "
-            "__version_patch__=PATCH"
+            "__version_patch__=PATCH "
+            "__git_hash__=SOURCE __git_branch__=SOURCE"
         ),
         "compat.deepspeed.modules": "install",
         "compat.deepspeed.utils": "OnDevice log_dist logger",
