@@ -1,0 +1,110 @@
+"""examples/recipes: the commands of its README, in order, on small text and with small sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triax.train.file import read_training_file
+from triax.train.job import model_config
+
+from paths import EXAMPLES, ROOT
+from processes import program
+from readme_blocks import broken_links, commands
+
+RECIPES = EXAMPLES / "recipes"
+TEXT = (RECIPES / "README.md").read_text()
+TYPED = [command for _, command in commands(TEXT)]
+# What makes a recipe small enough for a test: keys of the training file, and numbers in a command.
+SMALL = {
+    "pretrain.yaml": [
+        "model.overrides={vocab_size: 300, hidden_size: 16, intermediate_size: 32, max_position_embeddings: 128}",
+        *("training.steps=6", "training.learning_rate.warmup_steps=2", "training.batch=4"),
+    ],
+    "continue.yaml": ["training.epochs=0.1", "training.batch=4", "training.learning_rate.warmup_steps=1"],
+    "chat.yaml": ["training.epochs=0.5", "training.batch=4", "training.learning_rate.warmup_steps=1"],
+    "lora.yaml": ["training.epochs=0.5", "training.batch=4", "training.learning_rate.warmup_steps=1"],
+}
+
+
+def of_recipes() -> list[str]:
+    """Commands of the recipes that train here; the others are for clusters."""
+    return TYPED[: next(n for n, each in enumerate(TYPED) if "adapter" in each) + 1]
+
+
+def triax(words: list[str], folder: str) -> str:
+    """Run the command ``triax`` in this process, a rank of the pool, which has torch already."""
+    from triax.cli.main import app
+
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        app(words, standalone_mode=False)
+    return printed.getvalue()
+
+
+def test_the_recipes_commands_work_one_after_another(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for source, target in (("examples", "examples"), ("docs", "docs")):
+        (tmp_path / target).symlink_to(ROOT / source)
+    (tmp_path / "text").mkdir()
+    for name in ("graphlib", "bisect", "textwrap"):
+        shutil.copy(
+            str(sys.modules[name].__file__ if name in sys.modules else __import__(name).__file__), tmp_path / "text"
+        )
+    said: dict[str, str] = {}
+    for command in of_recipes():
+        said[command] = step(command, ranks, tmp_path)
+    for name in ("pretrain", "continue", "chat", "lora"):
+        folder = tmp_path / "runs" / name
+        assert (folder / "model" / "model.safetensors").is_file() and (folder / "model" / "tokenizer.json").is_file()
+        assert "nats per token on held-out documents" in said[f"triax train examples/recipes/{name}.yaml"]
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert "{% generation %}" in (tmp_path / "runs" / "chat" / "model" / "chat_template.jinja").read_text()
+
+
+def step(command: str, ranks: Any, folder: Path) -> str:
+    """Do what a command does, with small sizes; return what it prints."""
+    if command.startswith("TEXT="):
+        return ""
+    words = shlex.split(command.replace("$TEXT", "text").replace("--vocab-size 4096", "--vocab-size 300"))
+    kind = words.pop(0)
+    if kind == "cp":
+        shutil.copy(folder / words[0], folder / words[1])
+        return ""
+    if kind == "python":
+        script, arrow, target = words
+        assert arrow == ">"
+        lines = ranks(1, program, [script], str(folder))[0].splitlines(keepends=True)
+        (folder / target).write_text("".join(lines[:60]))
+        return ""
+    assert kind == "triax"
+    if words[0] == "train":
+        words += SMALL[Path(words[1]).name]
+    if words[0] == "generate":
+        words += ["--max-new-tokens", "5"]
+    if "docs" in words:
+        words[words.index("docs")] = "docs/lora.md"
+    (printed,) = ranks(1, triax, words, str(folder))
+    return str(printed)
+
+
+def test_the_recipes_are_of_the_sizes_that_they_say() -> None:
+    run, _ = read_training_file(RECIPES / "pretrain.yaml")
+    count = model_config(run.model).parameter_count
+    assert f"{count / 1e6:.1f} M parameters" in (RECIPES / "pretrain.yaml").read_text()
+
+
+def test_links_lead_somewhere() -> None:
+    assert broken_links(TEXT) == []
+    assert {path.name for path in RECIPES.glob("*.yaml")} >= SMALL.keys()

@@ -1,0 +1,345 @@
+"""docs/from-text.md: its commands, and every loss and gradient of its run beside plain PyTorch on one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.data import TokenData
+from triax.grid.environment import read_environment
+from triax.train.file import read_training_file
+from triax.train.loop import train
+from triax.train.start import make_job
+
+from paths import DOCS
+from processes import program, started
+from readme_blocks import blocks, broken_links, commands, programs
+
+pytest.importorskip("transformers")
+
+TEXT = (DOCS / "from-text.md").read_text()
+TYPED = [command for _, command in commands(TEXT)]
+WORDS = (
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "house",
+    "and",
+    "then",
+    "came",
+    "old",
+    "red",
+)
+STEPS, BATCH, LENGTH, VOCABULARY = 20, 8, 32, 300  # of run.yaml, as are the numbers in ``one_process``
+LOSS = {torch.float64: torch.float64, torch.bfloat16: torch.float32}  # dtype of the cross entropy
+
+
+def make_folder(folder: Path) -> Path:
+    """Write what the page begins with, and its programs and its training file."""
+    drawn = torch.Generator().manual_seed(1)
+    (folder / "text").mkdir()
+    for number in range(4):
+        lengths = torch.randint(3, 40, (30,), generator=drawn).tolist()
+        picks = [torch.randint(len(WORDS), (length,), generator=drawn).tolist() for length in lengths]
+        (folder / "text" / f"{number}.txt").write_text("\n\n".join(" ".join(WORDS[i] for i in pick) for pick in picks))
+    for name, source in programs(TEXT).items():
+        (folder / name).write_text(source)
+    (written,) = (block.text for block in blocks(TEXT) if block.language == "yaml")
+    (folder / "run.yaml").write_text(written)
+    return folder
+
+
+def typed(command: str) -> str:
+    """Run a command of the page in this process; return what it prints."""
+    done = CliRunner().invoke(app, shlex.split(command)[1:], catch_exceptions=False)
+    assert done.exit_code == 0, f"{command}: {done.output}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: Any, ranks: Any) -> Path:
+    """A folder with tokenizer, tokens and the tiny Llama, made by the page's commands."""
+    folder = make_folder(tmp_path_factory.mktemp("page"))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for command in TYPED[:3]:
+            assert typed(command)
+    finally:
+        os.chdir(before)
+    assert TYPED[3] == "python make_model.py"
+    ranks(1, program, ["make_model.py"], str(folder))
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------- on ranks
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Taken:
+    """A step: its number, its loss, the weights before it and the gradients, by the names of triax."""
+
+    step: int
+    loss: float
+    weights: Tensors
+    gradients: Tensors
+
+
+class Recorder:
+    """Watch that keeps each step, with the weights before it if asked, and sends a SIGTERM to rank 0 before a step."""
+
+    def __init__(self, stop: int | None, with_weights: bool) -> None:
+        self.taken: list[Taken] = []
+        self._stop, self._with_weights = stop, with_weights
+
+    def start(self, run: Any) -> None:
+        self._weights = run.engine.gather() if self._with_weights else {}
+
+    def after_step(self, run: Any, loss: float) -> None:
+        self.taken.append(Taken(run.step, loss, self._weights, run.engine.gather("gradients")))
+        self.start(run)
+        if run.step + 1 == self._stop and run.grid.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_part(folder: str, changes: list[str], stop: int | None = None, with_weights: bool = False) -> list[Taken]:
+    """Be a rank of ``triax train run.yaml``, and return the steps, or on ranks other than 0 nothing."""
+    os.chdir(folder)
+    file, _ = read_training_file("run.yaml", changes)
+    recorder = Recorder(stop, with_weights)
+    with nullcontext() if stop is None else pytest.raises(SystemExit, match="143"):
+        train(make_job(file), [recorder])
+    return recorder.taken if read_environment() is None or int(os.environ["RANK"]) == 0 else []
+
+
+def as_transformers(tensors: Tensors) -> Tensors:
+    """Return tensors of a Llama of 3 blocks under the names of transformers."""
+    found = {
+        "model.embed_tokens.weight": tensors["layers.0.weight"],
+        "model.norm.weight": tensors["layers.4.weight"],
+        "lm_head.weight": tensors["layers.5.weight"],
+    }
+    for block in range(3):
+        of, to = f"layers.{block + 1}.", f"model.layers.{block}."
+        key, value = tensors[of + "attention.kv.weight"].chunk(2)
+        gate, up = tensors[of + "mlp.gate_up.weight"].chunk(2)
+        found |= {
+            f"{to}self_attn.q_proj.weight": tensors[of + "attention.q.weight"],
+            f"{to}self_attn.k_proj.weight": key,
+            f"{to}self_attn.v_proj.weight": value,
+            f"{to}self_attn.o_proj.weight": tensors[of + "attention.out.weight"],
+            f"{to}mlp.gate_proj.weight": gate,
+            f"{to}mlp.up_proj.weight": up,
+            f"{to}mlp.down_proj.weight": tensors[of + "mlp.down.weight"],
+            f"{to}input_layernorm.weight": tensors[of + "norm1.weight"],
+            f"{to}post_attention_layernorm.weight": tensors[of + "norm2.weight"],
+        }
+    return found
+
+
+# --------------------------------------------------------------------------------------- plain PyTorch, one process
+
+
+def llama(folder: Path, dtype: torch.dtype) -> Any:
+    """Load the tiny Llama. In float64 its norms compute in float64: those of transformers round to float32."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder / "llama", dtype=dtype)
+    for name, module in [*model.named_modules()]:
+        if dtype == torch.float64 and type(module).__name__ == "LlamaRMSNorm":
+            norm = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon, dtype=dtype)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
+    return model.train()
+
+
+def batches(folder: Path) -> Any:
+    """Return the global batches: rows of the documents that are not held out."""
+    return TokenData(folder / "tokens", LENGTH, held_out=0.1).loader(BATCH, BATCH, seed=0, threads=0)
+
+
+def gradients_of(model: Any, batch: Any) -> tuple[float, Tensors]:
+    (ids, documents), labels = batch
+    model.zero_grad()
+    loss = F.cross_entropy(logits_of(model, ids, documents).flatten(0, 1).to(LOSS[model.dtype]), labels.flatten())
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def one_process(folder: Path) -> dict[int, tuple[float, Tensors]]:
+    """Train in float64 by a plain loop: step -> loss and gradients."""
+    model = llama(folder, torch.float64)
+    spared = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
+    decaying = [p for name, p in model.named_parameters() if not (p.dim() < 2 or "embed" in name)]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    found = {}
+    for step, batch in enumerate(itertools.islice(batches(folder), STEPS)):
+        share = (step + 1) / 3 if step < 3 else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 3) / (STEPS - 3)))
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * share
+        loss, _ = gradients_of(model, batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found[step + 1] = loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+    return found
+
+
+def logits_of(model: Any, ids: Tensor, documents: Tensor) -> Tensor:
+    """Return the logits of packed rows: each token sees its document's tokens up to itself, at positions from 0."""
+    rows, length = ids.shape
+    seen = (documents[:, :, None] == documents[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+    mask = torch.zeros(rows, 1, length, length, dtype=model.dtype).masked_fill(~seen[:, None], -torch.inf)
+    found: Tensor = model(input_ids=ids, attention_mask=mask, position_ids=seen.sum(-1) - 1, use_cache=False).logits
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the page
+
+
+def test_stopped_and_resumed_on_another_grid_it_equals_one_process(
+    ranks: Any, prepared: Path, monkeypatch: Any
+) -> None:
+    """Losses and gradients to 1e-10, the exported model's logits to 1e-5 in float32, and the same greedy text."""
+    taken = ranks(4, run_part, str(prepared), changes_of(TYPED[4]), 8)[0]
+    taken += ranks(2, run_part, str(prepared), changes_of(TYPED[5]))[0]
+    assert [each.step for each in taken] == [*range(1, 8), *range(9, STEPS + 1)]  # step 8 ended in a checkpoint
+    wanted = one_process(prepared)
+    assert losses(prepared / "runs" / "notes") == pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
+    for each in taken:
+        assert each.loss == pytest.approx(wanted[each.step][0], rel=1e-10, abs=0)
+        for name, gradient in as_transformers(each.gradients).items():
+            where = f"step {each.step}: {name}"
+            torch.testing.assert_close(gradient, wanted[each.step][1][name], rtol=1e-10, atol=1e-12, msg=where)
+    monkeypatch.chdir(prepared)
+    check_model(typed(TYPED[6]))
+
+
+@pytest.mark.exhaustive
+def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared: Path) -> None:
+    """Each step beside float64 at the same weights, from which it differs by the rounding of its arithmetic alone.
+
+    K rounded operations one after another, with relative errors of at most u = 2^-8, give an error of about sqrt(K) u
+    (Higham and Mary 2019, SIAM J. Sci. Comput. 41, A2815). Where a sum cancels, as in the gradients of queries and keys,
+    it is larger in plain PyTorch in bf16 too: so twice that one's error is added. A loss that is a mean has less: twice
+    plain PyTorch's.
+    """
+    common = ["training.precision=bf16", "training.clip=0", "name=half"]
+    taken = ranks(4, run_part, str(prepared), common, 8, True)[0]
+    taken += ranks(2, run_part, str(prepared), [*changes_of(TYPED[5]), *common], None, True)[0]
+    exact, plain = llama(prepared, torch.float64), llama(prepared, torch.bfloat16)
+    rows = dict(enumerate(itertools.islice(batches(prepared), STEPS), 1))
+    unit, count = 2.0**-8, 2 * (3 * 13 + 3)  # rounded operations of 3 blocks, embedding, norm and head, there and back
+    off: dict[str, list[float]] = {"triax": [], "plain": []}
+    for each in taken:
+        weights = as_transformers(each.weights)
+        exact.load_state_dict(weights)
+        plain.load_state_dict(weights)
+        loss, wanted = gradients_of(exact, rows[each.step])
+        others = {"triax": (each.loss, as_transformers(each.gradients)), "plain": gradients_of(plain, rows[each.step])}
+        for who, (found, _) in others.items():
+            off[who].append(abs(found - loss))
+        for name, gradient in wanted.items():
+            errors = {who: float((found[name].double() - gradient).norm()) for who, (_, found) in others.items()}
+            bound = count**0.5 * unit * float(gradient.norm()) + 2 * errors["plain"]
+            assert errors["triax"] <= bound, f"step {each.step}: {name}"
+    assert max(off["triax"]) <= 2 * max(off["plain"])
+
+
+@pytest.mark.exhaustive
+def test_the_page_as_it_is_typed(tmp_path: Path) -> None:
+    """Every command in a shell of its own, with a Ctrl-C during the first run."""
+    make_folder(tmp_path)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = []
+    for command in TYPED:
+        with started("bash", "-c", f"exec {command}", cwd=tmp_path, env=environment) as process:
+            if command == "triax train run.yaml":
+                while process.poll() is None and len(losses(tmp_path / "runs" / "notes")) < 5:
+                    time.sleep(0.01)
+                os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == (130 if command == "triax train run.yaml" else 0), f"{command}: {out}{err}"
+        printed.append(out)
+    wanted = one_process(tmp_path)
+    assert losses(tmp_path / "runs" / "notes") == pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
+    assert printed[-2].strip() == printed[-1].strip() and "the cat" in printed[-1]
+
+
+def losses(run: Path) -> list[float]:
+    """Return the loss of each step from a run's metrics; of a step that was taken twice, the last."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    found = {row["step"]: row["Train/Samples/train_loss"] for row in rows if "Train/Samples/train_loss" in row}
+    return [found[step] for step in sorted(found)]
+
+
+def changes_of(command: str) -> list[str]:
+    """Return the changes in a command of the page."""
+    words = shlex.split(command)
+    assert words[:3] == ["triax", "train", "run.yaml"]
+    return words[3:]
+
+
+def check_model(generated: str) -> None:
+    """Compare the exported model in transformers with triax: logits, and greedy text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import triax
+
+    folder = Path("runs/notes/model")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("the cat", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**prompt, do_sample=False, max_new_tokens=20)[0], skip_special_tokens=True)
+    assert generated.strip() == text.strip() and len(text) > 20
+    grid = triax.Grid()
+    module = triax.PipelineModule(triax.load_hf(folder), grid=grid, dtype=torch.float32)
+    ids = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = ids
+        for layer in module.layers.values():
+            found = layer(found)
+        assert (found - model(input_ids=ids).logits).abs().max() <= 1e-5
+    written = TokenData("tokens", LENGTH, tokenizer=folder)  # its tokenizer is the one that made the tokens
+    assert written.length == LENGTH
+
+
+def test_all_of_it_is_run() -> None:
+    kinds = [" ".join(command.split()[:2]) for command in TYPED]
+    assert kinds == [
+        *["triax data"] * 3,
+        "python make_model.py",
+        *["triax train"] * 2,
+        "triax generate",
+        "python check.py",
+    ]
+    assert list(programs(TEXT)) == ["make_model.py", "check.py"]
+    assert not [link for link in broken_links(TEXT) if not (DOCS / link).exists()]
