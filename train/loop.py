@@ -101,6 +101,9 @@ class TrainingRun:
                 f"the checkpoint in {job.checkpoints} is of step {self.step} of {job.steps}: give more steps, another "
                 "name, or checkpoint.resume=never"
             )
+            if job.export is not None:  # a run that was killed at its very end has no model
+                self._export(job.export)
+                report.say(f"the model is in {job.export}")
             return
         for watch in self._watches:
             watch.start(self)
@@ -245,8 +248,10 @@ def train(job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = N
     """
     try:
         run = TrainingRun(job, watches, baseline)
-    except (ConfigError, CheckpointError) as error:
+    except ConfigError as error:
         user_error(error)
+    except CheckpointError as error:
+        user_error(f"{error}. In the training file, give what the run had, another name, or checkpoint.resume=never")
     section = job.file.checkpoint
     with requeued(section is not None and section.requeue, run.grid.rank):
         run.train()

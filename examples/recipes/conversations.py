@@ -10,11 +10,12 @@ import inspect
 import json
 
 NAMES = """
-    argparse ast asyncio base64 bisect calendar collections configparser contextlib copy csv dataclasses datetime decimal
-    difflib email.message enum fractions functools glob gzip heapq html http.client inspect io ipaddress itertools json
-    logging math mimetypes multiprocessing os os.path pathlib pickle pprint queue random re secrets shlex shutil socket
-    sqlite3 statistics string struct subprocess sys tarfile tempfile textwrap threading time timeit tokenize traceback
-    types unittest urllib.parse urllib.request uuid warnings weakref xml.etree.ElementTree zipfile
+    argparse ast asyncio base64 bisect calendar collections configparser contextlib copy csv dataclasses
+    datetime decimal difflib email.message enum fractions functools glob gzip heapq html http.client inspect io
+    ipaddress itertools json logging math mimetypes multiprocessing os os.path pathlib pickle pprint queue
+    random re secrets shlex shutil socket sqlite3 statistics string struct subprocess sys tarfile tempfile
+    textwrap threading time timeit tokenize traceback types unittest urllib.parse urllib.request uuid warnings
+    weakref xml.etree.ElementTree zipfile
 """
 
 

@@ -100,7 +100,8 @@ def check_torchrun(words: list[str], folder: Path) -> None:
 
 
 def check_triax(words: list[str], folder: Path) -> None:
-    subcommand = [word for word in words[:1] if not word.startswith("-")]
+    depth = 2 if words[0] in ("data", "checkpoint") else 1
+    subcommand = [word for word in words[:depth] if not word.startswith("-")]
     check_options(words, str(BIN / "triax"), *subcommand)
 
 

@@ -70,6 +70,11 @@ def test_the_recipes_commands_work_one_after_another(ranks: Any, tmp_path: Path)
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+    model = tmp_path / "runs" / "lora" / "model" / "model.safetensors"
+    written = model.read_bytes()
+    model.unlink()  # as if the run had been killed at its end: the same command writes the model
+    assert "give more steps" in step("triax train examples/recipes/lora.yaml", ranks, tmp_path)
+    assert model.read_bytes() == written
     assert "{% generation %}" in (tmp_path / "runs" / "chat" / "model" / "chat_template.jinja").read_text()
 
 

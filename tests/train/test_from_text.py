@@ -247,9 +247,9 @@ def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared:
     """Each step beside float64 at the same weights, from which it differs by the rounding of its arithmetic alone.
 
     K rounded operations one after another, with relative errors of at most u = 2^-8, give an error of about sqrt(K) u
-    (Higham and Mary 2019, SIAM J. Sci. Comput. 41, A2815). Where a sum cancels, as in the gradients of queries and keys,
-    it is larger in plain PyTorch in bf16 too: so twice that one's error is added. A loss that is a mean has less: twice
-    plain PyTorch's.
+    (Higham and Mary 2019, SIAM J. Sci. Comput. 41, A2815). Where a sum cancels, as in the gradients of queries and
+    keys, plain PyTorch in bf16 is further off too: twice its error is added. A loss is a mean, and is off by at most
+    twice what plain PyTorch's is.
     """
     common = ["training.precision=bf16", "training.clip=0", "name=half"]
     taken = ranks(4, run_part, str(prepared), common, 8, True)[0]
