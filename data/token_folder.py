@@ -133,10 +133,15 @@ def read_index(folder: Path) -> TokenIndex:
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except OSError as error:
-        unfinished = ", because triax data tokenize has not finished there" if (folder / "plan.json").is_file() else ""
-        raise ConfigError(
-            f"{folder} has no tokens: it has no {NAME}{unfinished}. Run triax data tokenize with --out {folder}."
-        ) from error
+        if folder.is_file():
+            raise ConfigError(
+                f"{folder} is a file, but tokens are a folder, which triax data tokenize writes."
+            ) from error
+        reason = "it does not exist" if not folder.exists() else f"it has no {NAME}"
+        advice = "Give a folder that triax data tokenize wrote"
+        if (folder / "plan.json").is_file():
+            advice = "triax data tokenize has not finished there: give that command again"
+        raise ConfigError(f"{folder} has no tokens: {reason}. {advice}.") from error
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path} is damaged: it is not a JSON object. Run triax data tokenize again.") from error
     if values.get("format") == FORMAT and type(values.get("version")) is int and values["version"] > VERSION:

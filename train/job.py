@@ -128,12 +128,13 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     topology = _topology(file, processes, places)
     given = _deepspeed(file)
     sequence = file.training.sequence or model.max_position_embeddings
-    engine = _engine(file, given, _batch(file, given, sequence))
-    config = _checked(engine, given)
+    wanted = _batch(file, given, sequence)
+    engine = _engine(file, given, wanted)
     try:
+        config = _checked(engine, given)
         batch = batch_sizes(config, topology.size("data"))
     except ConfigError as error:
-        raise ConfigError(f"{_batch_advice(file, config, topology) or error}") from error
+        raise ConfigError(f"{_batch_advice(file, wanted, topology.size('data')) or error}") from error
     schedule = _schedule(file, config, topology, batch)
     _check_model(file, model, topology, schedule, sequence)
     steps = _steps(file, batch, sequence)
@@ -298,12 +299,12 @@ def _batch(file: TrainingFile, given: Mapping[str, Any], sequence: int) -> int |
     return training.batch
 
 
-def _batch_advice(file: TrainingFile, config: Config, topology: Topology) -> str | None:
+def _batch_advice(file: TrainingFile, train: int | None, data: int) -> str | None:
     """Return the error for a batch that the replicas cannot share, in the words of the training file."""
-    train, micro, data = config.train_batch_size, config.train_micro_batch_size_per_gpu, topology.size("data")
-    if not train or not micro or config.gradient_accumulation_steps or file.deepspeed is not None:
-        return None
+    micro = file.training.microbatch or 1
     unit = micro * data
+    if train is None or file.deepspeed is not None or train % unit == 0:
+        return None
     near = dict.fromkeys(max(1, n) * unit for n in (train // unit, train // unit + 1))
     return (
         f"training.batch is {train} sequences, but it must be a multiple of training.microbatch {micro} x {data} "
