@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from triax.data.packing import best_fit, hashes
 from triax.grid.errors import ConfigError, CorruptError
 from triax.models.packed import pack
 
-from tokenized import folder, texts
+from tokenized import documents_in, folder, rows_of, texts
 
 COUNT = 120
 
@@ -29,39 +29,6 @@ COUNT = 120
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: Any) -> Path:
     return folder(tmp_path_factory.mktemp("tokens"), COUNT)
-
-
-def rows_of(batches: Any) -> tuple[Tensor, Tensor, Tensor]:
-    parts = [(ids, documents, labels) for (ids, documents), labels in batches]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]
-
-
-def documents_in(ids: Tensor, documents: Tensor, labels: Tensor) -> Counter[str]:
-    """Put the documents of rows together again, each by its beginning and the labels; count them.
-
-    Byte 0 ends a document. A document that goes on in another row has a label at the end of its first part.
-    """
-    pieces: list[tuple[bytes, int]] = []
-    for row, numbers, follow in zip(ids.numpy(), documents.numpy(), labels.numpy(), strict=True):
-        edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1), len(row)]
-        for start, stop in pairwise(edges):
-            piece = row[start:stop]
-            assert (follow[start : stop - 1] == piece[1:]).all() or (not piece.any() and (follow[start:stop] < 0).all())
-            if (follow[start:stop] < 0).all() and not piece.any() and (stop == len(row) and stop - start > 1):
-                continue  # padding
-            pieces.append((piece.astype(np.uint8).tobytes(), int(follow[stop - 1])))
-    found: Counter[str] = Counter()
-    held = b""
-    for piece, follow in pieces:
-        held += piece
-        if follow == -100:
-            found[held.rstrip(b"\0").decode()] += 1
-            held = b""
-        else:
-            assert follow >= 0
-    found.pop("", None)  # a single token of padding
-    assert not held
-    return found
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 10_000])

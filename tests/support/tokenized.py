@@ -1,11 +1,17 @@
-"""Small tokenized folders for tests: documents that differ in every token, and their texts."""
+"""Small tokenized folders for tests: documents that differ in every token, their texts, and what rows have of them."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from triax.data.tokenization import tokenize
 
@@ -24,8 +30,44 @@ def write_json_lines(path: Path, values: list[Any], key: str = "text") -> Path:
     return path
 
 
-def folder(root: Path, count: int, seed: int = 0, name: str = "tokens", piece_bytes: int = 500) -> Path:
+def folder(
+    root: Path, count: int, seed: int = 0, name: str = "tokens", piece_bytes: int = 500, longest: int = 40
+) -> Path:
     """Tokenize texts as bytes into several files, and return the folder."""
-    source = write_json_lines(root / f"{name}.jsonl", texts(count, seed))
+    source = write_json_lines(root / f"{name}.jsonl", texts(count, seed, longest))
     tokenize([source], "bytes", root / name, piece_bytes=piece_bytes)
     return root / name
+
+
+def rows_of(batches: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, documents and labels of all rows of microbatches."""
+    parts = [(ids, documents, labels) for (ids, documents), labels in batches]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]
+
+
+def documents_in(ids: Tensor, documents: Tensor, labels: Tensor) -> Counter[str]:
+    """Put the documents of rows together again, each by its beginning and the labels; count them.
+
+    Byte 0 ends a document. A document that goes on in another row has a label at the end of its first part.
+    """
+    pieces: list[tuple[bytes, int]] = []
+    for row, numbers, follow in zip(ids.numpy(), documents.numpy(), labels.numpy(), strict=True):
+        edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1), len(row)]
+        for start, stop in pairwise(edges):
+            piece = row[start:stop]
+            assert (follow[start : stop - 1] == piece[1:]).all() or (not piece.any() and (follow[start:stop] < 0).all())
+            if (follow[start:stop] < 0).all() and not piece.any() and (stop == len(row) and stop - start > 1):
+                continue  # padding
+            pieces.append((piece.astype(np.uint8).tobytes(), int(follow[stop - 1])))
+    found: Counter[str] = Counter()
+    held = b""
+    for piece, follow in pieces:
+        held += piece
+        if follow == -100:
+            found[held.rstrip(b"\0").decode()] += 1
+            held = b""
+        else:
+            assert follow >= 0
+    found.pop("", None)  # a single token of padding
+    assert not held
+    return found
