@@ -129,6 +129,18 @@ def run(
     rdzv_id: Annotated[str, typer.Option(help="Name of the job, as in torchrun.")] = "",
     rdzv_conf: Annotated[str, typer.Option(help="Rendezvous settings, as in torchrun: key=value,...")] = "",
     standalone: Annotated[bool, typer.Option("--standalone", help="Run on this host alone, the default.")] = False,
+    dry: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="RANKS",
+            help="Start nothing: run one rank of each class of so many ranks here, without values, for one step, "
+            "and report memory, traffic, and what would have failed.",
+        ),
+    ] = None,
+    dry_value: Annotated[
+        float, typer.Option(help="With --dry: the number that stands for a value that is not computed, e.g. a loss.")
+    ] = 1.0,
     driven: Annotated[str, typer.Option("--driven", hidden=True)] = "",
 ) -> None:
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
@@ -140,6 +152,8 @@ def run(
         raise ConfigError(f"There is no file {script}. Give a Python file, or -m and the name of a module.")
     if isinstance(target, Path) and not no_local_rank:
         arguments = [*_local_rank(target), *arguments]
+    if dry is not None:
+        _dry_run(target, arguments, dry, dry_value, nproc)
     least, most = parse_nodes(nnodes) if nnodes else (1, 1)
     elastic = least != most or (rdzv_backend or "static") != "static" or bool(rdzv_endpoint or rdzv_id or rdzv_conf)
     if master_addr:
@@ -201,6 +215,26 @@ def run(
     else:
         print_outcome(outcome)
     _exit(outcome.code)
+
+
+def _dry_run(
+    target: Path | Module | Executable, arguments: list[str], ranks: int, stand_in: float, nproc: str | None
+) -> NoReturn:
+    """Run a script as ranks of a cluster without the cluster, print what was found, and exit: 1 if it would fail."""
+    if isinstance(target, Executable):
+        raise ConfigError(
+            "--dry runs Python alone, because it has to stand in for torch's functions. Leave out --no-python."
+        )
+    from ..train.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..train.dry_run.rank import Script, Settings
+    from ..train.dry_run.report import report
+
+    per_host = int(nproc) if nproc is not None and nproc.isdecimal() else Settings._field_defaults["per_host"]
+    module = isinstance(target, Module)
+    program = Script(target.name if isinstance(target, Module) else str(target), arguments, module)
+    found = dry_run(program.run, Settings(ranks, per_host, stand_in=stand_in))
+    print(report(found), flush=True)
+    raise SystemExit(1 if found.problems else 0)
 
 
 def _program(script: str, module: bool, arguments: list[str]) -> tuple[str, bool, list[str]]:

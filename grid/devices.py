@@ -1,6 +1,8 @@
-"""GPUs of this machine as text, for ``triax env``."""
+"""GPUs of this machine: as text, for ``triax env``, and left alone in a dry run."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -17,3 +19,9 @@ def gpu_descriptions() -> list[tuple[str, str]]:
         why = f"torch is built for {built}, but finds no GPU or driver" if built else "this torch is built without CUDA"
         found.append(("GPU", f"none: {why}. Ranks run on the CPU"))
     return found
+
+
+def ignore_device_choice() -> None:
+    """Make ``torch.cuda.set_device`` do nothing in this process, which runs as a rank of another machine."""
+    cuda: Any = torch.cuda
+    cuda.set_device = lambda *_: None

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import same
 from .comm.axis import Axis
 from .comm.observed_axis import Observer, observe, unobserve
+from .comm.simulated import is_simulated
 from .comm.store_barrier import store_barrier
 from .comm.tcp_store import is_loopback, resolve, serve_store
 from .comm.thread_priority import batch_threads
@@ -105,7 +106,8 @@ class Grid:
         self.coordinate = self.topology.coordinate(self.rank)
         leave_name(self.rank, self.describe())
         self.local_rank = local_rank()
-        self.device = _device(device, self.local_rank)
+        outer: Any = dist.group.WORLD if dist.is_initialized() else None
+        self.device = torch.device("meta") if is_simulated(outer) else _device(device, self.local_rank)
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
@@ -119,6 +121,8 @@ class Grid:
             if environment is not None:
                 self._store = _initialize(environment, self.device, timeout)
                 atexit.register(self.close)
+            elif is_simulated(outer):
+                outer.announce(self.topology)
             else:
                 self._store = dist.distributed_c10d._get_default_store()
         world = dist.group.WORLD if self.size > 1 else None
@@ -136,6 +140,8 @@ class Grid:
             from .comm.timeline_recorder import TimelineRecorder  # imported only where it is used
 
             self.observe(TimelineRecorder(folder, self.rank, self.describe()))
+        if is_simulated(outer):
+            outer.made(self)
 
     @property
     def replica(self) -> int:
@@ -300,7 +306,7 @@ class Grid:
             seconds: time limit.
         """
         if self._store is None:
-            return [text]
+            return [text] * self.size
         failed = self.reported_failure
         return store_barrier(self._store, name, self.rank, self.size, text, seconds, lambda: failed() is not None)
 

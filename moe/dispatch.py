@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..grid.comm.axis import Axis
+from ..grid.ranges import split
 from .grouped import Groups
 
 
@@ -40,6 +41,9 @@ class Dispatch:
         flat = experts.flatten()
         counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count]
+        if flat.is_meta:  # a dry run: each expert is given as many
+            spans = [split(flat.numel(), count, expert) for expert in range(count)]
+            counts = torch.tensor([stop - start for start, stop in spans], device=flat.device)
         order = flat.argsort(stable=True)  # entries without an expert come last
         self._pairs = order if complete else order[: int(counts.sum())]
         self._receive, self._send, self._order = [0], [0], None

@@ -448,7 +448,9 @@ class PipelineModule(nn.Module):
         """Build one layer with its initial values, which depend on the seed and its index alone."""
         entry = self._list[source]
         if isinstance(entry, LayerSpec):
-            with seeded(self.seed, f"layers.{source}"), torch.device("cpu"):
+            # In a dry run, on the meta device: no layer has values.
+            device = "meta" if self.grid.device.type == "meta" else "cpu"
+            with seeded(self.seed, f"layers.{source}"), torch.device(device):
                 entry = entry.build(self.grid)
         assert isinstance(entry, nn.Module)
         return entry.to(device=self.grid.device, dtype=self.dtype)
@@ -474,7 +476,7 @@ class PipelineModule(nn.Module):
 
         (A parameter's version counter does not count writes through ``p.data``.)
         """
-        known = self.grid.pipe.size > 1 and not self._placeholders
+        known = self.grid.pipe.size > 1 and not self._placeholders and self.grid.device.type != "meta"
         self._checksums = {p: _checksum(p) for p in self.parameters()} if known else {}
 
     def _tie_axis(self, tie: Tie) -> Axis | None:

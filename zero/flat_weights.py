@@ -112,7 +112,9 @@ class FlatWeights:
     @property
     def master_is_copy(self) -> bool:
         """True if there is a master and it is not the shard itself."""
-        return self.master is not None and self.master.data_ptr() != self.shard.data_ptr()
+        if self.master is None:
+            return False
+        return self.master.untyped_storage()._cdata != self.shard.untyped_storage()._cdata
 
     def values(self) -> tuple[Tensor, int]:
         """Return the tensor with the values at full precision, and the place of its first element in the bucket."""

@@ -107,11 +107,11 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
     for bucket in data_axis.buckets:
         managed.update(member.parameter for member in bucket.members)
         whole = bucket.weights.untyped_storage().nbytes()
-        apart = bucket.shard.untyped_storage().data_ptr() != bucket.weights.untyped_storage().data_ptr()
+        apart = bucket.shard.untyped_storage()._cdata != bucket.weights.untyped_storage()._cdata
         held["parameters"] += whole + (on_device(bucket.shard) if apart else 0)
         gradient = bucket.gradients if bucket.gradients is not None else bucket.owned_gradient
         held["gradients"] += on_device(gradient)
-        if bucket.master is not None and bucket.master.data_ptr() != bucket.shard.data_ptr():
+        if bucket.master is not None and bucket.master_is_copy:
             held["masters"] += on_device(bucket.master)
     held["parameters"] += sum(p.nbytes for p in module.parameters() if p not in managed)
     held["buffers"] = sum(buffer.nbytes for buffer in module.buffers())

@@ -45,7 +45,9 @@ REACHED_LATE = ("compat/huggingface/arguments.py", "compat/huggingface/trainer.p
 CONTEXTS = ("compat/horovod/context.py",)
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 _LAUNCHER = ("launcher/launch.py", "cli/run.py", "launcher/worker.py")
-READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER)
+# A dry run stands in for a launcher, and sets its variables.
+_DRY_RUN = ("train/dry_run/rank.py", "train/dry_run/traced_rank.py")
+READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER, *_DRY_RUN)
 
 
 # ------------------------------------------------------------------------------------------ the reading
