@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import typer
 
 from ..config.resolved import markdown
 from ..grid.errors import ConfigError
+from ..train.explain import explain, text
 from ..train.file import read_training_file
+from ..train.job import resolve
 from ..train.schema import WHOLE, TrainingFile
 
 
@@ -20,6 +23,15 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Argument(help="Keys to change: training.batch=16 grid.pipe=2.", metavar="KEY=VALUE")
     ] = None,
+    explained: Annotated[
+        bool,
+        typer.Option("--explain", help="Print what would run: stages, bytes of each rank by kind, tokens. No ranks."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --explain: print one JSON object.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --explain: number of processes that grid.data: auto would share."),
+    ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys of a training file.")] = False,
 ) -> None:
     """Train a model as a file says: alone with ranks of its own, or under triax run, torchrun or srun."""
@@ -29,7 +41,13 @@ def train(
         typer.echo(markdown(TrainingFile, WHOLE))
         return
     run, source = read_training_file(file, changes or [])
+    if (as_json or processes is not None) and not explained:
+        raise ConfigError(f"{'--json' if as_json else '--processes'} belongs to --explain: add it.")
     try:
+        if explained:
+            found = explain(resolve(run, processes))
+            typer.echo(json.dumps(found, indent=2) if as_json else text(found))
+            return
         from ..train.start import make_job, start  # needs torch
 
         job = make_job(run)

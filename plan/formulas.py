@@ -22,6 +22,10 @@ STATES = {
     "adamax": 2,
     "adamw": 2,
     "asgd": 1,
+    "deepspeedcpuadam": 2,
+    "fusedadam": 2,
+    "fusedlamb": 2,
+    "lamb": 2,
     "lion": 1,
     "nadam": 2,
     "onebitadam": 3,  # this and the next 1-bit optimizers: with the residuals of compression

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ..models.config import TransformerConfig
 from ..pipe.partition import boundaries
+from ..pipe.program.schedule import Schedule
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from ..zero.flat import LARGE, REPLICATED, Item
 from ..zero.flat import plan as plan_buckets
@@ -195,11 +196,18 @@ class ModelMemory:
             self._cuts[stages] = boundaries(self._partition, stages, names, lambda: counts)
         return self._cuts[stages]
 
-    def stages(self, layout: ParallelLayout) -> list[list[range]]:
-        """Return for each pipe rank the layers of its stages."""
-        cuts = self.cuts(layout.pipe * layout.chunks)
-        place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
-        stages = [range(a, b) for a, b in pairwise(cuts)]
+    def stages(self, layout: ParallelLayout, schedule: Schedule | None = None) -> list[list[range]]:
+        """Return for each pipe rank the layers of its stages.
+
+        Args:
+            layout: the layout.
+            schedule: a schedule of the user's own, which takes the place of the layout's schedule and chunks.
+        """
+        if schedule is None:
+            place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
+        else:
+            place = schedule.placement
+        stages = [range(a, b) for a, b in pairwise(self.cuts(len(place)))]
         return [[stages[s] for s, rank in enumerate(place) if rank == pipe] for pipe in range(layout.pipe)]
 
     # ---------------------------------------------------------------------------------------------- model states
@@ -215,29 +223,35 @@ class ModelMemory:
         return [self._buckets_of(each, layout, last) for each in self._placed(layout)]
 
     def states(self, layout: ParallelLayout, tensor_rank: int | None = None) -> list[RankMemory]:
-        """Return the bytes that each pipe rank holds between two steps. The other kinds are 0."""
+        """Return the bytes that each pipe rank holds between two steps. The other kinds are 0.
+
+        Arguments are those of ``buckets``.
+        """
         last = layout.tensor - 1 if tensor_rank is None else tensor_rank
         return [RankMemory(*self._states_of(each, layout, last), 0.0, 0.0, 0.0) for each in self._placed(layout)]
 
     # -------------------------------------------------------------------------------------------------- everything
 
-    def ranks(self, layout: ParallelLayout, batch: int, sequence: int) -> list[RankMemory]:
-        """Return the bytes of each pipe rank in a training step.
+    def ranks(
+        self, layout: ParallelLayout, batch: int, sequence: int, schedule: Schedule | None = None
+    ) -> list[RankMemory]:
+        """Return the bytes of each pipe rank in a training step, on the tensor-parallel rank with most of them.
 
         Args:
             layout: the layout.
             batch: sequences of a step, over all replicas.
             sequence: tokens of a sequence.
+            schedule: as for ``stages``.
 
         Raises:
             ValueError: the batch or the layout does not fit the model; the message says how.
         """
-        microbatches = layout.microbatches(batch)
-        flights = in_flight(layout.schedule, layout.pipe, layout.chunks, microbatches)
-        return [
-            self._memory(placed, most, layout, sequence)
-            for placed, most in zip(self._placed(layout), flights, strict=True)
-        ]
+        if schedule is None:
+            flights = in_flight(layout.schedule, layout.pipe, layout.chunks, layout.microbatches(batch))
+        else:
+            flights = counts_in_flight(schedule)
+        placed = self._placed(layout, schedule)
+        return [self._memory(each, most, layout, sequence) for each, most in zip(placed, flights, strict=True)]
 
     def peak(self, layout: ParallelLayout, batch: int, sequence: int) -> RankMemory:
         """Return the bytes of the pipe rank that needs most of them: the largest of ``ranks``, but faster."""
@@ -347,10 +361,10 @@ class ModelMemory:
 
     # ---------------------------------------------------------------------------------------------------- internal
 
-    def _placed(self, layout: ParallelLayout) -> list[_Placed]:
+    def _placed(self, layout: ParallelLayout, schedule: Schedule | None = None) -> list[_Placed]:
         """Return for each pipe rank the numbers of its layers, stage by stage, and how it holds the tied weight."""
         ends = (0, len(self.layers) - 1) if self.layers[0].tie is not None else ()
-        ranks = self.stages(layout)
+        ranks = self.stages(layout, schedule)
         holders = [any(end in stage for stage in stages for end in ends) for stages in ranks]
         found = []
         for stages, holds in zip(ranks, holders, strict=True):
@@ -638,12 +652,16 @@ def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[
     # The peak is reached while the pipeline fills, or in the steady state that follows: later microbatches add nothing.
     steady = 4 * pipe
     made = named_schedule(schedule, pipe, min(microbatches, steady + microbatches % pipe), chunks)
-    own = [[s for s, rank in enumerate(made.placement) if rank == pipe_rank] for pipe_rank in range(pipe)]
+    return counts_in_flight(made)
+
+
+def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """Return what ``in_flight`` does, of a schedule as a value."""
     change = {"F": 1, "I": 0, "B": -1, "W": -1}
     found = []
-    for order, stages in zip(made.orders, own, strict=True):
-        place = {stage: i for i, stage in enumerate(stages)}
-        held, seen = [0] * len(stages), set()
+    for rank, order in enumerate(schedule.orders):
+        place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
+        held, seen = [0] * len(place), set()
         for op in order:
             held[place[op.stage]] += change[op.kind]
             if op.kind == "F":
