@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from savers import MICRO, Saver, batch, engine, savers, step
@@ -39,6 +38,8 @@ import train_gpt
 
 import triax
 from triax.launcher.launch import launch
+from triax.train.job import resolve
+from triax.train.model import build_module, parameter_groups
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -96,19 +97,22 @@ def blocks(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
     return grid, trained, options.layers * (8 * options.width**2 + 5 * options.width), lambda: step(trained, x)
 
 
-def main_job(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
+def main_job(_: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
     """The GPT that examples/train_gpt.py trains by default, on 2 stages x 2 replicas x 2 tensor shards."""
     grid = triax.Grid(pipe=2, data=2, tensor=2)
-    job = train_gpt.parse(["--pipe", "2", "--data", "2", "--tensor", "2"])
-    config = {**train_gpt.engine_config(job), "checkpoint": {"async": True}}
+    options = train_gpt.parse(["--pipe", "2", "--data", "2", "--tensor", "2"])
+    job = resolve(train_gpt.training_file(options, {"training": "none"}))
+    config = {**job.engine, "checkpoint": {"async": True}}
     del config["json_monitor"], config["timeline"]
-    trained = train_gpt.build(job, grid, config)
-    rows = np.random.default_rng(0).integers(0, 256, (job.batch, job.sequence + 1), dtype=np.uint8)
+    module = build_module(job, grid)
+    trained, *_ = triax.initialize(model=module, model_parameters=parameter_groups(job, module), config=config)
+    rows = torch.randint(256, (job.batch.micro, job.sequence + 1), generator=torch.Generator().manual_seed(0))
+    batches = iter(lambda: (rows[:, :-1], rows[:, 1:]), None)
 
     def one() -> None:
-        trained.train_batch(train_gpt.microbatches(job, grid, rows))
+        trained.train_batch(batches)
 
-    return grid, trained, train_gpt.model_config(job).parameter_count, one
+    return grid, trained, job.model.parameter_count, one
 
 
 def behind(options: Any, folder: str) -> None:

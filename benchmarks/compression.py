@@ -13,25 +13,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from corpus import batch, find, load, windows
-from train_gpt import Options, build, engine_config, microbatches, model_config
+from corpus import find, tokens
+from train_gpt import parse as parse_training
+from train_gpt import training_file
 
 from triax.engine import read_config
+from triax.grid.environment import read_environment
 from triax.grid.errors import ConfigError
-from triax.grid.topology import Topology
 from triax.launcher.launch import launch
+from triax.train.job import Job, resolve
+from triax.train.loop import TrainingRun
 
 Adam = dict[str, Any]
 EACH = "each"  # a batch each
@@ -93,52 +94,25 @@ METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
 def main() -> None:
     """Train by each method, and show the table."""
     given = parse()
-    options = Options(
-        pipe=1,
-        data=given.data,
-        tensor=1,
-        schedule="1f1b",
-        zero=0,
-        dtype="float32",
-        sequence_parallel=False,
-        layers=given.layers,
-        width=given.width,
-        heads=given.heads,
-        sequence=given.sequence,
-        dropout=0.0,
-        steps=given.steps,
-        batch=given.batch,
-        microbatch=given.microbatch,
-        lr=4e-3,
-        warmup=min(50, given.steps // 2),
-        weight_decay=0.1,
-        clip=1.0,
-        seed=0,
-        runs=given.runs,
-        name="compression",
-        trace=0,
-        text=given.text,
-        validation=given.validation,
-    )
-    settings = {"replicas": given.data, **dict(sorted(vars(options).items()))}
-    settings = json.loads(json.dumps(settings, default=str))
-    load(find(options.text), options.runs / "corpus")  # here once, before there are ranks
+    options = training_options(given)
+    data = tokens(find(given.text), given.runs / "corpus")  # here once, before there are ranks
+    settings = json.loads(json.dumps({"replicas": given.data, **dict(sorted(vars(options).items()))}, default=str))
     file = given.results or given.runs / "compression.json"
     wanted = given.methods.split(",") if given.methods else [*METHODS]
     unknown = [name for name in wanted if name not in METHODS]
     if unknown:
         raise SystemExit(f"there is no method {unknown[0]!r}: choose from {', '.join(METHODS)}")
     for name in wanted:
-        config = configured(options, name)
+        job = configured(options, data, name)
+        config = job.engine
         if read(file, settings).get(name, {}).get("config") == config and not given.again:
             continue
         try:
-            read_config(config)
+            job = replace(job, config=read_config(config))
         except ConfigError as error:
             keep(file, settings, name, {"config": config, "refused": str(error)})
             continue
-        topology = Topology(data=given.data)
-        code = launch(train, options, name, config, file, settings, ranks=given.data, topology=topology)
+        code = launch(train, job, name, file, settings, ranks=given.data, topology=job.topology)
         if code:
             keep(file, settings, name, {"config": config, "refused": f"it failed, with exit code {code}"})
     text = table(read(file, settings))
@@ -169,56 +143,74 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def configured(options: Options, name: str) -> dict[str, Any]:
-    """The whole configuration of a method."""
-    base = engine_config(options)
-    for key in ("json_monitor", "timeline"):
-        del base[key]
+def training_options(given: argparse.Namespace) -> argparse.Namespace:
+    """The options of examples/train_gpt.py that all methods share."""
+    options = parse_training(
+        ["--zero", "0", "--time-limit", "0", "--trace", "0", "--sample", "0", "--name", "compression"]
+    )
+    for name in (
+        "data",
+        "layers",
+        "width",
+        "heads",
+        "sequence",
+        "steps",
+        "batch",
+        "microbatch",
+        "validation",
+        "runs",
+        "text",
+    ):
+        setattr(options, name, getattr(given, name))
+    options.warmup = min(50, given.steps // 2)
+    return options
+
+
+def configured(options: argparse.Namespace, data: dict[str, Any], name: str) -> Job:
+    """The run of a method, with the whole configuration of its engine."""
+    job = resolve(training_file(options, data))
+    base = {key: value for key, value in job.engine.items() if key != "json_monitor"}
     config = {**base, **METHODS[name](base["optimizer"]["params"], options.steps)}
     if config["train_batch_size"] == EACH:
         config["train_batch_size"] = options.batch * options.data
-    return config
+    own = argparse.Namespace(**{**vars(options), "seed": config["seed"], "batch": config["train_batch_size"]})
+    return replace(resolve(training_file(own, data)), engine=config)
 
 
-def train(options: Options, name: str, config: dict[str, Any], file: Path, settings: dict[str, Any]) -> None:
+def train(job: Job, name: str, file: Path, settings: dict[str, Any]) -> None:
     """Train one row of the table on this rank; rank 0 keeps the result."""
-    import triax
-
-    corpus, grid = load(find(options.text), options.runs / "corpus"), triax.Grid()
-    seed, size = config["seed"], config["train_batch_size"]
     try:
-        engine = build(Options(**{**vars(options), "seed": seed, "batch": size}), grid, config)
+        run = TrainingRun(job)
     except ConfigError as error:
-        if grid.rank == 0:
-            keep(file, settings, name, {"config": config, "refused": str(error)})
+        environment = read_environment()
+        if environment is None or environment.rank == 0:
+            keep(file, settings, name, {"config": job.engine, "refused": str(error)})
         return
 
+    engine, first = run.engine, run.grid.rank == 0
     sent, losses, start = [], [], time.monotonic()
-    for step in range(1, options.steps + 1):
-        rows = batch(corpus.training, step, size=size, length=options.sequence, seed=seed)
-        losses.append(float(engine.train_batch(microbatches(options, grid, rows))))
+    for step in range(1, job.steps + 1):
+        losses.append(float(engine.train_batch()))
         sent.append(on_data(engine.traffic_report()["sent"]))
-        if grid.rank == 0 and (step % 50 == 0 or step == options.steps):
+        if first and (step % 50 == 0 or step == job.steps):
             took = time.monotonic() - start
             print(f"{name}: step {step}, loss {losses[-1]:.4f}, {sent[-1]:.0f} bytes, {took:.0f} s", flush=True)
     engine.leave()  # under local updates: what is measured is what all have
-    most = options.batch * options.data
-    unseen = windows(corpus.held_out, math.ceil(options.validation / most) * most, options.sequence)
-    batches = len(unseen) // size
-    found = [float(engine.eval_batch(microbatches(options, grid, rows))) for rows in np.split(unseen, batches)]
-    if grid.rank == 0:
-        late = sent[-max(1, options.steps // 3) :]
+    assert run.evaluation is not None
+    validation = run.evaluation.loss()
+    if first:
+        late = sent[-max(1, job.steps // 3) :]
         result = {
-            "config": config,
-            "validation": sum(found) / batches,
+            "config": job.engine,
+            "validation": validation,
             "training": sum(losses[-20:]) / len(losses[-20:]),
             "bytes": sum(sent) / len(sent),
             "late": sum(late) / len(late),
             "seconds": time.monotonic() - start,
-            "parameters": model_config(options).parameter_count,
+            "parameters": job.model.parameter_count,
         }
         keep(file, settings, name, result)
-    grid.close()
+    run.grid.close()
 
 
 def on_data(sent: dict[str, Any]) -> float:

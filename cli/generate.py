@@ -216,7 +216,7 @@ def find_model(run: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     reason = "has neither config.json nor model/config.json" if run.is_dir() else "does not exist"
-    raise ConfigError(f"{run} {reason}. Give a folder as transformers saves it, or a run of examples/train_gpt.py.")
+    raise ConfigError(f"{run} {reason}. Give a folder as transformers saves it, or a run of triax train.")
 
 
 def family(folder: Path) -> Any:

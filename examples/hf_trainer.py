@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from corpus import Bytes, find, load
+from corpus import find, open_parts
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import triax
+from triax.data import TokenData
 
 LENGTH = 128  # bytes of a sample
 
@@ -37,20 +38,20 @@ class Options:
     heads: int = 4
 
 
-class Windows(Dataset[dict[str, Tensor]]):
-    """A text cut into samples; transformers shifts the labels itself."""
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of packed text; transformers shifts the labels itself."""
 
-    def __init__(self, text: Bytes, most: int | None = None) -> None:
-        count = len(text) // LENGTH
-        self.text, self.starts = text, np.arange(count)[:: max(1, count // most) if most else 1][:most] * LENGTH
+    def __init__(self, data: TokenData, most: int | None = None) -> None:
+        self.rows = data.rows(0)
+        self.count = min(self.rows.count, most or self.rows.count)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        start = self.starts[index]
-        ids = torch.from_numpy(self.text[start : start + LENGTH].astype(np.int64))
-        return {"input_ids": ids, "labels": ids}
+        ids, labels = np.empty((2, 1, LENGTH), np.int64)
+        self.rows.fill(index, 1, ids, labels, None)
+        return {"input_ids": torch.from_numpy(ids[0]), "labels": torch.from_numpy(ids[0])}
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def main() -> None:
     )
     args, options = parser.parse_args_into_dataclasses()
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    corpus = load(find(options.text), Path(args.output_dir) / "text")
+    training, held_out = open_parts(find(options.text), Path(args.output_dir) / "text", LENGTH)
     config = transformers.GPT2Config(
         vocab_size=256,
         n_positions=LENGTH,
@@ -81,8 +82,8 @@ def main() -> None:
     )
     torch.manual_seed(args.seed)
     model = transformers.GPT2LMHeadModel(config)
-    held_out = Windows(corpus.held_out, most=64)
-    trainer = triax.Trainer(model=model, args=args, train_dataset=Windows(corpus.training), eval_dataset=held_out)
+    datasets = {"train_dataset": Rows(training), "eval_dataset": Rows(held_out, most=64)}
+    trainer = triax.Trainer(model=model, args=args, **datasets)
     trainer.train(resume_from_checkpoint=options.resume or None)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(Path(args.output_dir) / "model"))

@@ -46,10 +46,13 @@ class Evaluation:
     def __init__(self, job: Job, data: TokenData, engine: PipelineEngine) -> None:
         self._job, self._engine = job, engine
         self._rows = FirstRows(data, job.file.evaluate.sequences, job.file.seed)
-        whole = self._loader(job.batch.train, 0, 1)
-        self._labels = [int(torch.count_nonzero(labels != IGNORED)) for _, labels in whole]  # of each batch
+        self._labels = [int(torch.count_nonzero(labels != IGNORED)) for _, labels in self.batches()]
         if not any(self._labels):
             raise ValueError("the held-out documents have no token to predict: hold out more of them")
+
+    def batches(self) -> TokenLoader:
+        """Return the batches that are evaluated, whole: ``(inputs, labels)``."""
+        return self._loader(self._job.batch.train, 0, 1)
 
     def loss(self) -> float:
         """Compute the mean loss over all labels, equal on every rank. Collective."""

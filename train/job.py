@@ -197,7 +197,8 @@ def model_config(section: ModelSection) -> TransformerConfig:
     try:
         if any(isinstance(value, (Mapping, list)) for value in changes.values()):
             return config_from_fields(type(found).__name__, {**_plain(found), **changes})
-        return replace(found, **changes)
+        # A preset is made again, because other fields may follow from those that change.
+        return replace(found, **changes) if section.preset is None else type(found).preset(section.preset, **changes)
     except (ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
         raise ConfigError(f"model.overrides of {where}: {error}") from error
 

@@ -209,7 +209,8 @@ class TrainingRun:
         name, compared = "", 0.0
         if self._baseline is not None and self.evaluation is not None and self.grid.rank == 0:
             name, compared = self._baseline(self.evaluation)
-            self.engine.monitor.write_events([(f"Validation/{name}", compared, self.engine.global_samples)])
+            event = f"Validation/{name.replace(' ', '_')}_loss"
+            self.engine.monitor.write_events([(event, compared, self.engine.global_samples)])
         text = self.sample()
         if job.export is not None:
             self._export(job.export)

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable
 
 from ..checkpoint.format.remote import folder_at
+from ..data.tokenizer import open_tokenizer
 from ..engine.setup.check import read_config
 from ..grid.environment import read_environment
 from ..grid.errors import ConfigError
 from ..grid.grid import gpus
 from ..launcher.launch import launch
+from ..models.huggingface.config import to_hf
 from .data import check_data
 from .job import Job, resolve
 from .loop import train
@@ -20,16 +22,25 @@ from .schema import TrainingFile
 PRELOAD = ("numpy", "rich.live", "triax.train.loop")
 
 
-def make_job(file: TrainingFile) -> Job:
+def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     """Return the run of a training file on this machine, with every check that needs no ranks.
+
+    Args:
+        file: the training file.
+        processes: number of processes to start; None: as many as the grid has. A launcher's number goes before it.
 
     Raises:
         ConfigError: keys that cannot be used; the message names them.
     """
     environment = read_environment()
-    processes = None if environment is None else environment.world_size
+    processes = processes if environment is None else environment.world_size
     job = resolve(file, processes, gpus() or 1)
     read_config(job.engine)
+    if file.export is not None and not file.model.has_weights:
+        try:
+            to_hf(job.model)
+        except ValueError as error:
+            raise ConfigError(f"export cannot write this model: {error} Or write export: false") from error
     if job.checkpoints is not None:
         try:
             folder_at(job.checkpoints)
@@ -41,6 +52,13 @@ def make_job(file: TrainingFile) -> Job:
             "sample needs the tokenizer that made the tokens, which is not where it was: give tokenizer, or leave "
             "sample out"
         )
+    if file.sample is not None and tokenizer is not None:
+        (prompt,) = open_tokenizer(tokenizer, "none").encode([file.sample.prompt])
+        if not 0 < len(prompt) < job.model.max_position_embeddings:
+            raise ConfigError(
+                f"sample.prompt has {len(prompt)} tokens, but it needs at least 1, and the model's "
+                f"{job.model.max_position_embeddings} positions must leave room for another: give another prompt"
+            )
     return job
 
 

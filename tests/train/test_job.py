@@ -120,6 +120,11 @@ def test_learning_rates() -> None:
             {"sample": {"prompt": "a"}, "grid": {"expert": 2, "data": 2}, "model": {"preset": "mixtral-8x7b"}},
             "sample",
         ),
+        (
+            None,
+            {"model": {"preset": "mixtral-tiny", "overrides": {"moe_intermediate_size": 40}}},
+            "export cannot write this model",
+        ),
     ],
 )
 def test_what_is_refused(processes: int | None, keys: dict[str, Any], expected: str) -> None:
