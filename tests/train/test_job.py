@@ -16,6 +16,7 @@ from triax.models.huggingface.config import to_hf
 from triax.train.job import Job, resolve
 from triax.train.learning_rate import LearningRate
 from triax.train.schema import TrainingFile
+from triax.train.start import make_job
 
 
 def _job(processes: int | None = None, **keys: Any) -> Job:
@@ -120,13 +121,15 @@ def test_learning_rates() -> None:
             {"sample": {"prompt": "a"}, "grid": {"expert": 2, "data": 2}, "model": {"preset": "mixtral-8x7b"}},
             "sample",
         ),
-        (
-            None,
-            {"model": {"preset": "mixtral-tiny", "overrides": {"moe_intermediate_size": 40}}},
-            "export cannot write this model",
-        ),
     ],
 )
 def test_what_is_refused(processes: int | None, keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         _job(processes, **keys)
+
+
+def test_a_model_that_cannot_be_exported_is_refused_before_the_run() -> None:
+    model = {"preset": "mixtral-tiny", "overrides": {"moe_intermediate_size": 40}}
+    values = {"model": model, "data": "tokens", "training": {"steps": 1, "batch": 1}}
+    with pytest.raises(ConfigError, match="export cannot write this model: no family"):
+        make_job(TrainingFile.model_validate(values))
