@@ -41,6 +41,7 @@ from .collectives import RankGroup, all_reduce, all_to_all, message, reduce_scat
 from .formulas import BYTES
 from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
+from .memory import ModelMemory
 from .parallel_layout import ParallelLayout
 
 KINDS = (
@@ -128,6 +129,10 @@ class CostModel:
 
     Args:
         work: model, machine, batch and sequence.
+
+    Attributes:
+        types: the different layers of the model.
+        memory: memory of the model, which cuts it into the same stages.
     """
 
     def __init__(self, work: Work) -> None:
@@ -137,9 +142,11 @@ class CostModel:
         self.types = list(dict.fromkeys(work.layers))
         self.kinds = [self.types.index(layer) for layer in work.layers]
         self._layers: dict[tuple[int, ...], LayerTime] = {}
+        self.memory = ModelMemory(work.config, work.precision, fused_attention=work.machine.fused_attention)
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
+        self._totals: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     # ------------------------------------------------------------------------------------------------ a layer
 
@@ -308,9 +315,19 @@ class CostModel:
         Raises:
             ValueError: data x microbatch does not divide the batch, or the schedule does not exist for the layout.
         """
+        ranks, kinds = self._pipeline(layout, simulated)
+        self._finish(layout, ranks, kinds)
+        return StepTime(sum(kinds.values()), {kind: kinds.get(kind, 0.0) for kind in KINDS})
+
+    def passes(self, layout: ParallelLayout) -> float:
+        """Return the seconds of a step up to its last backward pass: of all ZeRO stages, if the layout's is 0 or 1."""
+        return sum(self._pipeline(layout)[1].values())
+
+    def _pipeline(self, layout: ParallelLayout, simulated: bool = False) -> tuple[list[_RankTime], dict[str, float]]:
+        """Return the times of the pipe ranks, and the busiest one's seconds by kind up to the last backward pass."""
         m, p, v = layout.microbatches(self.work.batch), layout.pipe, layout.chunks
-        zigzag = RECIPES[layout.schedule].place(2, 2) == (0, 1, 1, 0) if v == 2 else False
-        ranks = self._rank_times(layout, m, zigzag)
+        zigzag = v > 1 and RECIPES[layout.schedule].place(2, 2) == (0, 1, 1, 0)
+        ranks = self._rank_times(layout, zigzag)
         busiest = max(ranks, key=lambda rank: rank.busy)
         kinds = {kind: m * value for kind, value in busiest.kinds.items()}
         if p > 1:
@@ -319,8 +336,7 @@ class CostModel:
             else:
                 others = sum(rank.idle(layout.schedule) * rank.count for rank in ranks) - busiest.idle(layout.schedule)
                 kinds["bubble"] = others / v
-        self._finish(layout, ranks, busiest, kinds)
-        return StepTime(sum(kinds.values()), {kind: kinds.get(kind, 0.0) for kind in KINDS})
+        return ranks, kinds
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
         """Return True if the schedule's closed form holds."""
@@ -348,7 +364,7 @@ class CostModel:
             return makespan(m)
         return makespan(short) + (m - short) / p * (makespan(short + p) - makespan(short))
 
-    def _rank_times(self, layout: ParallelLayout, m: int, zigzag: bool) -> list[_RankTime]:
+    def _rank_times(self, layout: ParallelLayout, zigzag: bool) -> list[_RankTime]:
         """Return the times of a microbatch on each kind of pipe rank."""
         v, p = layout.chunks, layout.pipe
         hop = 0.0
@@ -357,25 +373,15 @@ class CostModel:
             shards = layout.tensor if layout.sequence_parallel else 1
             size = self.bytes * tokens * self.types[0].hidden / shards
             hop = v * message(size, layout.data * layout.context * layout.tensor, self.machine)
-        times = [self.layer(kind, layout) for kind in range(len(self.types))]
+        sums = [self._sums(kind, layout) for kind in range(len(self.types))]
         found = []
         for counts, ranks in self.ranks(p, v, zigzag):
-            parts = [0.0] * len(LayerTime._fields)
-            forward = inputs = weights = recompute = 0.0
-            for count, time, shape in zip(counts, times, self.types, strict=True):
-                if not count:
-                    continue
-                for index, part in enumerate(time):
-                    parts[index] += count * sum(part)
-                ahead = time.forward
-                forward += count * ahead
-                inputs += count * time.backward
-                weights += count * time.products[2]
-                if shape.kind == "block" and layout.recompute != "none":
-                    recompute += count * (ahead if layout.recompute == "full" else time.attention[0])
-            kinds = dict(
-                zip(("products", "attention", "elementwise", "tensor", "context", "expert"), parts, strict=False)
-            )
+            total = [0.0] * 10
+            for count, each in zip(counts, sums, strict=True):
+                if count:
+                    total = [a + count * b for a, b in zip(total, each, strict=True)]
+            forward, inputs, weights, recompute, *parts = total
+            kinds = dict(zip(LayerTime._fields, parts, strict=True))
             kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
             rank = _RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds)
             if layout.zero >= 2:
@@ -383,12 +389,25 @@ class CostModel:
             found.append(rank)
         return found
 
+    def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:
+        """Return a layer's forward pass, input gradients, weight gradients and recomputation, and its times by kind."""
+        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert)
+        found = self._totals.get((*key, layout.sequence_parallel, layout.recompute))
+        if found is None:
+            time, recompute = self.layer(kind, layout), 0.0
+            if self.types[kind].kind == "block":
+                recompute = {"none": 0.0, "selective": time.attention[0], "full": time.forward}[layout.recompute]
+            parts = (sum(part) for part in time)
+            found = (time.forward, time.backward, time.products[2], recompute, *parts)
+            self._totals[*key, layout.sequence_parallel, layout.recompute] = found
+        return found
+
     def ranks(self, p: int, v: int, zigzag: bool = False) -> list[tuple[tuple[int, ...], int]]:
         """Return the kinds of pipe ranks: the number of layers of each type, and how many ranks have them."""
         key = (p, v, zigzag)
         found = self._ranks.get(key)
         if found is None:
-            stages = partition([layer.kind for layer in self.work.layers], p * v)
+            stages = self.memory.cuts(p * v)
             each = []
             for rank in range(p):
                 mine = [c * p + (p - 1 - rank if zigzag and c % 2 else rank) for c in range(v)]
@@ -435,9 +454,7 @@ class CostModel:
         rank.kinds["data"] = forward - rank.forward + shown
         rank.forward, rank.inputs = forward, rank.inputs + shown
 
-    def _finish(
-        self, layout: ParallelLayout, ranks: Sequence[_RankTime], busiest: _RankTime, kinds: dict[str, float]
-    ) -> None:
+    def _finish(self, layout: ParallelLayout, ranks: Sequence[_RankTime], kinds: dict[str, float]) -> None:
         """Add what follows the last backward pass: gradients, optimizer, weights. The slowest rank counts."""
         machine, wide = self.machine, max(4, self.bytes)
         data = optimizer = offload = 0.0
@@ -484,22 +501,6 @@ class _RankTime:
     def idle(self, schedule: str) -> float:
         """Return the seconds that other ranks wait for this one at the start and the end of a step."""
         return self.busy - 2 * self.weights if schedule == "zb-h1" else self.busy
-
-
-def partition(kinds: Sequence[str], stages: int) -> list[int]:
-    """Return boundaries of stages with equal numbers of blocks: the layers before and behind go with the ends.
-
-    >>> partition(["embedding", "block", "block", "block", "norm", "head"], 2)
-    [0, 3, 6]
-    """
-    blocks = [index for index, kind in enumerate(kinds) if kind == "block"]
-    if stages > len(blocks):
-        raise ValueError(
-            f"{stages} stages need at least as many blocks, but the model has {len(blocks)}. Give fewer pipe ranks or "
-            "chunks."
-        )
-    size, extra = divmod(len(blocks), stages)  # the first stages have one more, as in pipe/partition.uniform
-    return [0, *(blocks[stage * size + min(stage, extra)] for stage in range(1, stages)), len(kinds)]
 
 
 def step_time(work: Work, layout: ParallelLayout) -> StepTime:

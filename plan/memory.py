@@ -672,10 +672,11 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 def _largest(counts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the tuples that no other one exceeds in all places."""
-    different = sorted(set(counts), reverse=True)
-    return [
-        a for a in different if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in different)
-    ]
+    found: list[tuple[int, ...]] = []
+    for each in sorted(set(counts), reverse=True):  # a tuple comes after those that exceed it
+        if not any(all(x <= y for x, y in zip(each, larger, strict=True)) for larger in found):
+            found.append(each)
+    return found
 
 
 def _decays(layer: LayerShape, weight: Weight) -> bool:

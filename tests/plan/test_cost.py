@@ -12,7 +12,7 @@ from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.registry import named_schedule
 from triax.plan.collectives import RankGroup, all_reduce, all_to_all, reduce_scatter
-from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, partition, step_time, utilization
+from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, step_time, utilization
 from triax.plan.machine import MACHINES
 from triax.plan.parallel_layout import ParallelLayout
 
@@ -53,19 +53,20 @@ def test_a_long_schedule_is_extrapolated_to_its_simulated_makespan(schedule: str
     chunks = 2 if schedule in ("zb-v", "v-half") else 1
     model = CostModel(work(m))
     layout = ParallelLayout(pipe=pipe, schedule=schedule, chunks=chunks)
-    rank = max(model._rank_times(layout, m, chunks == 2), key=lambda each: each.busy)
+    rank = max(model._rank_times(layout, chunks == 2), key=lambda each: each.busy)
     costs = Costs(rank.forward, rank.inputs, rank.weights)
     whole = simulate(named_schedule(schedule, pipe, m, chunks), costs).makespan
     assert math.isclose(model._makespan(layout, m, rank), whole, rel_tol=1e-9)
 
 
 def test_unequal_stages_are_close_to_the_simulator() -> None:
-    """1F1B with a heavier last stage, as the head makes it: the busiest rank's time, and each other's once."""
+    """1F1B with stages of 3 to 5 blocks and the ends: the busiest rank's time, and each other's once, is at most 3 %
+    above the simulator."""
     model = CostModel(work(32))
     layout = ParallelLayout(pipe=8)
-    ranks = model._rank_times(layout, 32, False)
+    ranks = model._rank_times(layout, False)
     each, order = {rank.counts: rank for rank in ranks}, []
-    layers, cuts = model.work.layers, partition([layer.kind for layer in model.work.layers], 8)
+    layers, cuts = model.work.layers, model.memory.cuts(8)
     for rank in range(8):
         held = [model.types.index(layer) for layer in layers[cuts[rank] : cuts[rank + 1]]]
         order.append(each[tuple(held.count(kind) for kind in range(len(model.types)))])
@@ -73,7 +74,7 @@ def test_unequal_stages_are_close_to_the_simulator() -> None:
     simulated = simulate(named_schedule("1f1b", 8, 32), costs).makespan
     step = model.step(layout)
     closed = step.seconds - step.kinds["data"] - step.kinds["optimizer"]
-    assert math.isclose(closed, simulated, rel_tol=0.005)
+    assert simulated * (1 - 1e-9) <= closed <= 1.03 * simulated
 
 
 def test_the_kinds_add_up_to_the_step() -> None:
@@ -181,10 +182,3 @@ def test_attention_without_fusion_reads_and_writes_its_scores() -> None:
     fused = CostModel(work(8, machine=replace(a100, fused_attention=True))).step(ParallelLayout()).kinds["attention"]
     scores = 8 * 32 * 32 * 2048**2 / a100.elementwise_speed
     assert plain > 20 * scores and fused < plain / 3
-
-
-def test_stages_have_equal_numbers_of_blocks_and_too_many_are_refused() -> None:
-    kinds = ["embedding", "positions", *["block"] * 10, "norm", "head"]
-    assert partition(kinds, 4) == [0, 5, 8, 10, 14]
-    with pytest.raises(ValueError, match="11 stages need at least as many blocks, but the model has 10"):
-        partition(kinds, 11)
