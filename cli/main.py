@@ -16,6 +16,7 @@ from .data import data
 from .env import env
 from .foreign_options import RunCommand
 from .generate import generate
+from .plan import plan
 from .report import report
 from .run import CONTEXT, run
 from .schedule import schedule
@@ -61,6 +62,7 @@ app.command()(config)
 app.command()(schedule)
 app.command()(train)
 app.command()(generate)
+app.command()(plan)
 app.command()(report)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)
 app.command()(env)

@@ -333,6 +333,8 @@ _LLAMA_PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": _shape(4096, 32, 32, intermediate_size=14336, **_LLAMA3),
     "llama3-70b": _shape(8192, 80, 64, intermediate_size=28672, **_LLAMA3),
     "llama3.1-8b": _shape(4096, 32, 32, intermediate_size=14336, **_LLAMA31),
+    "llama3.1-70b": _shape(8192, 80, 64, intermediate_size=28672, **_LLAMA31),
+    "llama3.1-405b": _shape(16384, 126, 128, intermediate_size=53248, **_LLAMA31),
     "llama3.2-1b": _shape(2048, 16, 32, intermediate_size=8192, tie_word_embeddings=True, **_LLAMA31)
     | {"rope_scaling": RopeScaling(factor=32.0)},
     "qwen2.5-0.5b": _shape(896, 24, 14, intermediate_size=4864, num_key_value_heads=2, **_QWEN)

@@ -8,4 +8,6 @@ machine.py          Machine: speed of products, memory and links, with sources; 
 collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
 cost.py             CostModel: seconds of a step on a layout, term by term
 fit.py              the cost model's two fitted figures, and its errors on published tables
+search.py           Searcher: the fastest layouts that fit, by exact lower bounds
+picture.py, page.py bars of memory and time as a picture, and as an HTML section
 """

@@ -145,6 +145,8 @@ class Searcher:
             return self._variants[key]
         found: list[tuple[str, int]] = []
         schedules = self.space.given.get("schedule", SCHEDULES)
+        asked = "schedule" in self.space.given and "chunks" in self.space.given
+        closed = {"interleaved": m % p == 0, "looped-bfs": m % p == 0, "zb-h1": m >= p}
         if p == 1:
             found = [("1f1b", 1)] if "1f1b" in schedules or set(schedules) - {"1f1b"} else []
             found = found if 1 in self._free("chunks", [1]) else []
@@ -155,7 +157,8 @@ class Searcher:
                 for v in self._free("chunks", fair):
                     if not recipe.accepts(v) or m < recipe.least(p):
                         continue
-                    if name in ("interleaved", "looped-bfs") and m % p:
+                    # The closed forms hold with whole groups of microbatches only. Others are simulated if asked for.
+                    if not closed.get(name, True) and not asked:
                         continue
                     found.append((name, v))
         self._variants[key] = found
@@ -200,6 +203,18 @@ class Searcher:
             *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
             *(chunks, schedule, zero, recompute, offload, sharded),
         )
+
+    def impossible(self) -> str:
+        """Return the reason why the space is empty."""
+        given, gpus = self.space.given, self.space.gpus
+        named = {name: given[name][0] for name in ("pipe", "data", "context", "tensor") if name in given}
+        what = ", ".join(f"{name}={value}" for name, values in given.items() for value in values)
+        for name, size in {**named, "x".join(named): math.prod(named.values())}.items():
+            if gpus % size:
+                return f"{name}={size}, which does not divide {gpus} GPUs"
+        if (data := given.get("data", [1])[0] * given.get("microbatch", [1])[0]) and self.work.batch % data:
+            return f"data x microbatch = {data}, which does not divide batch {self.work.batch}"
+        return what or f"{self.work.config.num_hidden_layers} blocks and these numbers of heads"
 
     # -------------------------------------------------------------------------------------------------- the bounds
 

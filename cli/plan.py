@@ -1,0 +1,341 @@
+"""``triax plan``: the fastest layouts that fit on a cluster, and the reasons."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..grid.errors import ConfigError, nearest, no_such
+from ..models.config import DecoderConfig, GPTConfig, LlamaConfig, TransformerConfig
+from ..models.huggingface.config import from_hf
+from ..pipe.schedules.registry import RECIPES
+from ..plan.cost import Work
+from ..plan.machine import machine as machine_of
+from ..plan.page import figure, page
+from ..plan.parallel_layout import RECOMPUTATION, ParallelLayout
+from ..plan.picture import COLORS, name_of, picture
+from ..plan.search import Search, Searcher, Space, to_dict
+from ..train.file import read_training_file
+from ..train.job import model_config
+from ..train.schema import ModelSection, TrainingFile, count, seconds
+
+_KEYS = [each.name for each in fields(ParallelLayout)]
+_TRAINING_FILES = (".yaml", ".yml", ".toml")
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset such as llama3-70b, a Hugging Face folder, a JSON file with its fields, or a training file."
+        ),
+    ],
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: those of --layout.")] = None,
+    machine: Annotated[
+        str, typer.Option(help="a100-80g, h100-80g, h200, b200, cpu, or a .json or .toml file.")
+    ] = "h100-80g",
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step, over all replicas.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    memory: Annotated[float | None, typer.Option(help="GB (1e9 bytes) of each GPU. Default: the machine's.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Keys that are given, such as pipe=8,tensor=8,recompute=full. The others are searched."),
+    ] = None,
+    why: Annotated[
+        tuple[str, str] | None, typer.Option(help="Two layouts: where the first loses time against the second.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1T: prints its days.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time of the whole run, such as 3d: prints its tokens.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to list.")] = 10,
+    write: Annotated[Path | None, typer.Option(help="Write a training file (.yaml) of the best layout.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory and time to this .png, .svg or .pdf file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the table and the bars.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the fastest layouts of a training run that fit on a cluster."""
+    try:
+        config, file = _model(model)
+        training = None if file is None else file.training
+        sequence = sequence or (training and training.sequence) or config.max_position_embeddings
+        batch = batch or (training and training.batch)
+        if batch is None:
+            raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
+        work = Work(config, machine_of(machine), batch, sequence, precision)
+        limit = work.machine.memory if memory is None else memory * 1e9
+        run_seconds, run_tokens = seconds(time), count(tokens)
+        if why is not None:
+            _why(work, gpus, limit, why, as_json)
+            return
+        given = _parse(layout or "")
+        space = Space(gpus or _gpus(given), given, limit)
+        searcher = Searcher(work, space)
+        found = searcher.run(top)
+        if not found.layouts:
+            _none_fits(searcher, found, asked=layout is not None, as_json=as_json)
+        result = _result(found, work)
+        if as_json:
+            typer.echo(json.dumps(result))
+        else:
+            _print(result, limit, _days(work, found, run_tokens, run_seconds))
+        if plot is not None:
+            picture(result["layouts"][:5], plot, limit / 2**30)
+        title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
+        if html is not None:
+            html.write_text(page(result, title), encoding="utf-8")
+        if write is not None:
+            _write(write, model, file, work, found.layouts[0].layout)
+    except ConfigError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _model(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
+    """Return a model's configuration, and the training file that it comes from."""
+    path = Path(name)
+    if path.suffix in _TRAINING_FILES:
+        file, _ = read_training_file(path)
+        return model_config(file.model), file
+    if path.suffix == ".json":
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} is not an object of fields. Give Hugging Face's, such as hidden_size.")
+        return _from_fields(values, path), None
+    if path.is_dir():
+        return model_config(ModelSection(folder=name, weights=False)), None
+    return model_config(ModelSection(preset=name)), None
+
+
+def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
+    """Return the configuration of Hugging Face's fields; without ``model_type``, a GPT or a Llama by its fields."""
+    if values.get("model_type"):
+        return from_hf(values)
+    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    names |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "ffn_dim": "intermediate_size"}
+    values = {names.get(key, key): value for key, value in values.items()}
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [key for key in needed if key not in values]:
+        raise ValueError(f"{path} has no {missing[0]}. Give at least {', '.join(needed)}.")
+    values.setdefault("max_position_embeddings", 2048)
+    gated = {"rms_norm_eps", "num_key_value_heads", "rope_theta"} & set(values) or values.get("hidden_act") == "silu"
+    width, inner = values["hidden_size"], values.get("intermediate_size")
+    if gated:
+        kind: type[TransformerConfig] = LlamaConfig
+    elif inner is None or inner % width == 0:
+        kind, values = GPTConfig, values | ({"mlp_ratio": inner // width} if inner else {})
+    else:
+        kind = DecoderConfig
+        values |= {"norm": "layer", "gated": False, "learned_positions": True, "hidden_act": "gelu"}
+    known = {each.name for each in fields(kind)} - {"rope_scaling"}
+    return kind(**{key: value for key, value in values.items() if key in known and value is not None})
+
+
+def _parse(text: str) -> dict[str, list[Any]]:
+    """Return the keys of ``--layout`` with their values."""
+    given: dict[str, list[Any]] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        key, equals, value = part.partition("=")
+        if key not in _KEYS:
+            raise ValueError(no_such("--layout", key, _KEYS))
+        words = {"schedule": [name for name in RECIPES if name != "forward"], "recompute": list(RECOMPUTATION)}
+        if key in words:
+            if value not in words[key]:
+                raise ValueError(f"--layout: there is no {key} {value!r}; {nearest(value, words[key])}")
+            given[key] = [value]
+        elif key in ("offload", "sequence_parallel"):
+            if value.lower() not in ("true", "false", "1", "0", ""):
+                raise ValueError(f"--layout: {key} is {value!r}. Give true or false.")
+            given[key] = [value.lower() in ("true", "1") or not equals]
+        elif not value.isdecimal() or (int(value) < 1 and key != "zero") or (key == "zero" and int(value) > 3):
+            range_ = "0, 1, 2 or 3" if key == "zero" else "a whole number of at least 1"
+            raise ValueError(f"--layout: {key} is {value!r}. Give {range_}.")
+        else:
+            given[key] = [int(value)]
+    return given
+
+
+def _gpus(given: dict[str, list[Any]]) -> int:
+    if "data" not in given:
+        raise ValueError("--gpus is missing. Give the number of GPUs, or a --layout with data.")
+    return math.prod(given.get(axis, [1])[0] for axis in ("pipe", "data", "context", "tensor"))
+
+
+def _result(found: Search, work: Work) -> dict[str, Any]:
+    """Return the object that ``--json`` prints."""
+    layouts = [to_dict(planned, work) for planned in found.layouts]
+    return {
+        "layouts": layouts,
+        "considered": found.considered,
+        "excluded": found.excluded,
+        "seconds": found.seconds,
+    }
+
+
+def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) -> None:
+    """Say what is short and the nearest change; of a given layout, go on with what it would take."""
+    space, work, limit = searcher.space, searcher.work, searcher.limit
+    if found.nearest is None:
+        raise ValueError(
+            f"no layout is possible: {space.gpus} GPUs, batch {work.batch} and sequence {work.sequence} do not go "
+            f"together with {searcher.impossible()}."
+        )
+    least = found.nearest
+    short = (least.memory.total - limit) / 2**30
+    states, rest = least.memory.states / 2**30, (least.memory.total - least.memory.states) / 2**30
+    message = (
+        f"no layout fits. The smallest, {least.layout}, needs {least.memory.total / 2**30:.1f} GiB of "
+        f"{limit / 2**30:.1f} GiB on a GPU ({states:.1f} of model states, {rest:.1f} of activations, temporaries and "
+        f"margin), which is {short:.1f} GiB short. {_change(searcher)}"
+    )
+    if not asked:
+        if as_json:
+            typer.echo(json.dumps(_result(found, work)))
+        raise ValueError(message)
+    typer.echo(f"triax plan: {message}", err=True)
+    whole = Searcher(work, Space(space.gpus, space.given, math.inf)).run(1)
+    found.layouts = whole.layouts
+
+
+def _change(searcher: Searcher) -> str:
+    """Return the nearest change with which a layout fits: more GPUs, fewer keys given, or more memory."""
+    space, work = searcher.space, searcher.work
+    if space.given:
+        free = Searcher(work, Space(space.gpus, {}, searcher.limit)).run(1).layouts
+        if free:
+            return f"Without --layout, {free[0].layout} fits."
+    for factor in (2, 4, 8, 16):
+        gpus = space.gpus * factor
+        if Searcher(work, Space(gpus, space.given, searcher.limit)).run(1).layouts:
+            return f"It fits on {gpus} GPUs."
+    return "Give GPUs with more memory, a shorter --sequence, or a smaller model."
+
+
+def _days(work: Work, found: Search, tokens: int | None, given: float | None) -> list[str]:
+    """Return lines about the time of the whole run."""
+    step, each = found.layouts[0].time.seconds, work.batch * work.sequence
+    lines = []
+    if tokens is not None:
+        steps = math.ceil(tokens / each)
+        lines.append(f"{tokens:.4g} tokens: {steps:,} steps, {figure(steps * step / 86400)} days")
+        if given is not None:
+            needed = steps * step / given
+            fits = "within" if needed <= 1 else f"{figure(needed)} times as long as"
+            lines.append(f"that is {fits} the given {figure(given / 86400)} days")
+    elif given is not None:
+        lines.append(f"{figure(given / 86400)} days: {figure(given / step * each)} tokens")
+    return lines
+
+
+def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_json: bool) -> None:
+    """Compare two layouts, term by term."""
+    found = []
+    for text in pair:
+        given = _parse(text)
+        searcher = Searcher(work, Space(gpus or _gpus(given), given, limit))
+        best = searcher.run(1).layouts or Searcher(work, Space(searcher.space.gpus, given, math.inf)).run(1).layouts
+        if not best:
+            raise ValueError(f"no layout is possible with {text}, because {searcher.impossible()}.")
+        found.append(to_dict(best[0], work))
+    a, b = found
+    if as_json:
+        times = {kind: a["time_s"][kind] - b["time_s"][kind] for kind in a["time_s"]}
+        sizes = {kind: a["memory_gib"][kind] - b["memory_gib"][kind] for kind in a["memory_gib"]}
+        typer.echo(json.dumps({"layouts": found, "difference": {"time_s": times, "memory_gib": sizes}}))
+        return
+    console = Console()
+    console.print(f"A: {name_of(a)}\nB: {name_of(b)}", highlight=False, soft_wrap=True)
+    for key, unit in (("time_s", "seconds a step"), ("memory_gib", "GiB on the fullest GPU")):
+        table = Table(title=unit, title_justify="left")
+        for head in ("", "A", "B", "A - B"):
+            table.add_column(head, justify="left" if not head else "right")
+        kinds = sorted(a[key], key=lambda kind: -abs(a[key][kind] - b[key][kind]))
+        for kind in kinds:
+            if a[key][kind] or b[key][kind]:
+                difference = a[key][kind] - b[key][kind]
+                table.add_row(kind, figure(a[key][kind]), figure(b[key][kind]), f"{difference:+.4g}")
+        totals = sum(a[key].values()), sum(b[key].values())
+        table.add_row("all", *map(figure, totals), f"{totals[0] - totals[1]:+.4g}", style="bold")
+        console.print(table)
+
+
+def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
+    """Print the table, and the bars of the best layout."""
+    console = Console()
+    table = Table()
+    table.add_column("layout", overflow="fold")
+    for head in ("seconds", "TFLOP/s", "MFU %", "GiB"):
+        table.add_column(head, justify="right")
+    for layout in result["layouts"]:
+        total = sum(layout["memory_gib"].values())
+        numbers = (layout["step_s"], layout["tflops_per_gpu"], 100 * layout["mfu"], total)
+        table.add_row(name_of(layout), *map(figure, numbers))
+    console.print(table)
+    best = result["layouts"][0]
+    _bar(console, "memory of the first, GiB", best["memory_gib"], limit / 2**30)
+    _bar(console, "time of the first, seconds", best["time_s"], None)
+    for line in lines:
+        console.print(line, highlight=False)
+    excluded = ", ".join(f"{number:,} {reason}" for reason, number in result["excluded"].items())
+    console.print(
+        f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | None) -> None:
+    """Print one bar of colored parts, and its key."""
+    width, total = min(console.width, 100) - 2, sum(kinds.values())
+    whole = total if limit is None else max(total, limit)
+    bar, key, end, used = Text(), Text(), 0.0, 0
+    for kind, value in kinds.items():
+        if value <= 0:
+            continue
+        end += value
+        cells = round(end / whole * width) - used
+        used += cells
+        bar.append("█" * cells, style=COLORS[kind])
+        key.append("█ ", style=COLORS[kind])
+        key.append(f"{kind} {figure(value)}  ")
+    bar.append("·" * (width - used))
+    of = "" if limit is None else f" of {figure(limit)}"
+    console.print(Text(f"{title}: {figure(total)}{of}"), bar, key, sep="\n")
+
+
+def _write(path: Path, model: str, file: TrainingFile | None, work: Work, layout: ParallelLayout) -> None:
+    """Write a training file of a layout; other keys are those of the training file that was given."""
+    if path.suffix not in _TRAINING_FILES[:2]:
+        raise ValueError(f"--write is {path}, but it must end in .yaml.")
+    content: dict[str, Any] = {} if file is None else file.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if file is None:
+        source = {"folder": model, "weights": False} if Path(model).is_dir() else {"preset": model}
+        if model.endswith(".json"):
+            raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
+        content = {"model": source, "data": {"training": "tokens"}, "training": {"steps": 1000}}
+    sizes = ("pipe", "data", "context", "tensor", "expert")
+    content["grid"] = {name: getattr(layout, name) for name in sizes}
+    content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)
+    content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks}
+    zero: Any = layout.zero
+    if layout.offload:
+        zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
+    content["training"] |= {
+        "batch": work.batch,
+        "microbatch": layout.microbatch,
+        "sequence": work.sequence,
+        "precision": work.precision,
+        "recompute": layout.recompute,
+        "zero": zero,
+    }
+    content["training"].pop("batch_tokens", None)
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -1,0 +1,138 @@
+"""``triax plan``: the JSON object, given layouts, messages, files and pictures; and every command of docs/plan.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.grid.errors import ConfigError
+from triax.plan.machine import machine
+from triax.plan.page import figure
+from triax.train.file import read_training_file
+
+from paths import DOCS
+from readme_blocks import blocks, broken_links, commands
+
+TEXT = (DOCS / "plan.md").read_text()
+GPT = {"hidden_size": 12288, "num_hidden_layers": 80, "num_attention_heads": 96, "vocab_size": 51200}
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def ask(*arguments: str) -> Any:
+    return json.loads(run(*arguments, "--json"))
+
+
+@pytest.mark.parametrize("command", [command for _, command in commands(TEXT)])
+def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    assert words[:2] == ["triax", "plan"]
+    assert run(*words[2:])
+
+
+def test_the_docs_links_and_machine_file(tmp_path: Path) -> None:
+    assert [path for path in broken_links(TEXT) if not (DOCS / path).exists()] == []
+    [text] = [block.text for block in blocks(TEXT) if block.language == "json"]
+    (tmp_path / "mine.json").write_text(text)
+    assert machine(str(tmp_path / "mine.json")).overlap_gradients
+
+
+def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
+    """Narayanan et al. 2021, table 1, 145B: 24.8 seconds."""
+    (tmp_path / "model.json").write_text(json.dumps(GPT))
+    layout = "pipe=8,data=24,tensor=8,microbatch=2,chunks=2,schedule=interleaved,recompute=full,zero=1"
+    sizes = ("--machine", "a100-80g", "--sequence", "2048", "--batch", "2304", "--gpus", "1536")
+    found = ask("--model", str(tmp_path / "model.json"), *sizes, "--layout", layout)
+    assert (
+        set(found) == {"layouts", "considered", "excluded", "seconds"} and found["considered"] == 2
+    )  # offload is left out
+    each = found["layouts"][0]
+    keys = "pipe data context tensor expert microbatch chunks schedule zero recompute offload step_s tflops_per_gpu mfu"
+    assert set(each) == {*keys.split(), "memory_gib", "time_s"}
+    assert abs(each["step_s"] / 24.8 - 1) < 0.06
+    assert sum(each["time_s"].values()) == pytest.approx(each["step_s"])
+
+
+def test_layouts_are_ordered_and_what_is_left_out_is_counted() -> None:
+    found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", "--top", "4")
+    times = [each["step_s"] for each in found["layouts"]]
+    assert len(times) == 4 and times == sorted(times)
+    assert found["considered"] == 4 + sum(found["excluded"].values())
+    for each in found["layouts"]:
+        assert each["pipe"] * each["data"] * each["context"] * each["tensor"] == 8
+        assert sum(each["memory_gib"].values()) < 80e9 / 2**30
+
+
+def test_why_lists_the_difference_of_each_term() -> None:
+    pair = ("--why", "tensor=8,zero=1,context=1", "tensor=2,zero=1,context=1")
+    base = ("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096")
+    found = ask(*base, *pair)
+    a, b = found["layouts"]
+    assert a["tensor"] == 8 and found["difference"]["time_s"]["tensor"] == a["time_s"]["tensor"] - b["time_s"]["tensor"]
+    text = run(*base, *pair)
+    assert "A - B" in text and figure(a["step_s"]) in text
+
+
+def test_the_page_the_picture_and_the_training_file_come_from_the_same_numbers(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("plan.html", "plan.png", "run.yaml")]
+    written = ("--html", str(files[0]), "--plot", str(files[1]), "--write", str(files[2]))
+    given = ("--layout", "tensor=2,context=1,offload=true,recompute=full")
+    found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", *given, *written)
+    best = found["layouts"][0]
+    html = files[0].read_text()
+    body = re.sub(r"<style>.*?</style>|<[^>]*>", " ", html)
+    known = {figure(value) for each in found["layouts"] for value in (each["step_s"], each["tflops_per_gpu"])}
+    known |= {figure(100 * each["mfu"]) for each in found["layouts"]}
+    known |= {figure(sum(each["memory_gib"].values())) for each in found["layouts"]} | {figure(best["step_s"])}
+    known |= {figure(value) for key in ("memory_gib", "time_s") for value in best[key].values()}
+    known |= {f"{number:,}" for number in (found["considered"], *found["excluded"].values(), 8, 16, 4096)}
+    names = r"(?:pipe|data|context|tensor|expert|microbatch|zero)=\d+|interleaved\(\d+\)|1f1b|zb-h1|llama3-8b|h100-80g"
+    numbers = re.findall(r"\d[\d,.]*(?:e[+-]?\d+)?", re.sub(names, " ", body))
+    assert numbers and {number.rstrip(".,") for number in numbers} <= known
+    assert files[1].read_bytes()[:4] == b"\x89PNG"
+    training, _ = read_training_file(files[2])
+    assert (training.grid.tensor, training.training.microbatch) == (2, best["microbatch"])
+    assert yaml.safe_load(files[2].read_text())["training"]["zero"]["offload_optimizer"] == {"device": "cpu"}
+    again = ask("--model", str(files[2]), "--gpus", "8", "--layout", "tensor=2,context=1,offload=true,recompute=full")
+    assert again["layouts"] == found["layouts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "8"], "--batch is missing"),
+        (["--batch", "8"], "--gpus is missing"),
+        (["--gpus", "8", "--batch", "8", "--layout", "tensr=2"], "tensor"),
+        (["--gpus", "8", "--batch", "8", "--layout", "zero=4"], "Give 0, 1, 2 or 3"),
+        (["--gpus", "8", "--batch", "8", "--layout", "schedule=1f1"], "1f1b"),
+        (["--gpus", "8", "--batch", "8", "--layout", "tensor=3"], "does not divide 8 GPUs"),
+        (["--gpus", "8", "--batch", "8", "--machine", "h100"], "Give one of a100-80g"),
+        (["--gpus", "1", "--batch", "8", "--memory", "4"], "GiB short"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_to_type(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run("--model", "llama3-8b", "--sequence", "2048", *arguments)
+
+
+def test_a_given_layout_that_does_not_fit_is_evaluated_and_a_change_named() -> None:
+    layout = "pipe=1,data=8,tensor=1,context=1,microbatch=1,zero=0,recompute=none,offload=false"
+    arguments = ["plan", "--model", "llama3-8b", "--batch", "8", "--sequence", "2048", "--layout", layout, "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0 and len(json.loads(done.stdout)["layouts"]) == 1
+    assert "GiB short" in done.stderr and "fits" in done.stderr
