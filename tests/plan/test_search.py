@@ -107,7 +107,7 @@ def test_without_a_layout_that_fits_the_smallest_is_returned() -> None:
     space = Space(8, {"offload": [False], "context": [1]})
     found = Searcher(work, space).run()
     assert not found.layouts and found.nearest is not None
-    assert found.nearest.memory.total > H100.memory and found.nearest.layout.zero == 3
+    assert found.nearest.memory.total > H100.memory
     assert found.excluded == {Searcher.MEMORY: found.considered}
     larger = replace(H100, memory=found.nearest.memory.total + 1)
     assert Searcher(replace(work, machine=larger), space).run(1).layouts
