@@ -83,7 +83,11 @@ def layout_of_job(job: Job) -> ParallelLayout:
     """Return the layout of a run. Its schedule and chunks are those of 1F1B: ``job.schedule`` has the run's own."""
     zero, size = job.config.zero_optimization, job.topology.size
     return ParallelLayout(
-        *(size(axis) for axis in ("pipe", "data", "context", "tensor", "expert")),
+        pipe=size("pipe"),
+        data=size("data"),
+        context=size("context"),
+        tensor=size("tensor"),
+        expert=size("expert"),
         microbatch=job.batch.micro,
         zero=zero.stage,
         recompute=_recompute(job),
