@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -176,10 +177,12 @@ class ModelMemory:
         self._cuts: dict[int, list[int]] = {}
         self._places: dict[tuple[object, ...], _Placed] = {}
         self._items: dict[tuple[object, ...], list[_WeightShard]] = {}
-        self._stage_buckets: dict[tuple[object, ...], Counter[BucketShape]] = {}
+        self._run_buckets: dict[tuple[object, ...], Counter[BucketShape]] = {}
+        self._rank_buckets: dict[tuple[object, ...], Counter[BucketShape]] = {}
         self._rank_states: dict[tuple[object, ...], _States] = {}
         self._kept: dict[tuple[object, ...], list[float]] = {}
         self._working: dict[tuple[object, ...], float] = {}
+        self._backward: dict[tuple[object, ...], float] = {}
         self._ranks: dict[tuple[object, ...], list[_RankClass]] = {}
 
     # ---------------------------------------------------------------------------------------------------- stages
@@ -395,21 +398,25 @@ class ModelMemory:
         return self._items[key]
 
     def _buckets_of(self, placed: _Placed, layout: ParallelLayout, rank: int) -> Counter[BucketShape]:
-        replicas = self._replicas(layout)
-        alone = tuple(count == 1 and not layout.offload for count in replicas)
+        alone = tuple(count == 1 and not layout.offload for count in self._replicas(layout))
+        key = (placed, layout.tensor, layout.expert, rank, alone, layout.zero == 3)
+        if key in self._rank_buckets:
+            return self._rank_buckets[key]
         found: Counter[BucketShape] = Counter()
-        for stage in placed.owned:
-            runs = [(kind,) for kind in stage] if layout.zero == 3 else [stage]
-            for run in runs:
-                key = (run, layout.tensor, layout.expert, rank, alone, layout.zero == 3)
-                if key not in self._stage_buckets:
-                    weights = [each for kind in run for each in self._local(kind, layout, rank)]
-                    self._stage_buckets[key] = self._fill(weights, alone, layout.zero == 3)
-                found.update(self._stage_buckets[key])
+        # In stage 3 buckets follow the layers, otherwise the stages.
+        runs = {(kind,): n for kind, n in placed.owned_counts.items()} if layout.zero == 3 else Counter(placed.owned)
+        for run, times in runs.items():
+            inner = (run, *key[1:])
+            if inner not in self._run_buckets:
+                weights = [each for kind in run for each in self._local(kind, layout, rank)]
+                self._run_buckets[inner] = self._fill(weights, alone, layout.zero == 3)
+            for shape, count in self._run_buckets[inner].items():
+                found[shape] += count * times
         if placed.tied:
             weights = self._local(self._kind_of[0], layout, rank)
             for shape, count in self._fill(weights, alone, layout.zero == 3).items():
                 found[shape._replace(tied=placed.tied == 2)] += count
+        self._rank_buckets[key] = found
         return found
 
     def _fill(self, weights: Sequence[_WeightShard], alone: Sequence[bool], stage3: bool) -> Counter[BucketShape]:
@@ -432,7 +439,7 @@ class ModelMemory:
         key = (placed, layout.tensor, layout.expert, rank, replicas, layout.zero, layout.offload)
         if key not in self._rank_states:
             buckets = self._buckets_of(placed, layout, rank)
-            buffers = sum(self._kinds[kind].buffers for stage in placed.kinds for kind in stage)
+            buffers = sum(self._kinds[kind].buffers * count for kind, count in placed.counts.items())
             self._rank_states[key] = (*self._bytes(buckets, replicas, layout), float(buffers))
         return self._rank_states[key]
 
@@ -477,10 +484,7 @@ class ModelMemory:
         """Return the bytes that each stage of a rank keeps of a microbatch."""
         key = (placed, tokens, sequence, layout.tensor, layout.context, layout.sequence_parallel, layout.recompute)
         if key not in self._kept:
-            of = {kind: 0.0 for stage in placed.kinds for kind in stage}
-            for kind in of:
-                layer = self._kinds[kind]
-                of[kind] = self.layer_activations(layer, tokens, sequence, layout)
+            of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in placed.counts}
             self._kept[key] = [sum(of[kind] for kind in stage) for stage in placed.kinds]
         return self._kept[key]
 
@@ -502,16 +506,18 @@ class ModelMemory:
         replicas, options = self._replicas(layout), self.options
         if layout.zero < 2 or max(replicas) == 1:
             return 0.0
-        layers = [
-            sum(each.numel for each in self._local(kind, layout, layout.tensor - 1) if replicas[each.expert] > 1)
-            for stage in placed.kinds
-            for kind in stage
-        ]
+        last = layout.tensor - 1
         gathered = 0.0
         if layout.zero == 3:
-            # One layer runs while the next one is gathered.
-            gathered = options.size * (sum(layers) if options.keep_gathered else 2 * max(layers, default=0))
-        buckets = self._buckets_of(placed, layout, layout.tensor - 1)
+            layers = {
+                kind: sum(each.numel for each in self._local(kind, layout, last) if replicas[each.expert] > 1)
+                for kind in placed.counts
+            }
+            if options.keep_gathered:
+                gathered = options.size * sum(layers[kind] * count for kind, count in placed.counts.items())
+            else:  # one layer runs while the next one is gathered
+                gathered = 2 * options.size * max(layers.values(), default=0)
+        buckets = self._buckets_of(placed, layout, last)
         if not options.reduce_each_microbatch:
             return gathered + options.wide * sum(shape.numel * n for shape, n in buckets.items() if not shape.tied)
         # One bucket is filled while two are reduced.
@@ -519,26 +525,30 @@ class ModelMemory:
 
     def _backward_work(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> float:
         """Return the bytes that the backward pass of one layer needs at most."""
-        most = 0.0
-        for kind in {kind for stage in placed.kinds for kind in stage}:
-            layer = self._kinds[kind]
-            size = self.options.size
-            needed = 2 * size * tokens * layer.hidden / (layout.tensor if layout.sequence_parallel else 1)
-            if layer.kind == "head":
-                needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
-            elif layer.kind == "block":
-                sizes = local_sizes(layer, layout, self.shard_tensor)
-                needed += size * tokens * (sizes.product + sizes.activation + sizes.routed)
-                if layout.recompute == "full":
-                    whole = replace(layout, recompute="none")
-                    needed += self.layer_activations(layer, tokens, sequence, whole)
-                elif layout.recompute == "selective" and not self.fused_attention:
-                    needed += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
-            if self.options.wide != size:  # a weight's gradient, before it is added to the fp32 one
-                weights = self._local(kind, layout, layout.tensor - 1)
-                needed += size * max((each.numel for each in weights), default=0)
-            most = max(most, needed)
-        return most
+        return max((self._work_of(kind, tokens, sequence, layout) for kind in placed.counts), default=0.0)
+
+    def _work_of(self, kind: int, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+        axes = (layout.tensor, layout.expert, layout.context, layout.sequence_parallel, layout.recompute)
+        key = (kind, tokens, sequence, *axes)
+        if key in self._backward:
+            return self._backward[key]
+        layer, size = self._kinds[kind], self.options.size
+        needed = 2 * size * tokens * layer.hidden / (layout.tensor if layout.sequence_parallel else 1)
+        if layer.kind == "head":
+            needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
+        elif layer.kind == "block":
+            sizes = local_sizes(layer, layout, self.shard_tensor)
+            needed += size * tokens * (sizes.product + sizes.activation + sizes.routed)
+            if layout.recompute == "full":
+                whole = replace(layout, recompute="none")
+                needed += self.layer_activations(layer, tokens, sequence, whole)
+            elif layout.recompute == "selective" and not self.fused_attention:
+                needed += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
+        if self.options.wide != size:  # a weight's gradient, before it is added to the fp32 one
+            weights = self._local(kind, layout, layout.tensor - 1)
+            needed += size * max((each.numel for each in weights), default=0)
+        self._backward[key] = needed
+        return needed
 
     def _boundary(self, tokens: float, layout: ParallelLayout) -> float:
         """Return the bytes of a message between two stages."""
@@ -565,6 +575,16 @@ class _Placed:
     kinds: tuple[tuple[int, ...], ...]  # the layers of each stage
     owned: tuple[tuple[int, ...], ...]  # without those whose weight is tied
     tied: int  # 1: a tied weight that only this rank holds, 2: another holds it too
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """Number of layers of each kind."""
+        return Counter(kind for stage in self.kinds for kind in stage)
+
+    @cached_property
+    def owned_counts(self) -> dict[int, int]:
+        """Number of layers of each kind, without those whose weight is tied."""
+        return Counter(kind for stage in self.owned for kind in stage)
 
 
 class _RankClass(NamedTuple):

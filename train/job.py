@@ -20,6 +20,7 @@ from ..pipe.partition import uniform
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.schedules.choose import FILES, NAMES, make_schedule
+from ..plan.layers import layers_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 
@@ -205,7 +206,7 @@ def model_config(section: ModelSection) -> TransformerConfig:
 
 def layer_count(model: TransformerConfig) -> int:
     """Return the number of entries in a model's list of layers."""
-    return model.num_hidden_layers + (4 if type(model).__name__ == "GPTConfig" else 3)
+    return len(layers_of(model))
 
 
 def _plain(model: TransformerConfig) -> dict[str, Any]:
