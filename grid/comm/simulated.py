@@ -13,6 +13,9 @@ class SimulatedGroup(Protocol):
     def announce(self, topology: Topology) -> None:
         """Take the grid that this rank asks for, before its first collective."""
 
+    def gather_texts(self, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks, in rank order."""
+
     def made(self, grid: Any) -> None:
         """Take the finished ``Grid`` of this rank."""
 

@@ -163,6 +163,12 @@ class RecordingGroup(_Group):
         """See ``SimulatedGroup``."""
         self._recorder.grids.append(grid)
 
+    def gather_texts(self, text: bytes) -> list[bytes]:
+        """See ``SimulatedGroup``."""
+        self._note("all_gather_json", None)
+        joined = self._join("all_gather_json", torch.tensor(list(text), dtype=torch.uint8))
+        return [bytes([] if found is None else found.tolist()) for found in joined()]
+
     @property
     def number(self) -> int:
         """Index of this group in ``Recorder.groups``."""

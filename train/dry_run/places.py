@@ -10,7 +10,7 @@ import torch
 
 _TRIAX = str(Path(__file__).resolve().parents[2])
 _ASIDE = tuple(str(Path(_TRIAX, name)) + "/" for name in ("tests", "examples", "benchmarks", ".venv"))
-_PYTHON = (str(Path(torch.__file__).parent), str(Path(str(sys.modules["os"].__file__)).parent), "<frozen")
+_PYTHON = (f"{Path(torch.__file__).parents[1]}/", str(Path(str(sys.modules["os"].__file__)).parent), "<frozen")
 _HERE = str(Path(__file__).resolve().parent)
 _COMM = str(Path(_TRIAX, "grid", "comm"))
 
