@@ -34,5 +34,7 @@ def config(
         assert file is not None
         checked = read_config(file)
         typer.echo(json.dumps(resolve_config(checked, batch_sizes(checked, data)), indent=2))
+        if checked.elasticity.enabled:
+            typer.echo(f"triax: {checked.elasticity.describe()}", err=True)
         for note in checked.notes():
             typer.echo(f"triax: {note}", err=True)

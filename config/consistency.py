@@ -28,6 +28,9 @@ def check_consistency(config: Config) -> None:
 
 
 def _check_batch_sizes(config: Config) -> None:
+    if config.elasticity.enabled:
+        _check_elasticity(config)
+        return
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     parts = [(name, value) for name, value in (("micro batch", micro), ("accumulation steps", steps)) if value]
@@ -38,6 +41,21 @@ def _check_batch_sizes(config: Config) -> None:
             f"train_batch_size {train} is no multiple of {factors}{f' = {product}' if len(parts) > 1 else ''}, "
             "for any number of replicas: change one of them (train_batch_size = "
             "train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas)"
+        )
+
+
+def _check_elasticity(config: Config) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [key for key in keys if getattr(config, key) is not None]
+    if given and not config.elasticity.ignore_non_elastic_batch_info:
+        raise ConfigError(
+            f"{' and '.join(given)} and elasticity both give batch sizes: leave {'it' if len(given) == 1 else 'them'} "
+            "out, or set elasticity.ignore_non_elastic_batch_info, or elasticity.enabled to false"
+        )
+    if config.local_updates is not None:
+        raise ConfigError(
+            "elasticity and local_updates cannot act together, because a change of the number of replicas changes the "
+            "algorithm of local updates: leave one of them out"
         )
 
 

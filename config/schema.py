@@ -12,6 +12,7 @@ from .attention import SparseAttentionConfig
 from .base import Section, idle, refused, setting
 from .checkpoint import CheckpointConfig
 from .compression import GradientCompressionConfig
+from .elasticity import ElasticityConfig
 from .local_updates import LocalUpdatesConfig
 from .lora import LoraConfig
 from .monitoring import (
@@ -159,9 +160,8 @@ class Config(Section):
 
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")
     disable_allgather: Any = refused("every rank needs the new weights: leave it out")
-    elasticity: Any = refused(
-        "batch sizes for several numbers of ranks are not chosen here: leave it out, and write train_batch_size, which "
-        "stays the same on any number of replicas that divides it; triax run --nnodes MIN:MAX lets hosts join and leave"
+    elasticity: ElasticityConfig = setting(
+        ElasticityConfig(), "Choose batch sizes that fit many numbers of replicas: docs/launch.md."
     )
     autotuning: Any = refused(
         "layouts are not tried out: leave it out; triax schedule --compare and triax memory compare them without a run"

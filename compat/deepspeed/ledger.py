@@ -228,7 +228,8 @@ AUTOTP = (
 FASTGEN = "triax has no FastGen: init_inference and triax.InferenceEngine generate with continuous batches"
 TUNER = "triax does not tune configurations by trial runs: triax memory computes the memory of a layout"
 ELASTIC = (
-    "triax has no elastic training yet: a checkpoint resumes on any number of ranks, so start again with another number"
+    "the configuration's elasticity section chooses the batch sizes, triax config FILE prints them with the numbers of "
+    "replicas that fit, and triax run --nnodes MIN:MAX lets hosts join and leave: docs/launch.md"
 )
 BUILDERS = "triax compiles no operators: torch's kernels take their place, and nothing has to be built"
 GLOBALS = "a launcher's environment is read by the grid: pass init_distributed nothing, or use triax run or torchrun"

@@ -81,7 +81,6 @@ ACCEPTED: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"elasticity": {"enabled": True, "max_train_batch_size": 9, "micro_batch_sizes": [2]}}, "write train_batch_size"),
     ({"autotuning": {"enabled": True, "fast": False}}, "triax schedule --compare"),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "squares of gradients are too small for fp16"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "set both, or neither"),
