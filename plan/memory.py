@@ -97,6 +97,7 @@ class StateOptions:
         reduce_each_microbatch: as in ``zero_optimization``.
         decays: ``matrices``: matrices and the other parameters are two parameter groups, which share no bucket;
             ``all``: one group.
+        frozen: no weight is trained, as under LoRA, whose factors do not count here.
     """
 
     precision: str = "bf16"
@@ -107,6 +108,7 @@ class StateOptions:
     keep_gathered: bool = False
     reduce_each_microbatch: bool = True
     decays: str = "all"
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in BYTES:
@@ -441,6 +443,9 @@ class ModelMemory:
             buckets = self._buckets_of(placed, layout, rank)
             buffers = sum(self._kinds[kind].buffers * count for kind, count in placed.counts.items())
             self._rank_states[key] = (*self._bytes(buckets, replicas, layout), float(buffers))
+            if self.options.frozen:
+                whole = self._frozen(placed, layout, rank) if layout.zero < 3 else self._rank_states[key][0]
+                self._rank_states[key] = (whole, 0.0, 0.0, 0.0, float(buffers))
         return self._rank_states[key]
 
     def _bytes(
@@ -461,6 +466,13 @@ class ModelMemory:
             masters += count * wide * owned * (on_device and wide != size)
             states += count * wide * owned * on_device * self.options.states
         return parameters, gradients, masters, states
+
+    def _frozen(self, placed: _Placed, layout: ParallelLayout, rank: int) -> float:
+        """Return the bytes of weights that are in no bucket, because they are not trained."""
+        counts = Counter(placed.owned_counts)
+        counts[self._kind_of[0]] += placed.tied > 0
+        sizes = {kind: sum(each.numel for each in self._local(kind, layout, rank)) for kind in counts}
+        return float(self.options.size * sum(sizes[kind] * count for kind, count in counts.items()))
 
     @staticmethod
     def _replicas(layout: ParallelLayout) -> tuple[int, int]:

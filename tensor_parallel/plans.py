@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:  # families of models are read without torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ def plan_of_outputs(module: nn.Module, outputs: Mapping[type[nn.Module], Sequenc
         module: the model.
         outputs: class of the blocks -> ends of the names of these layers, such as ``("attention.out", "mlp.down")``.
     """
+    from torch import nn
+
     plan: dict[str, Style] = {}
     for cls, names in outputs.items():
         for path, block in module.named_modules():

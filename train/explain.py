@@ -108,6 +108,7 @@ def memory_of_job(job: Job) -> ModelMemory:
         keep_gathered=zero.stage3_keep_gathered,
         reduce_each_microbatch=zero.reduce_each_microbatch,
         decays=job.file.training.optimizer.decays,
+        frozen=job.config.lora is not None,
     )
     return ModelMemory(job.model, options=options, shard_tensor=bool(job.file.model.experts.shard_tensor))
 
@@ -193,7 +194,7 @@ def _states(job: Job) -> int:
 def _notes(job: Job) -> Iterable[str]:
     section, optimizer = job.config.activation_checkpointing, job.config.optimizer
     if job.config.lora is not None:
-        yield "the bytes are those of training all weights; with lora, gradients, masters and optimizer are smaller"
+        yield "lora: the states are those of the frozen weights; its factors, their gradients and states are left out"
     if optimizer is not None and optimizer.type.lower() not in STATES:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
     if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.number_checkpoints):

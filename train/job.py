@@ -16,6 +16,7 @@ from ..config.schema import Config
 from ..grid.errors import ConfigError, describe, nearest, no_such
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, TransformerConfig, config_from_fields
+from ..models.huggingface.config import from_hf, read_config
 from ..pipe.partition import uniform
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
@@ -174,8 +175,6 @@ def model_config(section: ModelSection) -> TransformerConfig:
             raise ConfigError(f"model.preset: there is no preset {section.preset!r}; {nearest(section.preset, names)}")
         where, found = f"model.preset {section.preset}", kinds[0].preset(section.preset)
     else:
-        from ..models.huggingface.config import from_hf, read_config  # it needs torch
-
         assert section.folder is not None  # the schema requires one of the two
         where = f"model.folder {section.folder}"
         try:

@@ -201,6 +201,22 @@ def test_korthikantis_figures() -> None:
             assert any(first == pytest.approx(whole * flight + beside * count, rel=1e-12) for count in held)
 
 
+def test_frozen_weights_have_no_states() -> None:
+    """Of a model with LoRA, without the factors."""
+    for zero in (0, 3):
+        each = case(_GPT, zero=zero)
+        grid = Grid(timeout=60)
+        model = PipelineModule(gpt_layers(_GPT), grid=grid, loss_fn=NextTokenLoss(grid, _GPT.vocab_size))
+        settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        settings |= {"bf16": {"enabled": True}, "lora": {"rank": 2}, "zero_optimization": {"stage": zero}}
+        engine, *_ = triax.initialize(model=model, config=settings)
+        trained = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
+        held = engine.memory_report()["held"]["parameters"] - sum(2 * bucket.flat.numel for bucket in trained)
+        options = replace(each["options"], frozen=True, bucket=2**22)
+        (found,) = ModelMemory(_GPT, options=options).states(each["layout"])
+        assert found[:5] == (held, 0.0, 0.0, 0.0, 0.0), zero
+
+
 def test_a_large_model_without_a_loop_over_ranks() -> None:
     """ZeRO's paper, figure 1: 2 + 2 + 12 bytes a parameter; here gradients are fp32, and padding is below 0.1 %."""
     config = LlamaConfig.preset("llama3-70b")
