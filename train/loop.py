@@ -81,6 +81,7 @@ class TrainingRun:
         )
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
         self.spikes.load(self._load())
+        self._before = self.step  # steps of the run before it was resumed
         self.engine.client_state = {"spikes": self.spikes.state}
         self.evaluation = None if held_out is None else Evaluation(job, held_out, self.engine)
         rows = training.rows(job.file.seed)
@@ -140,7 +141,6 @@ class TrainingRun:
         if self.evaluation is None:
             return None
         loss = self.evaluation.loss()
-        self.report.validated(self.step, loss)
         self.engine.monitor.write_events([("Validation/loss", loss, self.engine.global_samples)])
         return loss
 
@@ -218,7 +218,8 @@ class TrainingRun:
         ended = (
             "" if self.step == job.steps else f" of {job.steps}: the time limit of {minutes(limit or 0)} min ended it"
         )
-        report.say(f"trained {self.step} steps in {minutes(self.clock.elapsed)} min{ended}")
+        taken = f"steps {self._before + 1} to {self.step}" if self._before else f"{self.step} steps"
+        report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
             beside = f"; {name}: {compared:.4f}" if name else ""
             report.say(f"loss    {validation:.4f} nats per {self.unit} on held-out documents{beside}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..monitor.report.run_folder import Run, read_run
 from ..monitor.report.write import write_report
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, timeline_of
@@ -33,7 +33,6 @@ class Reporter:
 
     def __init__(self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "token") -> None:
         self.folder, self.speaks, self.steps, self.every, self.unit = folder, speaks, steps, every, unit
-        self._rows: list[dict[str, Any]] = []
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
@@ -53,7 +52,6 @@ class Reporter:
         """Note a training step: its number (from 1), loss, tokens/s, seconds left."""
         if not self.speaks:
             return
-        self._rows.append({"step": step, "loss": loss})
         count = f"{step:>{len(str(self.steps))}}/{self.steps}"
         line = f"step {count}  loss {loss:.4f}  {speed:,.0f} tokens/s  {minutes(left)} left"
         if self._live is not None:
@@ -61,10 +59,6 @@ class Reporter:
             self._live.update(Text(f"{bar:16}  {line}", no_wrap=True, overflow="crop"))
         elif step % self.every == 0 or step in (1, self.steps):
             self.say(line)
-
-    def validated(self, step: int, loss: float) -> None:
-        """Note the loss of an evaluation after a step."""
-        self._rows.append({"step": step, "validation_loss": loss})
 
     def pipeline(self, step: int, measured: Timeline | None) -> None:
         """Note the times of a step's ops; the picture is of the step with the median time."""
@@ -88,7 +82,7 @@ class Reporter:
             return
         self.say(f"a page about it is in {write_report(self.folder)}")
         try:
-            draw_losses(self.folder / "loss.png", self._rows, baselines, self.unit)
+            draw_losses(self.folder / "loss.png", read_run(self.folder), baselines, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
                 draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
@@ -103,12 +97,11 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def draw_losses(path: Path, rows: Sequence[dict[str, Any]], baselines: Mapping[str, float], unit: str) -> None:
-    """Draw training and validation loss over the steps, and the loss of each baseline as a line."""
+def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str) -> None:
+    """Draw training and validation loss over the steps, those before a resume too, and each baseline's as a line."""
     from matplotlib.figure import Figure
 
-    trained = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    checked = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    trained, checked = run.series("Train/Samples/train_loss"), run.series("Validation/loss")
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*trained, strict=True), color="#9db4d0", linewidth=0.8, label="training, each batch")
