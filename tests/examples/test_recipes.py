@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import graphlib
 import io
 import os
 import shlex
 import shutil
-import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +52,35 @@ def triax(words: list[str], folder: str) -> str:
     return printed.getvalue()
 
 
-def test_the_recipes_commands_work_one_after_another(ranks: Any, tmp_path: Path) -> None:
+def place(folder: Path) -> None:
+    """Make a folder as this repository is, with a small text."""
+    for name in ("examples", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "text").mkdir()
+    for module in (bisect, graphlib, textwrap):
+        shutil.copy(str(module.__file__), folder / "text")
+
+
+def test_the_recipe_for_text_works(ranks: Any, tmp_path: Path) -> None:
+    place(tmp_path)
+    train = TYPED.index("triax train examples/recipes/pretrain.yaml")
+    for command in TYPED[: train + 1]:
+        said = step(command, ranks, tmp_path)
+    assert "nats per token on held-out documents" in said
+    assert (tmp_path / "runs" / "pretrain" / "model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.exhaustive
+def test_the_recipes_work_one_after_another(ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    for source, target in (("examples", "examples"), ("docs", "docs")):
-        (tmp_path / target).symlink_to(ROOT / source)
-    (tmp_path / "text").mkdir()
-    for name in ("graphlib", "bisect", "textwrap"):
-        shutil.copy(
-            str(sys.modules[name].__file__ if name in sys.modules else __import__(name).__file__), tmp_path / "text"
-        )
-    said: dict[str, str] = {}
-    for command in of_recipes():
-        said[command] = step(command, ranks, tmp_path)
+    place(tmp_path)
+    said = {command: step(command, ranks, tmp_path) for command in of_recipes()}
     for name in ("pretrain", "continue", "chat", "lora"):
         folder = tmp_path / "runs" / name
         assert (folder / "model" / "model.safetensors").is_file() and (folder / "model" / "tokenizer.json").is_file()
         assert "nats per token on held-out documents" in said[f"triax train examples/recipes/{name}.yaml"]
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
     model = tmp_path / "runs" / "lora" / "model" / "model.safetensors"
     written = model.read_bytes()
     model.unlink()  # as if the run had been killed at its end: the same command writes the model
@@ -108,6 +119,13 @@ def test_the_recipes_are_of_the_sizes_that_they_say() -> None:
     run, _ = read_training_file(RECIPES / "pretrain.yaml")
     count = model_config(run.model).parameter_count
     assert f"{count / 1e6:.1f} M parameters" in (RECIPES / "pretrain.yaml").read_text()
+
+
+def test_the_commands_for_clusters_name_files(ranks: Any) -> None:
+    explain, *submitted = TYPED[len(of_recipes()) :]
+    assert "70,553,706,496 parameters" in ranks(1, triax, shlex.split(explain)[1:], str(ROOT))[0]
+    for command in submitted:
+        assert command.startswith("sbatch ") and (ROOT / command.split()[1]).is_file()
 
 
 def test_links_lead_somewhere() -> None:

@@ -67,7 +67,7 @@ def read_rows(root: str, changes: list[str], stop: int | None) -> list[Tensor]:
     return [torch.stack(rows_of(read[at : at + each])) for at in range(0, len(read), each)]
 
 
-@pytest.mark.parametrize("packing", ["cut", "whole"])
+@pytest.mark.parametrize("packing", ["cut", pytest.param("whole", marks=pytest.mark.exhaustive)])
 def test_every_document_once_over_stops_on_1_2_and_4_replicas(ranks: Any, tmp_path: Path, packing: str) -> None:
     """The rows of each step are those of one loader, bit by bit, and those of an epoch have every document once."""
     count = 100
