@@ -343,7 +343,7 @@ def test_all_of_it_is_run() -> None:
     assert kinds == [
         *["triax data"] * 3,
         "python make_model.py",
-        *["triax train"] * 2,
+        *["triax train"] * 3,
         "triax generate",
         "python check.py",
     ]
