@@ -61,10 +61,10 @@ test-all: $(STAMP) ## every test, the exhaustive sweeps too
 	@echo "== testing, exhaustive sweeps too"
 	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
 
-fuzz: $(STAMP) ## before a release: random compositions, configurations and faults, a third of SECONDS each
-	@failed=0; for program in fuzz fuzz_config faults; do \
+fuzz: $(STAMP) ## before a release: random compositions, configurations, training files and faults, a quarter of SECONDS each
+	@failed=0; for program in fuzz fuzz_config fuzz_train_files faults; do \
 		echo "== tests/laws/$$program.py"; \
-		$(BIN)/python tests/laws/$$program.py --seconds $$(($(SECONDS) / 3)) $(ARGS) || failed=1; \
+		$(BIN)/python tests/laws/$$program.py --seconds $$(($(SECONDS) / 4)) $(ARGS) || failed=1; \
 	done; exit $$failed
 
 lint: $(STAMP) ## ruff (rules and format) and mypy

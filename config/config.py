@@ -60,7 +60,11 @@ def check_keys(section: type[S], values: Any, separator: str = "; ") -> S:
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        messages = dict.fromkeys(_explain(each, section) for each in error.errors())
+        found: dict[str, list[str]] = {}
+        for each in error.errors():  # a key that takes several kinds of values has an error for each
+            key, text = _explain(each, section)
+            found.setdefault(key, []).append(text)
+        messages = (f"{key}{', or '.join(dict.fromkeys(texts))}" for key, texts in found.items())
         raise ConfigError(separator.join(messages)) from error
 
 
@@ -104,28 +108,33 @@ def _without_comments(value: Any) -> Any:
     return [_without_comments(each) for each in value] if isinstance(value, list) else value
 
 
-def _explain(error: Any, root: type[Section]) -> str:
-    """Return pydantic's error as one line that starts with the key."""
+def _explain(error: Any, root: type[Section]) -> tuple[str, str]:
+    """Return pydantic's error as the key with its value, and what is wrong: parts of one line."""
     place = _keys_of(error["loc"], root)
     where = ".".join(place) or root.TITLE
     if error["type"] == "extra_forbidden":
-        return _no_such_key(place[:-1], place[-1], root)
+        return _no_such_key(_keys_of(error["loc"][:-1], root), str(error["loc"][-1]), root), ""
     if error["type"] == "missing":
-        return f"{where} is missing: write it"
+        return f"{where} is missing: write it", ""
     given = error["input"]
     if isinstance(given, str) and given == "auto" and place and root is Config:
-        return f'{where} is "auto", which a trainer fills in from its own arguments: write a value'
+        return f'{where} is "auto", which a trainer fills in from its own arguments: write a value', ""
     text = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"][0].lower() + error["msg"][1:]
     if error["type"] in ("model_type", "dict_type"):
         text = "a section {...} belongs here"
     if isinstance(given, Mapping):
-        return text if not place else f"{where}: {text}"
-    return f"{where} = {describe(given)}: {text}"
+        return f"{where}: " if place else "", text
+    return f"{where} = {describe(given)}: ", text
 
 
 def _keys_of(place: Sequence[str | int], root: type[Section]) -> list[str]:
     """Return the keys in pydantic's place of an error, without its names of types and validators."""
-    return [str(part) for part in place if not re.match(r"(constrained-|function-|nullable|model-)", str(part))]
+    found: list[str] = []
+    for part in map(str, place):
+        kind = part in ("str", "int", "float", "bool", "none") and part not in _names(_section(found, root))
+        if not kind and not re.match(r"(constrained-|function-|nullable|model-|(list|dict|tuple|literal)\[)", part):
+            found.append(part)
+    return found
 
 
 def _no_such_key(place: list[str], key: str, root: type[Section]) -> str:

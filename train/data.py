@@ -8,7 +8,7 @@ from typing import Any
 from ..data.mixture import Rows
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
-from ..grid.errors import ConfigError
+from ..grid.errors import ConfigError, CorruptError
 from .schema import TrainingFile
 
 
@@ -39,7 +39,7 @@ def open_data(file: TrainingFile, sequence: int, part: str, **checks: Any) -> To
             **options,
             **checks,
         )
-    except ConfigError as error:
+    except (ConfigError, CorruptError) as error:
         raise ConfigError(f"data.{'training' if own is None else 'validation'}: {error}") from error
 
 

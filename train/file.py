@@ -39,6 +39,7 @@ class ReadFile:
 
     def place(self, message: str) -> str:
         """Return an error message that begins with the file, and the line of the first key in the message."""
+        message = message.replace("\n", "\\n")  # of a name in the file
         unknown = _NO_SUCH.match(message)
         inside = "" if unknown is None or unknown[1] == TrainingFile.TITLE else f"{unknown[1]}."
         for key in [f"{inside}{unknown[2]}"] if unknown else _KEY.findall(message):
@@ -135,20 +136,36 @@ def _change(source: ReadFile, change: str) -> ReadFile:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML loader for which 1e-3 is a number, as in YAML 1.2, and a key that stands twice is an error."""
+    """YAML loader with the numbers of YAML 1.2, and without dates. A key that stands twice is an error.
+
+    1e-3 is a number. 010, which was octal, and 1:30, which was 90, are texts.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is a list or a section, but it must be a name", key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
+    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+}
+_PREFIX = "tag:yaml.org,2002:"
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0].removeprefix(_PREFIX) not in (*_NUMBERS, "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _pattern in _NUMBERS.items():
+    _YamlLoader.add_implicit_resolver(f"{_PREFIX}{_kind}", re.compile(f"(?:{_pattern})$"), list("-+.0123456789"))
 
 
 def _yaml(text: str, name: str, lines: dict[str, int]) -> Any:
@@ -159,33 +176,55 @@ def _yaml(text: str, name: str, lines: dict[str, int]) -> Any:
     """
     try:
         node = yaml.compose(text, Loader=_YamlLoader)
-        _note_lines(node, "", lines, [0])
+        _note_lines(node, "", lines, name, [0])
         return yaml.load(text, Loader=_YamlLoader)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ConfigError(f"{name}{line} is not YAML: {error.problem or error.context}") from error
+        raise ConfigError(f"{name}{line} is not YAML: {_in_words(error.problem or error.context or '')}") from error
     except (yaml.YAMLError, ValueError, OverflowError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        problem = str(error).partition("\n")[0]
+        if isinstance(error, yaml.YAMLError):
+            problem = str(error).partition("\n")[0]
+        else:  # Python's own words: of int() for !!int abc, or for a number of thousands of digits
+            problem = "a number has too many digits, a value does not fit its tag, or sections are too deep"
         raise ConfigError(f"{name} is not YAML that can be read: {problem}") from error
 
 
-def _note_lines(node: Any, prefix: str, lines: dict[str, int], seen: list[int], depth: int = 0) -> None:
+def _in_words(problem: str) -> str:
+    """Return PyYAML's description of a problem, or what to change where that names the parser's tokens."""
+    if (tag := re.search(r"could not determine a constructor for the tag '(.*)'", problem)) is not None:
+        return f"it has a value of the kind {tag[1]!r}, which is not read: write a text, a number, a list or a section"
+    if "'\\t'" in problem:
+        return "a tab stands where only spaces may: indent with spaces"
+    if problem == "found unexpected end of stream":
+        return "the file ends within a quote: close it"
+    if problem == "but found another document":
+        return "a second document begins with ---, but a training file is one: leave that line out"
+    if problem.startswith(("expected", "did not find expected", "could not find expected")):
+        return (
+            f"{problem.replace('<', '').replace('>', '')}. Look for an indentation that differs from that of the lines "
+            "around it, and for a quote or a bracket before it that is not closed"
+        )
+    return problem
+
+
+def _note_lines(node: Any, prefix: str, lines: dict[str, int], file: str, seen: list[int], depth: int = 0) -> None:
+    """Write the line of each key under a node into ``lines``. ``seen`` counts the nodes."""
     seen[0] += 1
     if depth > _DEEPEST or seen[0] > _MOST:
         raise ConfigError(
-            f"the file is nested in more than {_DEEPEST} levels or has more than {_MOST} values, aliases included: "
+            f"{file} is nested in more than {_DEEPEST} levels or has more than {_MOST} values, aliases included: "
             "write fewer"
         )
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = f"{prefix}{key.value}"
             lines.setdefault(name, key.start_mark.line + 1)
-            _note_lines(value, f"{name}.", lines, seen, depth + 1)
+            _note_lines(value, f"{name}.", lines, file, seen, depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _note_lines(value, prefix, lines, seen, depth + 1)
+            _note_lines(value, prefix, lines, file, seen, depth + 1)
 
 
 def _require_names(values: Any, name: str) -> None:

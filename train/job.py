@@ -45,6 +45,7 @@ _SAME = {
     "monitor.trace": ("timeline",),
     "monitor.histograms": ("histograms",),
 }
+_MOST_OPS = 10**6  # passes of a step
 _OURS = {"dir": "folder", "every": "every", "keep": "keep", "resume": "resume"}  # of ``checkpoint``
 
 
@@ -136,7 +137,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         batch = batch_sizes(config, topology.size("data"))
     except ConfigError as error:
         raise ConfigError(f"{_batch_advice(file, wanted, topology.size('data')) or error}") from error
-    schedule = _schedule(file, config, topology, batch)
+    schedule = _schedule(file, config, topology, batch, layer_count(model))
     _check_model(file, model, topology, schedule, sequence)
     steps = _steps(file, batch, sequence)
     if file.sample is not None and topology.expert > 1:
@@ -180,7 +181,8 @@ def model_config(section: ModelSection) -> TransformerConfig:
         try:
             found = from_hf(read_config(Path(section.folder)))
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-            raise ConfigError(f"{where}: {error}") from error
+            text = f"its config.json has no key {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"{where}: {text}") from error
     hints = get_type_hints(type(found))
     changes = dict(section.overrides)
     for key, value in changes.items():
@@ -314,7 +316,7 @@ def _batch_advice(file: TrainingFile, train: int | None, data: int) -> str | Non
     )
 
 
-def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: BatchSizes) -> Schedule:
+def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: BatchSizes, layers: int) -> Schedule:
     options = config.pipeline
     if options.schedule not in NAMES and not options.schedule.endswith(FILES):
         raise ConfigError(no_such("schedule", options.schedule, [name for name in NAMES if name != "forward"]))
@@ -326,6 +328,16 @@ def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: Bat
             f"schedule.{searched[0]} is for the schedule auto, and this one is {options.schedule}: leave it out"
         )
     pipe, count, chunks = topology.size("pipe"), batch.accumulation, file.schedule.chunks
+    if pipe * (chunks or 1) > layers:
+        raise ConfigError(
+            f"grid.pipe {pipe} x schedule.chunks {chunks or 1} is {pipe * (chunks or 1)} stages, but the model has "
+            f"{layers} layers: give fewer stages"
+        )
+    if pipe * (chunks or 1) * count > _MOST_OPS:
+        raise ConfigError(
+            f"training.batch / microbatch / replicas is {count} microbatches a step in {pipe * (chunks or 1)} stages, "
+            "too many for a schedule: give a smaller batch, or a larger microbatch"
+        )
     try:
         return make_schedule(options.schedule, pipe, count, chunks, Costs(*options.costs), options.memory)
     except ValueError as error:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ..config.activation_checkpointing import ActivationCheckpointingConfig
 from ..config.base import Section, setting
 from ..config.lora import LoraConfig
 from ..config.monitoring import WandbConfig
 from ..config.zero import ZeroConfig
+from ..grid.errors import describe
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -76,7 +78,49 @@ def _optional(value: Any) -> Any:
 
 
 Optional = BeforeValidator(_optional)
-Folders = str | list[str] | dict[str, float]
+
+
+def _one_of(wanted: str, *kinds: type) -> Any:
+    """Return a validator of a key that takes values of several kinds: one message, and not one for each kind."""
+
+    def check(value: Any) -> Any:
+        parts: Any = value or ()
+        if not isinstance(value, (*kinds, type(None))) or not all(isinstance(each, str) for each in parts):
+            raise ValueError(f"give {wanted}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _run_name(value: Any) -> Any:
+    """Return the name of a run if it can be the name of its folder."""
+    if not isinstance(value, str):
+        raise ValueError("give a text in quotes")
+    if not value.strip(". ") or not value.isprintable() or set("/\\") & set(value):
+        raise ValueError("it is the name of the run's folder: give one without / and \\, which is not of dots alone")
+    return value
+
+
+def _replicas(value: Any) -> Any:
+    """Return a number of replicas, or ``auto``."""
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError("give a whole number of at least 1, or auto")
+    return value
+
+
+def _weights(value: Any) -> Any:
+    """Return a mixture's folders and weights if the weights are numbers above 0."""
+    for folder, weight in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ValueError(f"the weight of {folder} is {describe(weight)}: give a number above 0")
+    return value
+
+
+Folders = Annotated[
+    str | list[str] | dict[str, float],
+    BeforeValidator(_weights),
+    _one_of("a folder, a list of folders, or {folder: weight}", str, list, Mapping),
+]
 
 
 class Keys(Section):
@@ -151,18 +195,13 @@ class GridSection(Keys):
     """``grid``: sizes of the axes."""
 
     pipe: int = setting(1, "Stages of layers.", ge=1)
-    data: int | Literal["auto"] = setting("auto", "Replicas; auto: what the other axes leave of the processes.")
+    data: Annotated[int | Literal["auto"], BeforeValidator(_replicas)] = setting(
+        "auto", "Replicas; auto: what the other axes leave of the processes."
+    )
     context: int = setting(1, "Parts of each sequence.", ge=1)
     tensor: int = setting(1, "Shards of each layer.", ge=1)
     expert: int = setting(1, "Shards of the experts, within the data axis.", ge=1)
     sequence_parallel: bool = setting(False, "Norms and dropout on the tensor ranks' shares of a sequence.")
-
-    @field_validator("data")
-    @classmethod
-    def _at_least_one(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("give at least 1, or auto")
-        return value
 
 
 class ScheduleSection(Keys):
@@ -356,7 +395,7 @@ class TrainingFile(Keys):
 
     TITLE: ClassVar[str] = "the training file"
 
-    name: str = setting("run", "Name of the run: its folder in runs.", pattern=r"^[^/\\]*[^/\\.][^/\\]*$")
+    name: Annotated[str, BeforeValidator(_run_name)] = setting("run", "Name of the run: its folder in runs.")
     runs: str = setting("runs", "Folder of all runs.", min_length=1)
     seed: int = setting(0, "Seed of weights, dropout, the order of data and the sample.", ge=0, lt=2**63)
     model: ModelSection = Field(description="The model.")
@@ -378,7 +417,9 @@ class TrainingFile(Keys):
     export: Annotated[ExportSection | None, Optional] = setting(
         ExportSection(), "The model as a Hugging Face folder at the end; false: none."
     )
-    deepspeed: dict[str, Any] | str | None = setting(
+    deepspeed: Annotated[
+        dict[str, Any] | str | None, _one_of("a section, or the path of a JSON file", str, Mapping)
+    ] = setting(
         None, "A DeepSpeed configuration, a section or a path, whose keys are taken as they are: docs/config.md."
     )
 

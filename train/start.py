@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
@@ -21,6 +23,8 @@ from .schema import TrainingFile
 # Modules that the ranks import, once, in the server that they are forks of.
 PRELOAD = ("numpy", "rich.live", "triax.train.loop")
 
+_MOST = 4096  # processes that one host starts
+
 
 def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     """Return the run of a training file on this machine, with every check that needs no ranks.
@@ -35,7 +39,24 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     environment = read_environment()
     processes = processes if environment is None else environment.world_size
     job = resolve(file, processes, gpus() or 1)
-    read_config(job.engine)
+    try:
+        read_config(job.engine)
+    except ConfigError as error:
+        if isinstance(file.deepspeed, str) or "optimizer" in (file.deepspeed or {}):
+            raise
+        text = re.sub(r"^optimizer(\.params)?\b", "training.optimizer", str(error))
+        raise ConfigError(text) from error
+    if environment is None and job.topology.world_size > _MOST:
+        raise ConfigError(
+            f"grid is one of {job.topology.world_size} processes, which this host would start: give smaller axes, or "
+            "start them on several hosts by srun, torchrun or triax run"
+        )
+    section = file.model
+    if section.has_weights and not any(Path(str(section.folder)).glob("*.safetensors")):
+        raise ConfigError(
+            f"model.folder {section.folder} has no *.safetensors, so no weights: give a folder that has them, or "
+            "model.weights=false to train its shape from random weights"
+        )
     if file.export is not None and not file.model.has_weights:
         try:
             to_hf(job.model)

@@ -32,7 +32,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file} does not exist ({found or 'the folder is empty'}). Give a folder that save_pretrained wrote, with "
             "config.json and *.safetensors."
         )
-    read: dict[str, Any] = json.loads(file.read_text())
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        line = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{file} is damaged: it is not JSON{line}. Copy or write it again.") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{file} is damaged: it has no keys. Copy or write it again.")
     return read
 
 

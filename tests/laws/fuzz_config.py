@@ -111,10 +111,10 @@ def draw(choose: random.Random) -> dict[str, Any]:
             key = choose.choice(names)
             if kind < 0.3 and not friendly:
                 key = _misspelt(choose, key)
-            value = _right(choose, key) if kind < 0.75 else _strange(choose)
-            _put(config, key, value)
+            value = _right(choose, key) if kind < 0.75 else strange(choose)
+            put(config, key, value)
             if friendly and f"{key.partition('.')[0]}.enabled" in FIELDS and choose.random() < 0.5:
-                _put(config, f"{key.partition('.')[0]}.enabled", True)
+                put(config, f"{key.partition('.')[0]}.enabled", True)
     if friendly and choose.random() < 0.3:
         params = {"lr": choose.choice((0.1, 1e-3, 0))} | ({"weight_decay": 0.1} if choose.random() < 0.5 else {})
         config["optimizer"] = {"type": choose.choice(optimizers.KNOWN), "params": params}
@@ -130,12 +130,12 @@ def _named(choose: random.Random, known: Any, class_of: Any) -> Any:
     arguments = [*inspect.signature(cls).parameters] if cls else ["lr"]
     for argument in choose.sample(arguments, min(len(arguments), choose.choice((0, 1, 2, 3)))):
         if argument not in ("self", "params", "optimizer"):
-            params[argument] = choose.choice((1e-3, 10, True, [0.9, 0.99], _strange(choose)))
+            params[argument] = choose.choice((1e-3, 10, True, [0.9, 0.99], strange(choose)))
     if choose.random() < 0.2:
         name = choose.choice((name.lower(), name + "x", "", "lambda", "Optimizer"))
     section: dict[str, Any] = {"type": name, "params": params}
     if choose.random() < 0.1:
-        section[choose.choice(("type", "params", "lr", "legacy_fusion"))] = _strange(choose)
+        section[choose.choice(("type", "params", "lr", "legacy_fusion"))] = strange(choose)
     return section
 
 
@@ -155,7 +155,7 @@ def _misspelt(choose: random.Random, key: str) -> str:
     return f"{key}.{parts[-1]}"
 
 
-def _strange(choose: random.Random) -> Any:
+def strange(choose: random.Random) -> Any:
     return choose.choice(OBJECTS if choose.random() < 0.05 else STRANGE)
 
 
@@ -164,8 +164,11 @@ def _right(choose: random.Random, key: str) -> Any:
     field = FIELDS.get(key)
     if key == "pipeline.schedule":
         return choose.choice((*NAMES, "x.json", "x.csv"))
-    if field is None:
-        return _strange(choose)
+    return strange(choose) if field is None else right_value(choose, field)
+
+
+def right_value(choose: random.Random, field: Any) -> Any:
+    """Return a value of a field's own type, often an extreme one."""
     kinds = _kinds(field.annotation)
     literals = [kind for kind in kinds if not isinstance(kind, type)]
     if literals and choose.random() < 0.9:
@@ -185,7 +188,7 @@ def _right(choose: random.Random, key: str) -> Any:
         return None
     if kind is tuple:
         return choose.choice(([1.0, 1.0, 1.0], [0, 0, 0], [1, 2, 3, 4], ["Linear"], ["all_reduce"], []))
-    return _strange(choose)
+    return strange(choose)
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -199,7 +202,7 @@ def _kinds(annotation: Any) -> list[Any]:
     return [annotation] if isinstance(annotation, type) else []
 
 
-def _put(config: dict[str, Any], key: str, value: Any) -> None:
+def put(config: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     here = config
     for name in sections:
@@ -249,7 +252,7 @@ class Verdict(NamedTuple):
 
 def judge(source: Any, engine: bool = False) -> Verdict:
     """Read a configuration; a Verdict of it. ``engine``: also take a step with what is accepted."""
-    with _quiet(), _limit():
+    with quiet(), limit():
         what = "read_config"
         try:
             config = read_config(source)
@@ -306,7 +309,7 @@ def _take_a_step(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Run without output, in a folder of its own."""
     logger = logging.getLogger("triax")
     level, here = logger.level, os.getcwd()
@@ -323,12 +326,14 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _limit() -> Iterator[None]:
+def limit(seconds: int = LIMIT) -> Iterator[None]:
+    """Raise an error if the context takes longer than this."""
+
     def late(*_: Any) -> None:
-        raise TimeoutError(f"it took longer than {LIMIT} s")
+        raise TimeoutError(f"it took longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(LIMIT)
+    signal.alarm(seconds)
     try:
         yield
     finally:

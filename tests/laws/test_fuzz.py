@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from triax.train import file
+
 import faults
 import fuzz
 import fuzz_config
+import fuzz_train_files
 import pool
 
 UNUSED = [["linear"], ["split_tuple"], ["same"], ["linear"]]  # the second layer's second output is used by nothing
@@ -61,6 +64,26 @@ def test_some_configurations() -> None:
     assert not findings and counts["refused"] > 10 and counts["accepted"] + counts["trained"] > 10
 
 
+def test_some_training_files() -> None:
+    try:
+        assert not [*fuzz_train_files.known(every=9)]
+        counts, findings = fuzz_train_files.run(seconds=60, seed=7, cases=12, step=12)
+    finally:
+        fuzz_train_files.close()
+    assert not findings and counts["refused"] > 5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_two_hundred_hostile_training_files() -> None:
+    try:
+        assert not [*fuzz_train_files.known()]
+        counts, findings = fuzz_train_files.run(seconds=600, seed=8, cases=200, step=1)
+    finally:
+        fuzz_train_files.close()
+    assert not findings and sum(counts.values()) == 200 and counts["trained"] > 10
+
+
 def test_some_faults(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "GRACE", 20.0)
     lives: list[dict[str, Any]] = [
@@ -81,7 +104,7 @@ def test_a_rank_that_waits_in_vain_names_the_other(ranks: Any, monkeypatch: pyte
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("program", [fuzz, fuzz_config, faults], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [fuzz, fuzz_config, fuzz_train_files, faults], ids=lambda program: program.__name__)
 def test_five_minutes_of_each(ranks: Any, program: Any) -> None:
     counts, findings = program.run(seconds=300, seed=random.randrange(10**6))
     assert not findings and sum(counts.values()) > 20, findings
@@ -113,6 +136,29 @@ def test_a_raw_error_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> No
     # A rank's own error of torch's is raw, and triax's words are a refusal.
     assert fuzz.judge({"layers": [["linear"]], "chunks": 3}).kind == "refused"
     assert fuzz.judge({"config": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "no": 1}}).kind == "refused"
+
+
+def test_what_a_training_file_hides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is left out on the way to the schema is silent, and an error of Python's is raw."""
+    base = fuzz_train_files.SMALL
+    try:
+        text = base.replace("time_limit: 10m", "time_limit: 10m\n  no_such: 3")
+        assert fuzz_train_files.judge(text, base).kind == "refused"
+        check = file.check_keys
+        monkeypatch.setattr(file, "check_keys", lambda section, values, end: check(section, dropped(values), end))
+        assert fuzz_train_files.judge(text, base).kind == "silent"
+
+        def raw(_: Any) -> Any:
+            raise KeyError("steps")
+
+        monkeypatch.setattr(fuzz_train_files, "make_job", raw)
+        assert fuzz_train_files.judge(base).kind == "raw"
+    finally:
+        fuzz_train_files.close()
+
+
+def dropped(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"training": {key: each for key, each in values["training"].items() if key != "no_such"}}
 
 
 def test_a_lost_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
