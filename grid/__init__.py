@@ -16,7 +16,7 @@
 - ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
 - ``megatron.py``: the grid of Megatron's ``mpu``
 - ``environment.py``: environment variables of torchrun, mpirun and srun
-- ``devices.py``: GPUs of this machine, as text
+- ``devices.py``: GPUs of this machine, as text; functions of ``torch.cuda`` for the CPU
 - ``errors.py``: the errors of the library
 - ``json_values.py``: plain Python values in JSON and back, for checkpoints and between ranks, without pickle
 - ``nest.py``: walks over nests of tensors

@@ -1,10 +1,13 @@
-"""GPUs of this machine: as text, for ``triax env``, and left alone in a dry run."""
+"""Devices of this machine: GPUs as text, or left alone in a dry run; functions of ``torch.cuda`` for the CPU."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+from .environment import local_place, resident_memory, resident_peak
 
 
 def gpu_descriptions() -> list[tuple[str, str]]:
@@ -25,3 +28,26 @@ def ignore_device_choice() -> None:
     """Make ``torch.cuda.set_device`` do nothing in this process, which runs as a rank of another machine."""
     cuda: Any = torch.cuda
     cuda.set_device = lambda *_: None
+
+
+class CPUFunctions:
+    """Functions that ``torch.cuda`` has, for the CPU: its memory is this process's resident memory."""
+
+    Stream = Event = None
+    set_rng_state = staticmethod(lambda state, index=None: torch.set_rng_state(state))
+    get_rng_state = staticmethod(lambda index=None: torch.get_rng_state())
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
+    stream = device = staticmethod(lambda stream=None: nullcontext())
+    empty_cache = reset_max_memory_allocated = reset_peak_memory_stats = staticmethod(lambda index=None: None)
+    current_stream = default_stream = staticmethod(lambda index=None: None)
+    current_device = staticmethod(lambda: "cpu")
+    device_count = staticmethod(lambda: (local_place() or (0, 1))[1])
+    is_available = staticmethod(lambda: True)
+    max_memory_allocated = max_memory_reserved = staticmethod(lambda index=None: resident_peak())
+
+    memory_allocated = memory_reserved = staticmethod(lambda index=None: resident_memory())
+
+    def memory_stats(self, index: int | None = None) -> dict[str, int]:
+        """Return the present and the largest resident bytes under the names of torch's statistics."""
+        return {"allocated_bytes.all.current": resident_memory(), "allocated_bytes.all.peak": resident_peak()}

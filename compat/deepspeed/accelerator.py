@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...grid.environment import host_memory, local_place, resident_memory, resident_peak
+from ...grid.devices import CPUFunctions
+from ...grid.environment import host_memory
 from .context import CONTEXT
 from .modules import rest_of
 
@@ -56,7 +56,7 @@ class DeepSpeedAccelerator:
             return lambda *args: _CONSTANTS[name]
         own = _OLD_NAMES.get(name, name)
         if own in _OF_TORCH:
-            return getattr(_CPUFunctions() if self._name == "cpu" else self._torch, own)
+            return getattr(CPUFunctions() if self._name == "cpu" else self._torch, own)
         if own in _TENSORS:
             return getattr(torch if self._name == "cpu" else self._torch, own)
         raise AttributeError(f"the accelerator has no {name!r}: call torch's functions of {self._name} themselves")
@@ -147,29 +147,6 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         """Set the backend of ``torch.compile`` that ``get_compile_backend`` returns."""
         self._compile_backend = backend
-
-
-class _CPUFunctions:
-    """Functions of torch's modules of devices, for the CPU."""
-
-    Stream = Event = None
-    set_rng_state = staticmethod(lambda state, index=None: torch.set_rng_state(state))
-    get_rng_state = staticmethod(lambda index=None: torch.get_rng_state())
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
-    initial_seed = staticmethod(torch.initial_seed)
-    stream = device = staticmethod(lambda stream=None: nullcontext())
-    empty_cache = reset_max_memory_allocated = reset_peak_memory_stats = staticmethod(lambda index=None: None)
-    current_stream = default_stream = staticmethod(lambda index=None: None)
-    current_device = staticmethod(lambda: "cpu")
-    device_count = staticmethod(lambda: (local_place() or (0, 1))[1])
-    is_available = staticmethod(lambda: True)
-    max_memory_allocated = max_memory_reserved = staticmethod(lambda index=None: resident_peak())
-
-    memory_allocated = memory_reserved = staticmethod(lambda index=None: resident_memory())
-
-    def memory_stats(self, index: int | None = None) -> dict[str, int]:
-        """Return the present and the largest resident bytes under the names of torch's statistics."""
-        return {"allocated_bytes.all.current": resident_memory(), "allocated_bytes.all.peak": resident_peak()}
 
 
 def get_accelerator() -> DeepSpeedAccelerator:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.rendezvous import rendezvous
 from ...config.schema import Config
+from ...config.zero import ZeroConfig
 from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine, TrainingParts
 from ...engine.module_engine import ModuleEngine
@@ -54,16 +55,8 @@ _METHODS = {
     "get_tensor_parallel_rank": "grid.tensor.rank",
     "get_model_parallel_rank": "grid.tensor.rank",
     "get_sequence_parallel_group": "seq_parallel_group",
-    "steps_per_print": "config.steps_per_print",
     "fp16_auto_cast": "config.fp16.enabled",
     "amp_enabled": "config.amp.enabled",
-    "log_level": "config.log_level",
-    "communication_data_type": "config.communication_data_type",
-    "dataloader_drop_last": "config.dataloader_drop_last",
-    "dump_state": "config.dump_state",
-    "gradient_predivide_factor": "config.gradient_predivide_factor",
-    "managed_gradient_accumulation": "config.managed_gradient_accumulation",
-    "memory_breakdown": "config.memory_breakdown",
     "optimizer_name": "config.optimizer.type",
     "optimizer_params": "config.optimizer.params",
     "scheduler_name": "config.scheduler.type",
@@ -71,26 +64,18 @@ _METHODS = {
     "sparse_gradients_enabled": "config.sparse_gradients",
     "torch_autocast_enabled": "config.torch_autocast.enabled",
     "flops_profiler_enabled": "config.flops_profiler.enabled",
-    "zero_allgather_bucket_size": "config.zero_optimization.allgather_bucket_size",
-    "zero_allgather_partitions": "config.zero_optimization.allgather_partitions",
-    "zero_contiguous_gradients": "config.zero_optimization.contiguous_gradients",
-    "zero_gather_16bit_weights_on_model_save": "config.zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_hpz_partition_size": "config.zero_optimization.zero_hpz_partition_size",
-    "zero_ignore_unused_parameters": "config.zero_optimization.ignore_unused_parameters",
-    "zero_max_live_parameters": "config.zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "config.zero_optimization.stage3_max_reuse_distance",
-    "zero_offload_optimizer": "config.zero_optimization.offload_optimizer",
-    "zero_offload_param": "config.zero_optimization.offload_param",
-    "zero_overlap_comm": "config.zero_optimization.overlap_comm",
-    "zero_param_persistence_threshold": "config.zero_optimization.stage3_param_persistence_threshold",
-    "zero_prefetch_bucket_size": "config.zero_optimization.stage3_prefetch_bucket_size",
-    "zero_quantized_gradients": "config.zero_optimization.zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights": "config.zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_quantized_weights": "config.zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "config.zero_optimization.reduce_bucket_size",
-    "zero_reduce_scatter": "config.zero_optimization.reduce_scatter",
-    "zero_round_robin_gradients": "config.zero_optimization.round_robin_gradients",
-    "zero_sub_group_size": "config.zero_optimization.sub_group_size",
+}
+_METHODS |= {
+    key: f"config.{key}"
+    for key in (
+        *("communication_data_type", "dataloader_drop_last", "dump_state", "gradient_predivide_factor", "log_level"),
+        *("managed_gradient_accumulation", "memory_breakdown", "steps_per_print"),
+    )
+}
+# A key of the section zero_optimization has a method without "stage3_" and with "zero_" in front.
+_METHODS |= {
+    f"zero_{key.removeprefix('stage3_').removeprefix('zero_')}": f"config.zero_optimization.{key}"
+    for key in ZeroConfig.model_fields
 }
 _PIPELINE_METHODS = {
     "is_first_stage": "module.is_first",
@@ -114,7 +99,8 @@ def _add_members(cls: type, properties: Mapping[str, str], methods: Mapping[str,
     for name, path in properties.items():
         setattr(cls, name, property(partial(_value, path=path), doc=f"``engine.{path}``"))
     for name, path in methods.items():
-        setattr(cls, name, partialmethod(_value, path))
+        if name not in vars(cls):
+            setattr(cls, name, partialmethod(_value, path))
 
 
 class DeepSpeedError(AgreedError, AssertionError):

@@ -5,12 +5,10 @@ A key of the configuration acts, is refused, or is without effect here and says 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor, nn
 
+from ...config.json_comments import read
 from ...engine.base import Engine
 from ...grid import Grid
 from ...grid.megatron import grid_of_mpu
@@ -253,7 +252,7 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
     if isinstance(config, DeepSpeedInferenceConfig):
         given = {key: getattr(config, key) for key in config.model_fields_set}
     else:
-        given = json.loads(Path(config).read_text()) if isinstance(config, str) else dict(config or {})
+        given = dict(read(config) if isinstance(config, str) else config or {})
     for key in given.keys() & kwargs.keys():
         if given[key] != kwargs[key]:
             raise DeepSpeedConfigError(
@@ -368,10 +367,10 @@ def _make_grid(section: DeepSpeedTPConfig, grid: Grid | None) -> Grid:
             f"tp_size is {section.tp_size}, but the model's grid has tensor={grid.tensor.size}: make the model with "
             f"triax.Grid(tensor={section.tp_size})"
         )
-    if section.tp_group is not None and tuple(dist.get_process_group_ranks(section.tp_group)) != grid.tensor.ranks:
-        ranks = dist.get_process_group_ranks(section.tp_group)
+    group = section.tp_group
+    if group is not None and (ranks := tuple(dist.get_process_group_ranks(group))) != grid.tensor.ranks:
         raise DeepSpeedConfigError(
-            f"tp_group has the ranks {ranks}, but those of the tensor axis are {list(grid.tensor.ranks)}: leave "
+            f"tp_group has the ranks {list(ranks)}, but those of the tensor axis are {list(grid.tensor.ranks)}: leave "
             "tp_group out, or pass mpu"
         )
     return grid
