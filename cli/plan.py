@@ -65,9 +65,9 @@ def plan(
     """Print the fastest layouts of a training run that fit on a cluster."""
     try:
         config, file = _model(model)
-        training = None if file is None else file.training
-        sequence = sequence or (training and training.sequence) or config.max_position_embeddings
-        batch = batch or (training and training.batch)
+        if file is not None:
+            sequence, batch = sequence or file.training.sequence, batch or file.training.batch
+        sequence = sequence or config.max_position_embeddings
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
         work = Work(config, machine_of(machine), batch, sequence, precision)

@@ -1,7 +1,7 @@
 """Fit of the cost model to published tables, and its errors on the rows that were not fitted.
 
-Two figures of a machine are fitted: ``product_efficiency`` and ``bandwidth_efficiency``, on two rows of one table, the
-smallest and the largest model. All others are from data sheets and measurements of others (plan/machine.py).
+Two figures of a machine are fitted: ``product_efficiency`` and ``bandwidth_efficiency``, on two rows of one
+table. All others are from data sheets and measurements of others (plan/machine.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..models.config import GPTConfig
 from .cost import CostModel, Work
 from .machine import Machine, machine
+from .memory import ModelMemory
 from .parallel_layout import ParallelLayout
 
 
@@ -114,15 +115,30 @@ MEGATRON_CORE = PublishedTable(
         ("177B", 96, 12288, 96, 8, 6, 2304, 1152, 0, 0, 432.8),
         ("462B", 144, 18432, 112, 8, 16, 6144, 3072, 0, 0, 459.9),
     ),
-    (0, 4),
+    (0, 3),
 )
 TABLES = (NARAYANAN, MEGATRON_CORE)
 
 
 def predicted(table: PublishedTable, row: PublishedRun, on: Machine) -> tuple[float, ParallelLayout]:
     """Return the predicted seconds of a step, and the layout: the fastest of those that the row may have meant."""
+    return _fastest(table, row, on, _candidates(table, row, on))
+
+
+def _candidates(table: PublishedTable, row: PublishedRun, on: Machine) -> list[ParallelLayout]:
+    """Return the layouts of a row. What it leaves out is chosen among what fits in memory, because the run did."""
+    layouts = table.layouts(row)
+    if len(layouts) > 1:
+        memory = ModelMemory(table.config(row), fused_attention=on.fused_attention)
+        layouts = [each for each in layouts if memory.peak(each, row.batch, table.sequence).total <= on.memory]
+    return layouts
+
+
+def _fastest(
+    table: PublishedTable, row: PublishedRun, on: Machine, layouts: Sequence[ParallelLayout]
+) -> tuple[float, ParallelLayout]:
     model = CostModel(Work(table.config(row), on, row.batch, table.sequence))
-    return min(((model.step(layout).seconds, layout) for layout in table.layouts(row)), key=lambda found: found[0])
+    return min(((model.step(layout).seconds, layout) for layout in layouts), key=lambda found: found[0])
 
 
 def errors(table: PublishedTable, on: Machine) -> list[float]:
@@ -134,10 +150,12 @@ def fit(table: PublishedTable, rows: Sequence[int] | None = None) -> Machine:
     """Return the table's machine with the two figures that make the squared errors of these rows least."""
     chosen = [table.rows[index] for index in (table.fitted if rows is None else rows)]
     start = machine(table.machine)
+    layouts = [_candidates(table, row, start) for row in chosen]
 
     def loss(products: float, bandwidth: float) -> float:
         on = replace(start, product_efficiency=products, bandwidth_efficiency=bandwidth)
-        return sum(math.log(predicted(table, row, on)[0] / table.seconds(row)) ** 2 for row in chosen)
+        times = [_fastest(table, row, on, each)[0] for row, each in zip(chosen, layouts, strict=True)]
+        return sum(math.log(time / table.seconds(row)) ** 2 for time, row in zip(times, chosen, strict=True))
 
     best, step = (loss(0.8, 0.6), 0.8, 0.6), 0.1
     while step > 0.001:

@@ -214,8 +214,8 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("h100-80g", 989, 80e9, 3.35e12, 132, 450e9, 50e9, 256, "NVIDIA H100 SXM data sheet"),
-            product_efficiency=0.784,
-            bandwidth_efficiency=0.453,
+            product_efficiency=0.792,
+            bandwidth_efficiency=0.448,
             overlap_weights=True,
             host_bandwidth=50e9,
             sources={
@@ -225,8 +225,8 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("h200", 989, 141e9, 4.8e12, 132, 450e9, 50e9, 256, "NVIDIA H200 SXM data sheet"),
-            product_efficiency=0.784,
-            bandwidth_efficiency=0.453,
+            product_efficiency=0.792,
+            bandwidth_efficiency=0.448,
             host_bandwidth=50e9,
             sources={
                 "product_efficiency": "of the h100-80g, which has the same processor",
@@ -236,8 +236,8 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("b200", 2250, 180e9, 7.7e12, 148, 900e9, 50e9, 256, "NVIDIA DGX B200 data sheet, dense"),
-            product_efficiency=0.784,
-            bandwidth_efficiency=0.453,
+            product_efficiency=0.792,
+            bandwidth_efficiency=0.448,
             host_bandwidth=50e9,
             sources={
                 "product_efficiency": "of the h100-80g: no published table is fitted",

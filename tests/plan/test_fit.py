@@ -18,7 +18,7 @@ def test_the_machines_figures_are_those_of_the_fit(table: PublishedTable) -> Non
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.machine)
 def test_errors_on_rows_that_were_not_fitted(table: PublishedTable) -> None:
-    """Issue: mean at most 5 %, worst 10 %. Two figures are fitted on the smallest and the largest model."""
+    """Issue: mean at most 5 %, worst 10 %. Two figures are fitted on two rows."""
     rest = [abs(e) for i, e in enumerate(errors(table, machine(table.machine))) if i not in table.fitted]
     assert len(table.fitted) == 2
     assert sum(rest) / len(rest) < 0.04 and max(rest) < 0.09

@@ -37,7 +37,13 @@ def ask(*arguments: str) -> Any:
     return json.loads(run(*arguments, "--json"))
 
 
-@pytest.mark.parametrize("command", [command for _, command in commands(TEXT)])
+COMMANDS = [command for _, command in commands(TEXT)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, marks=pytest.mark.exhaustive) if "512" in each else each for each in COMMANDS],
+)
 def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)

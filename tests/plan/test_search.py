@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig
+from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from triax.plan.cost import Work
 from triax.plan.machine import MACHINES
 from triax.plan.search import Planned, Searcher, Space, divisors, preference
@@ -33,12 +33,13 @@ def brute_force(searcher: Searcher, top: int) -> tuple[list[Planned], int]:
 def small_space(draw: random.Random) -> tuple[Work, Space]:
     """Draw a small model, a machine with little memory, and a few given keys."""
     width, blocks = draw.choice((512, 1024, 2048)), draw.choice((4, 6, 8))
-    sizes: Any = (draw.choice((1000, 32000)), 1024, width, blocks, draw.choice((4, 8)))
-    kind = draw.choice((GPTConfig, LlamaConfig, MixtralConfig))
-    config: Any = GPTConfig(*sizes, dropout=draw.choice((0.0, 0.1)))
-    if kind is not GPTConfig:
-        others = {"num_experts": 4} if kind is MixtralConfig else {}
-        config = kind(*sizes, intermediate_size=2 * width, num_key_value_heads=4, **others)
+    vocabulary, heads, drawn = (draw.choice(each) for each in ((1000, 32000), (4, 8), ("gpt", "llama", "mixtral")))
+    dropout = draw.choice((0.0, 0.1))
+    config: TransformerConfig = GPTConfig(int(vocabulary), 1024, width, blocks, int(heads), dropout=dropout)
+    if drawn == "llama":
+        config = LlamaConfig(int(vocabulary), 1024, width, blocks, int(heads), 4, 2 * width)
+    elif drawn == "mixtral":
+        config = MixtralConfig(int(vocabulary), 1024, width, blocks, int(heads), 4, 2 * width, num_experts=4)
     machine = draw.choice((H100, MACHINES["a100-80g"]))
     memory = draw.choice((2.5e9, 4e9, 8e9, 80e9))
     given: dict[str, list[Any]] = {}
@@ -93,7 +94,7 @@ def test_405b_on_16384_gpus_takes_seconds() -> None:
 
 def test_given_keys_are_kept_and_the_others_searched() -> None:
     work = Work(LlamaConfig.preset("llama3-8b"), H100, 64, 4096)
-    given = {"pipe": [2], "tensor": [2], "recompute": ["full"], "zero": [1]}
+    given: dict[str, list[Any]] = {"pipe": [2], "tensor": [2], "recompute": ["full"], "zero": [1]}
     found = Searcher(work, Space(16, given)).run(5)
     for each in found.layouts:
         layout = each.layout
