@@ -64,7 +64,7 @@ def plan(
 ) -> None:
     """Print the fastest layouts of a training run that fit on a cluster."""
     try:
-        config, file = _model(model)
+        config, file = model_of(model)
         if file is not None:
             sequence, batch = sequence or file.training.sequence, batch or file.training.batch
         sequence = sequence or config.max_position_embeddings
@@ -100,7 +100,7 @@ def plan(
         raise ConfigError(str(error)) from error
 
 
-def _model(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
+def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
     """Return a model's configuration, and the training file that it comes from."""
     path = Path(name)
     if path.suffix in _TRAINING_FILES:
@@ -118,16 +118,22 @@ def _model(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
 
 def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
     """Return the configuration of Hugging Face's fields; without ``model_type``, a GPT or a Llama by its fields."""
-    if values.get("model_type"):
-        return from_hf(values)
     names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     names |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "ffn_dim": "intermediate_size"}
+    if values.get("model_type") and not (values["model_type"] == "gpt2" and "n_embd" not in values):
+        try:
+            return from_hf(values if "n_embd" in values else {"max_position_embeddings": 2048, **values})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is incomplete for model_type {values['model_type']!r}: {error}.") from error
     values = {names.get(key, key): value for key, value in values.items()}
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     if missing := [key for key in needed if key not in values]:
         raise ValueError(f"{path} has no {missing[0]}. Give at least {', '.join(needed)}.")
     values.setdefault("max_position_embeddings", 2048)
-    gated = {"rms_norm_eps", "num_key_value_heads", "rope_theta"} & set(values) or values.get("hidden_act") == "silu"
+    grouped = values.get("num_key_value_heads") not in (None, values["num_attention_heads"])
+    gated = grouped or {"rms_norm_eps", "rope_theta"} & set(values)
+    if "hidden_act" in values:
+        gated = values["hidden_act"] == "silu"
     width, inner = values["hidden_size"], values.get("intermediate_size")
     if gated:
         kind: type[TransformerConfig] = LlamaConfig

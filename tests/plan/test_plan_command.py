@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from triax.cli.main import app
+from triax.cli.plan import model_of
 from triax.grid.errors import ConfigError
 from triax.plan.machine import machine
 from triax.plan.page import figure
@@ -72,6 +73,31 @@ def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
     assert set(each) == {*keys.split(), "memory_gib", "time_s"}
     assert abs(each["step_s"] / 24.8 - 1) < 0.06
     assert sum(each["time_s"].values()) == pytest.approx(each["step_s"])
+
+
+LLAMA = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+LLAMA |= {"intermediate_size": 28672, "vocab_size": 128256}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "billions"),
+    [
+        (GPT, "GPTConfig", 145.7),
+        ({**GPT, "intermediate_size": 49152, "num_key_value_heads": 96}, "GPTConfig", 145.7),
+        ({**GPT, "model_type": "gpt2", "tie_word_embeddings": False}, "GPTConfig", 146.3),
+        ({**GPT, "intermediate_size": 40000, "hidden_act": "gelu"}, "DecoderConfig", 128.2),
+        (LLAMA, "LlamaConfig", 70.6),
+        ({**LLAMA, "model_type": "llama"}, "LlamaConfig", 70.6),
+    ],
+)
+def test_a_file_of_fields_is_a_gpt_or_a_llama(
+    tmp_path: Path, values: dict[str, Any], kind: str, billions: float
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(values))
+    config, file = model_of(str(path))
+    assert (type(config).__name__, file) == (kind, None)
+    assert config.parameter_count / 1e9 == pytest.approx(billions, abs=0.1)
 
 
 def test_layouts_are_ordered_and_what_is_left_out_is_counted() -> None:
