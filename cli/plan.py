@@ -167,6 +167,8 @@ def _parse(text: str) -> dict[str, list[Any]]:
             raise ValueError(f"--layout: {key} is {value!r}. Give {range_}.")
         else:
             given[key] = [int(value)]
+    if "zero" in given:  # a given stage is meant without offload
+        given.setdefault("offload", [False])
     return given
 
 
@@ -208,8 +210,8 @@ def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) ->
             typer.echo(json.dumps(_result(found, work)))
         raise ValueError(message)
     typer.echo(f"triax plan: {message}", err=True)
-    whole = Searcher(work, Space(space.gpus, space.given, math.inf)).run(1)
-    found.layouts = whole.layouts
+    given = {"pipe", "tensor", "zero", "recompute"} <= set(space.given)
+    found.layouts = Searcher(work, Space(space.gpus, space.given, math.inf)).run(1).layouts if given else [least]
 
 
 def _change(searcher: Searcher) -> str:
