@@ -230,8 +230,8 @@ def test_stopped_and_resumed_on_another_grid_it_equals_one_process(
     ranks: Any, prepared: Path, monkeypatch: Any
 ) -> None:
     """Losses and gradients to 1e-10, the exported model's logits to 1e-5 in float32, and the same greedy text."""
-    taken = ranks(4, run_part, str(prepared), changes_of(FIRST), 8)[0]
-    taken += ranks(2, run_part, str(prepared), changes_of(SECOND))[0]
+    taken = ranks(4, run_part, str(prepared), changes_of(FIRST), 8, timeout=240)[0]
+    taken += ranks(2, run_part, str(prepared), changes_of(SECOND), timeout=240)[0]
     assert [each.step for each in taken] == [*range(1, 8), *range(9, STEPS + 1)]  # step 8 ended in a checkpoint
     wanted = one_process(prepared)
     assert losses(prepared / "runs" / "notes") == pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
@@ -255,8 +255,8 @@ def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared:
     loss errors of many tokens cancel: it is compared with plain PyTorch's alone.
     """
     common = ["training.precision=bf16", "training.clip=0", "name=half"]
-    taken = ranks(4, run_part, str(prepared), common, 8, True)[0]
-    taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True)[0]
+    taken = ranks(4, run_part, str(prepared), common, 8, True, timeout=240)[0]
+    taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True, timeout=240)[0]
     exact, plain = llama(prepared, torch.float64), llama(prepared, torch.bfloat16)
     rows = dict(enumerate(itertools.islice(batches(prepared), STEPS), 1))
     unit, count = 2.0**-8, 2 * (3 * 13 + 3)  # operations of 3 blocks, embedding, norm and head, forward and backward
