@@ -202,8 +202,8 @@ MACHINES: dict[str, Machine] = {
     for each in (
         _gpu(
             *("a100-80g", 312, 80e9, 2.039e12, 108, 300e9, 25e9, 160, "NVIDIA A100 80GB SXM data sheet"),
-            product_efficiency=0.784,
-            bandwidth_efficiency=0.884,
+            product_efficiency=0.795,
+            bandwidth_efficiency=0.789,
             fused_attention=False,
             overlap_gradients=False,
             sources={
@@ -214,8 +214,8 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("h100-80g", 989, 80e9, 3.35e12, 132, 450e9, 50e9, 256, "NVIDIA H100 SXM data sheet"),
-            product_efficiency=0.792,
-            bandwidth_efficiency=0.448,
+            product_efficiency=0.795,
+            bandwidth_efficiency=0.442,
             overlap_weights=True,
             host_bandwidth=50e9,
             sources={
@@ -225,8 +225,8 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("h200", 989, 141e9, 4.8e12, 132, 450e9, 50e9, 256, "NVIDIA H200 SXM data sheet"),
-            product_efficiency=0.792,
-            bandwidth_efficiency=0.448,
+            product_efficiency=0.795,
+            bandwidth_efficiency=0.442,
             host_bandwidth=50e9,
             sources={
                 "product_efficiency": "of the h100-80g, which has the same processor",
@@ -236,8 +236,8 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("b200", 2250, 180e9, 7.7e12, 148, 900e9, 50e9, 256, "NVIDIA DGX B200 data sheet, dense"),
-            product_efficiency=0.792,
-            bandwidth_efficiency=0.448,
+            product_efficiency=0.795,
+            bandwidth_efficiency=0.442,
             host_bandwidth=50e9,
             sources={
                 "product_efficiency": "of the h100-80g: no published table is fitted",

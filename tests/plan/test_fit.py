@@ -21,7 +21,7 @@ def test_errors_on_rows_that_were_not_fitted(table: PublishedTable) -> None:
     """Issue: mean at most 5 %, worst 10 %. Two figures are fitted on two rows."""
     rest = [abs(e) for i, e in enumerate(errors(table, machine(table.machine))) if i not in table.fitted]
     assert len(table.fitted) == 2
-    assert sum(rest) / len(rest) < 0.04 and max(rest) < 0.09
+    assert sum(rest) / len(rest) < 0.045 and max(rest) < 0.1
 
 
 # Korthikanti et al. 2022, arXiv:2205.05198, table 5: seconds with full recomputation, and with sequence parallelism and
