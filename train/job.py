@@ -372,11 +372,6 @@ def _learning_rate(file: TrainingFile, steps: int, tokens: int) -> LearningRate:
         warmup = steps // 100 if section.warmup_tokens is None else math.ceil(section.warmup_tokens / tokens)
     decay = section.decay_steps or max(1, steps // 10)
     decay = decay if section.schedule == "wsd" else 0
-    if warmup + decay > steps and {"warmup_steps", "warmup_tokens", "decay_steps"} & section.model_fields_set:
-        also = f" and a decay of {decay}" if decay else ""
-        raise ConfigError(
-            f"training.learning_rate has a warmup of {warmup} steps{also}, but the run has {steps} steps: shorten them"
-        )
     return LearningRate(section.schedule, warmup, steps, section.minimum, decay)
 
 

@@ -37,7 +37,7 @@ class LearningRate:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
             return 1.0
-        begin = self.steps - self.decay if self.schedule == "wsd" else self.warmup
+        begin = max(self.warmup, self.steps - self.decay) if self.schedule == "wsd" else self.warmup
         done = min(max(step - begin, 0) / max(self.steps - begin, 1), 1.0)
         falling = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
         return self.minimum + (1 - self.minimum) * falling

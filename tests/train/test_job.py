@@ -74,6 +74,7 @@ def test_learning_rates() -> None:
     assert math.isclose(LearningRate("linear", 0, 100, 0.0, 0).share(25), 0.75)
     assert LearningRate("constant", 2, 100, 0.1, 0).share(99) == 1.0
     wsd = LearningRate("wsd", 10, 100, 0.0, 20)
+    assert LearningRate("cosine", 50, 20, 0.1, 0).share(19) == 0.4  # a short trial of a run
     assert wsd.share(79) == 1.0 and wsd.share(80) == 1.0 and wsd.share(90) == 0.5 and wsd.share(100) == 0.0
 
 
@@ -106,7 +107,6 @@ def test_learning_rates() -> None:
         (6, {"grid": {"pipe": 4}}, "takes 4 processes a replica, and there are 6"),
         (6, {"grid": {"pipe": 2, "data": 2}}, "is a grid of 4 processes, and there are 6"),
         (None, {"training": {"optimizer": {"type": "AdamW", "lr": 1}}}, "give it as training.learning_rate"),
-        (None, {"training": {"learning_rate": {"warmup_steps": 200}}}, "a warmup of 200 steps, but the run has 100"),
         (
             None,
             {"training": {"zero": 1}, "deepspeed": {"zero_optimization": {}}},
