@@ -79,8 +79,8 @@ def batch_sizes(config: Config, data: int) -> BatchSizes:
         ConfigError: no size is given, or those given contradict each other; the message shows the product.
     """
     if config.elasticity.enabled:
-        train, micro = config.elasticity.sizes(data)
-        return BatchSizes(train=train, micro=micro, accumulation=train // (micro * data))
+        batch, size = config.elasticity.sizes(data)
+        return BatchSizes(train=batch, micro=size, accumulation=batch // (size * data))
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     rule = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas"

@@ -84,7 +84,7 @@ def test_wheel_says_what_it_needs(unpacked: Path) -> None:
     metadata = message_from_string((info / "METADATA").read_text())
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     core = {need.name for need in needs if need.marker is None}
-    assert core == {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2"}
+    assert core == {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "PyYAML"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "triax = triax.cli.main:main" in (info / "entry_points.txt").read_text()
 
