@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -12,7 +12,7 @@ from ..config.resolved import markdown
 from ..grid.errors import ConfigError
 from ..train.explain import explain, text
 from ..train.file import read_training_file
-from ..train.job import resolve
+from ..train.job import Job, resolve
 from ..train.schema import WHOLE, TrainingFile
 
 
@@ -27,10 +27,17 @@ def train(
         bool,
         typer.Option("--explain", help="Print what would run: stages, bytes of each rank by kind, tokens. No ranks."),
     ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option(
+            "--dry",
+            help="Run one rank of each class of ranks for a step, without values, data or GPUs: docs/launch.md.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --explain: print one JSON object.")] = False,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="With --explain: number of processes that grid.data: auto would share."),
+        typer.Option(min=1, help="With --explain or --dry: number of processes that grid.data: auto would share."),
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys of a training file.")] = False,
 ) -> None:
@@ -41,16 +48,30 @@ def train(
         typer.echo(markdown(TrainingFile, WHOLE))
         return
     run, source = read_training_file(file, changes or [])
-    if (as_json or processes is not None) and not explained:
+    if (as_json and not explained) or (processes is not None and not (explained or dry)):
         raise ConfigError(f"{'--json' if as_json else '--processes'} belongs to --explain: add it.")
     try:
         if explained:
             found = explain(resolve(run, processes))
             typer.echo(json.dumps(found, indent=2) if as_json else text(found))
             return
+        if dry:
+            _dry_run(resolve(run, processes))
         from ..train.start import make_job, start  # needs torch
 
         job = make_job(run)
     except ConfigError as error:
         raise ConfigError(source.place(str(error))) from error
     start(job)
+
+
+def _dry_run(job: Job) -> NoReturn:
+    """Run a training file as ranks of a cluster without the cluster, print what was found, and exit."""
+    from ..train.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..train.dry_run.rank import Settings
+    from ..train.dry_run.report import report
+    from ..train.dry_run.training_file import JobSteps
+
+    found = dry_run(JobSteps(job), Settings(job.topology.world_size))
+    typer.echo(report(found))
+    raise SystemExit(1 if found.problems else 0)

@@ -76,6 +76,7 @@ def dried(ranks: int, program: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def test_bytes_are_those_that_gloo_ranks_count(ranks: Any, stage: int, bf16: bool) -> None:
     real = ranks(8, counted, stage, bf16)
     run = dried(8, train, stage=stage, bf16=bf16)
+    assert run.records[0]["microbatches"] is None
     assert run.problems == []
     assert sorted(run.records) == [0, 3, 4, 7]
     for rank, record in run.records.items():
@@ -95,6 +96,14 @@ def test_a_thousand_ranks_are_a_class_for_each_stage() -> None:
     assert "4 classes of ranks; 8 ranks were run" in text
     assert "256 ranks, as rank 256, 511: pipe 1" in text
     assert "nothing would have failed" in text
+
+
+@pytest.mark.exhaustive
+def test_fewer_microbatches_hold_as_much() -> None:
+    few, many = (dried(8, train, accumulation=count) for count in (2, 64))
+    assert many.records[0]["microbatches"] == [64, 2]
+    assert [many.records[rank]["memory"] for rank in (0, 4)] == [few.records[rank]["memory"] for rank in (0, 4)]
+    assert "64 microbatches, of which 2 were run" in report(many)
 
 
 @pytest.mark.exhaustive

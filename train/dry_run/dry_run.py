@@ -113,15 +113,10 @@ def _run_pipeline(run: DryRun, program: Callable[[], None], folder: Path, rank: 
     finally:
         for process in started:
             _reap(process, kill=len(hub.ended) < len(started))
+    lost: Record = {"groups": [], "operations": [], "comparisons": [], "untraced": [], "asked": {}, "mixed": {}}
+    lost |= {"outcome": "error", "error": "its process was killed", "microbatches": None, "axes": None, "expert": 1}
     for each, record in hub.ended.items():
-        lost = {
-            "outcome": "error",
-            "error": "its process was killed",
-            "groups": [],
-            "operations": [],
-            "comparisons": [],
-        }
-        run.records[each] = record or lost | {"asked": {}, "mixed": {}, "untraced": [], "axes": None, "expert": 1}
+        run.records[each] = record or dict(lost)
         if run.records[each]["outcome"] != "step":
             run.logs[each] = (folder / f"{each}.log").read_text(errors="replace")
 

@@ -55,10 +55,10 @@ class Recorder:
     Attributes:
         groups: the global ranks of each process group, and how many groups of the same ranks were made before it.
         operations: collectives and messages in the order in which they began.
-        bytes: kind -> bytes of this rank's tensors.
         topology: the grid, once it is known.
         grids: the grids that the script made.
-        makers: for each process group, the number of groups that this rank had made before it.
+        column: ranks that run at the same time: this rank's pipeline.
+        microbatches: of a step, and how many of them are run; None: all.
     """
 
     def __init__(self, rank: int, size: int, link: RankSocket) -> None:
@@ -67,6 +67,7 @@ class Recorder:
         self.operations: list[RecordedOperation] = []
         self.topology: Topology | None = None
         self.grids: list[Any] = []
+        self.microbatches: tuple[int, int] | None = None
         self.column: tuple[int, ...] = (rank,)  # ranks that run at the same time
 
     def announce(self, topology: Topology) -> None:

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from ...config.config import BatchSizes, batch_sizes
+from ...config.schema import Config
+from ...engine.base import Engine
+from ...engine.initialize import initialize
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.capture import capture
@@ -26,6 +30,9 @@ from .exchange import HangError, RankSocket
 from .group import BACKEND, Recorder, RecordingGroup
 from .traced_rank import Comparison, trace_environment, traced
 from .values import MetaValues
+
+_KEEPS_ALL = ("gpipe", "looped-bfs")  # schedules that run all forward passes before the first backward pass
+_KEEPS_ONE_EACH = ("1f1b", "zb-h1")  # schedules that keep at most one microbatch for each stage
 
 
 class Script(NamedTuple):
@@ -96,6 +103,7 @@ def be_rank(
     try:
         _enter(rank, settings, recorder, comparisons, untraced)
         _end_after(settings.steps, engines)
+        _limit_microbatches(recorder)
         with values:
             program()
     except _StepsDoneError:
@@ -216,6 +224,26 @@ def _end_after(steps: int, engines: list[Any]) -> None:
     ends(ModuleEngine, "step", lambda engine: int(engine.global_steps))
 
 
+def _limit_microbatches(recorder: Recorder) -> None:
+    """Let a step have as many microbatches as stages, or twice as many: what is held is then at its peak already.
+
+    Not so under schedules that run all forward passes first, which keep all their microbatches.
+    """
+    whole = batch_sizes
+
+    def fewer(config: Config, data: int) -> BatchSizes:
+        sizes = whole(config, data)
+        stages = recorder.topology.size("pipe") if recorder.topology is not None else 1
+        most = stages if config.pipeline.schedule in _KEEPS_ONE_EACH else 2 * stages
+        if sizes.accumulation <= most or config.pipeline.schedule in _KEEPS_ALL:
+            return sizes
+        recorder.microbatches = sizes.accumulation, most
+        return BatchSizes(train=sizes.micro * most * data, micro=sizes.micro, accumulation=most)
+
+    for user in (Engine, initialize):
+        _replace(sys.modules[user.__module__], "batch_sizes", fewer)
+
+
 def _record(recorder: Recorder, values: MetaValues, comparisons: set[Comparison], untraced: set[str]) -> dict[str, Any]:
     """Return what is recorded of any program, in JSON's types."""
     names = _group_names(recorder)
@@ -229,6 +257,7 @@ def _record(recorder: Recorder, values: MetaValues, comparisons: set[Comparison]
         "mixed": values.mixed,
         "comparisons": [list(each) for each in comparisons],
         "untraced": sorted(untraced),
+        "microbatches": recorder.microbatches,
         "axes": None if recorder.topology is None else recorder.topology.axes,
         "expert": 1 if recorder.topology is None else recorder.topology.expert,
     }

@@ -62,6 +62,12 @@ def _stages(run: DryRun) -> list[str]:
         for place, size in record["offloaded"].items() if isinstance(record.get("offloaded"), dict) else ():
             places[place] = max(places.get(place, 0), sum(size.values()) if isinstance(size, dict) else size)
     lines += [f"offloaded to {place}: at most {_size(size)} a rank" for place, size in places.items() if size]
+    fewer = next((record["microbatches"] for record in most.values() if record["microbatches"]), None)
+    if fewer is not None:
+        lines.append(
+            f"a step has {fewer[0]} microbatches, of which {fewer[1]} were run: of what is sent for each microbatch "
+            f"there is {fewer[0] / fewer[1]:g} times as much"
+        )
     return ["bytes held by a rank, and sent in a step:", *lines]
 
 
