@@ -40,7 +40,7 @@ REFUSED = {
     "--mpi": "start the script with mpirun: mpirun -np 4 python train.py",
     "--mpi-args": "start the script with mpirun: mpirun -np 4 python train.py",
     "--js": "start the script with srun, or with --hostfile",
-    "--autotuning": "layouts are not tried out; triax schedule --compare and triax memory compare them without a run",
+    "--autotuning": "layouts are not tried out; triax plan searches for one that fits the memory, without a run",
     "--autotune": _BUFFERS,
     "--elastic-training": _ELASTIC,
     "--min-elastic-nodes": _ELASTIC,

@@ -164,7 +164,8 @@ class Config(Section):
         ElasticityConfig(), "Choose batch sizes that fit many numbers of replicas: docs/launch.md."
     )
     autotuning: Any = refused(
-        "layouts are not tried out: leave it out; triax schedule --compare and triax memory compare them without a run"
+        "leave it out, and run triax plan, which searches for the layout and the microbatch size that fit the memory, "
+        "without trial runs"
     )
     datastates_ckpt: Any = refused("leave it out: checkpoint.async writes in the background")
     compression_training: Any = refused("layers are trained as they are: leave it out")

@@ -226,7 +226,7 @@ AUTOTP = (
     "grid=; a transformers model has its plan in its configuration"
 )
 FASTGEN = "triax has no FastGen: init_inference and triax.InferenceEngine generate with continuous batches"
-TUNER = "triax does not tune configurations by trial runs: triax memory computes the memory of a layout"
+TUNER = "triax plan searches for the layout and the microbatch size that fit the memory, without trial runs"
 ELASTIC = (
     "the configuration's elasticity section chooses the batch sizes, triax config FILE prints them with the numbers of "
     "replicas that fit, and triax run --nnodes MIN:MAX lets hosts join and leave: docs/launch.md"

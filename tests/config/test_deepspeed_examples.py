@@ -81,7 +81,7 @@ ACCEPTED: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"autotuning": {"enabled": True, "fast": False}}, "triax schedule --compare"),
+    ({"autotuning": {"enabled": True, "fast": False}}, "run triax plan"),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "squares of gradients are too small for fp16"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "set both, or neither"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping"),
