@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, PipelineModule
 from triax.zero import ShardedOptimizer
-from triax.zero.bucketing import _LARGE
+from triax.zero.flat import LARGE
 from triax.zero.norm import clip_coefficient, clip_factor, square
 
 from paths import BENCHMARKS
 
 FP32 = 4 * 2**-23  # a few units in the last place of one row's norm
-SIDE = int(_LARGE**0.5)  # a square weight that has a bucket of its own
+SIDE = int(LARGE**0.5)  # a square weight that has a bucket of its own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
