@@ -13,9 +13,12 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from ..grid.errors import close, describe, nearest
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class NetworkLink:
         latency: seconds until the first byte of a message arrives.
         efficiency: share of the bandwidth that long messages reach.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str
     ranks: int
@@ -68,6 +73,8 @@ class Machine:
         sources: field -> source of its figure.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
     name: str
     peak: Mapping[str, float]
     memory: float
@@ -86,11 +93,14 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tile", tuple(self.tile))
-        object.__setattr__(self, "links", tuple(NetworkLink(**x) if isinstance(x, Mapping) else x for x in self.links))
-        for name in ("memory", "bandwidth", "units", "product_efficiency", "bandwidth_efficiency"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of the machine {self.name} is {getattr(self, name)}. Give a positive number.")
+        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.type in ("float", "int")}
+        numbers |= {f"tile.{index}": size for index, size in enumerate(self.tile)}
+        numbers |= {f"peak.{dtype}": speed for dtype, speed in self.peak.items()}
+        for number, link in enumerate(self.links):
+            numbers |= {f"links.{number}.{name}": getattr(link, name) for name in ("bandwidth", "efficiency")}
+        for name, value in numbers.items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} of the machine {self.name} is {value}. Give a positive number.")
         if not self.links or self.links[-1].ranks:
             raise ValueError(
                 f"the last link of the machine {self.name} must connect all ranks. Give a link with ranks=0."
@@ -129,8 +139,8 @@ def machine(name: str) -> Machine:
         return MACHINES[name]
     path = Path(name)
     if path.suffix not in (".json", ".toml"):
-        near = get_close_matches(name, MACHINES, 1)
-        guess = f" Did you mean {near[0]}?" if near else ""
+        near = close(name, MACHINES)
+        guess = f" Did you mean {near}?" if near else ""
         raise ValueError(
             f"there is no machine {name!r}.{guess} Give one of {', '.join(MACHINES)}, or a .json or .toml file."
         )
@@ -143,17 +153,24 @@ def machine(name: str) -> Machine:
         raise ValueError(f"the machine file {path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise ValueError(f"the machine file {path} is not a description: {error}.") from None
-    known = {each.name for each in fields(Machine)}
     base = values.pop("base", None)
-    start = {each.name: getattr(machine(base), each.name) for each in fields(Machine)} if base else {"name": path.stem}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(
-            f"the machine file {path} has the unknown field {unknown[0]}. Known are {', '.join(sorted(known))}."
-        )
+    if base is not None and (not isinstance(base, str) or base not in MACHINES):
+        hint = nearest(str(base), MACHINES)
+        raise ValueError(f"the machine file {path}: base is {describe(base)}, which is no machine's name; {hint}")
+    start = {"name": path.stem} if base is None else MACHINES[base].to_dict()
     try:
-        return Machine(**start | values)
-    except TypeError as error:
-        raise ValueError(f"the machine file {path} is incomplete: {error}. Add the field, or a base.") from None
+        return TypeAdapter(Machine).validate_json(json.dumps(start | values, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":
+            raise ValueError(f"the machine file {path}: {first['ctx']['error']}") from None
+        place = f"{path}: {'.'.join(map(str, first['loc']))}"
+        if first["type"] in ("missing", "unexpected_keyword_argument"):
+            known = fields(NetworkLink if first["loc"][0] == "links" else Machine)
+            raise ValueError(
+                f"the machine file {place}: {first['msg']}. The fields are {', '.join(each.name for each in known)}."
+            ) from None
+        raise ValueError(f"the machine file {place} = {describe(first['input'])}: {first['msg']}.") from None
 
 
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
