@@ -140,7 +140,7 @@ def test_several_processes_write_the_same_bytes_and_an_interrupted_run_goes_on(t
 
     with pytest.raises(KeyboardInterrupt):
         tokenize([source], "bytes", tmp_path / "two", piece_bytes=400, progress=stop)
-    with pytest.raises(ConfigError, match=r"no index.json, because triax data tokenize has not finished"):
+    with pytest.raises(ConfigError, match=r"no index.json. triax data tokenize has not finished there"):
         TokenFolder(tmp_path / "two")
     (tmp_path / "two" / ".00002.safetensors.part").write_bytes(b"half")
     (tmp_path / "two" / "00001.json").write_text("{")  # a record that was cut off

@@ -114,7 +114,7 @@ def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
     [
         ("--pipe 3 --processes 8", "grid: pipe 3 x tensor 1 takes 3 processes a replica, and there are 8"),
         ("--pipe 2 --data 3 --processes 8", "grid: data 3 x pipe 2 x tensor 1 is a grid of 6 processes"),
-        ("--pipe 20", "8 layers cannot fill 20 stages"),
+        ("--pipe 20", "grid.pipe 20 x schedule.chunks 1 is 20 stages, but the model has 8 layers"),
         ("--expert-parallel 2 --data 2", "grid.expert is 2, but a GPTConfig has no experts"),
         ("--experts 3 --expert-parallel 2 --data 2", "grid.expert is 2, but it does not divide the model's 3 experts"),
         ("--experts 4 --expert-parallel 2", "expert=2 does not divide data x context = 1 x 1"),
@@ -122,7 +122,7 @@ def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
         ("--tensor 3 --sequence-parallel", "training.sequence 128 is not shared evenly by grid.tensor 3"),
         ("--pipe 0", "grid.pipe = 0"),
         ("--text nowhere", "nowhere does not exist"),
-        ("--batch 30 --microbatch 4", "train_batch_size 30 is no multiple of micro batch 4"),
+        ("--batch 30 --microbatch 4", "it must be a multiple of training.microbatch 4 x 1 replicas"),
         ("--heads 5", "num_attention_heads=5 does not divide hidden_size=128"),
         ("--sequence 16 --sample 5 --prompt 'a very long prompt' --text text", "sample.prompt has 18 tokens"),
         ("--steps 0", "training.steps = 0"),
