@@ -12,7 +12,7 @@ from .offload import Offload
 from .protocols import CommunicationSavings, MakeExchange
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
     """Options of the data axis.
 
