@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import Any
 
 from ..grid.errors import close, describe, nearest
 
@@ -32,8 +30,6 @@ class NetworkLink:
         latency: seconds until the first byte of a message arrives.
         efficiency: share of the bandwidth that long messages reach.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str
     ranks: int
@@ -72,8 +68,6 @@ class Machine:
         host_memory_bandwidth: bytes a second of the CPU's memory, divided by the ranks of a node.
         sources: field -> source of its figure.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str
     peak: Mapping[str, float]
@@ -159,18 +153,54 @@ def machine(name: str) -> Machine:
         raise ValueError(f"the machine file {path}: base is {describe(base)}, which is no machine's name; {hint}")
     start = {"name": path.stem} if base is None else MACHINES[base].to_dict()
     try:
-        return TypeAdapter(Machine).validate_json(json.dumps(start | values, default=str), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["type"] == "value_error":
-            raise ValueError(f"the machine file {path}: {first['ctx']['error']}") from None
-        place = f"{path}: {'.'.join(map(str, first['loc']))}"
-        if first["type"] in ("missing", "unexpected_keyword_argument"):
-            known = fields(NetworkLink if first["loc"][0] == "links" else Machine)
+        return _made(Machine, start | values)
+    except ValueError as error:
+        raise ValueError(f"the machine file {path}: {error}") from None
+
+
+_KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
+
+
+def _made(cls: Any, values: Any, place: str = "") -> Any:
+    """Return a ``Machine`` or a ``NetworkLink`` of a file's values.
+
+    Raises:
+        ValueError: an unknown, missing or wrong field; the message begins with its name.
+    """
+    known = {each.name: each for each in fields(cls)}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{place.rstrip('.')} = {describe(values)}: give a mapping of {', '.join(known)}.")
+    wrong = [name for name in values if name not in known]
+    wrong += [name for name, each in known.items() if name not in values and _is_needed(each)]
+    if wrong:
+        what = "is missing" if wrong[0] in known else "is unknown"
+        raise ValueError(f"{place}{wrong[0]} {what}. The fields are {', '.join(known)}.")
+    return cls(**{name: _value(str(known[name].type), values[name], f"{place}{name}") for name in values})
+
+
+def _is_needed(each: Any) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
+
+
+def _value(kind: str, value: Any, place: str) -> Any:
+    """Return a field's value as its annotation has it."""
+    if kind.startswith("Mapping[str, "):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{place} = {describe(value)}: give a mapping.")
+        inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
+        return {name: _value(inner, each, f"{place}.{name}") for name, each in value.items()}
+    if kind.startswith("tuple["):
+        if not isinstance(value, (list, tuple)) or (kind == "tuple[int, int]" and len(value) != 2):
             raise ValueError(
-                f"the machine file {place}: {first['msg']}. The fields are {', '.join(each.name for each in known)}."
-            ) from None
-        raise ValueError(f"the machine file {place} = {describe(first['input'])}: {first['msg']}.") from None
+                f"{place} = {describe(value)}: give a list{' of two' if kind == 'tuple[int, int]' else ''}."
+            )
+        if kind == "tuple[int, int]":
+            return tuple(_value("int", each, f"{place}.{number}") for number, each in enumerate(value))
+        return tuple(_made(NetworkLink, each, f"{place}.{number}.") for number, each in enumerate(value))
+    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+        names = {"str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}
+        raise ValueError(f"{place} = {describe(value)}: give {names[kind]}.")
+    return value
 
 
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"

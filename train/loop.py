@@ -201,6 +201,9 @@ class TrainingRun:
             f"grid    {axes}{expert}; ZeRO {job.config.zero_optimization.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
         )
+        rate = job.learning_rate
+        if rate is not None and rate.warmup > job.steps:
+            self.report.say(f"note    the warmup of {rate.warmup} steps is longer than the run of {job.steps}")
 
     def _finish(self, validation: float | None) -> None:
         """Save, write the model, and say how the run ended."""
