@@ -281,12 +281,15 @@ def judge(source: Any, engine: bool = False) -> Verdict:
                 return Verdict("unclear", f"{what}: {len(text)} characters: {text[:300]!r}")
             return Verdict("refused", text)
         except Exception as error:
-            frames = [
-                each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_relative_to(ROOT)
-            ]
-            at = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-            return Verdict("raw", f"{what}: {type(error).__name__} at {at}: {str(error)[:300]}")
+            return raw(what, error)
     return Verdict("accepted")
+
+
+def raw(what: str, error: Exception) -> Verdict:
+    """Return the finding that an error is not one of triax's own, with the last place of triax in it."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_relative_to(ROOT)]
+    at = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return Verdict("raw", f"{what}: {type(error).__name__} at {at}: {str(error)[:300]}")
 
 
 def _affordable(resolved: dict[str, Any]) -> bool:

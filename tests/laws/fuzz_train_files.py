@@ -22,7 +22,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +40,7 @@ from triax.train.loop import train
 from triax.train.schema import SHORT, TrainingFile
 from triax.train.start import make_job
 
-from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, right_value
+from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw, right_value
 from paths import ROOT
 from tokenized import folder
 
@@ -427,11 +426,7 @@ def judge(text: str | bytes, base: str | None = None, ending: str = "yaml", step
         except SystemExit as error:  # user_error has printed the message of a rank
             return Verdict("refused" if error.code == 2 else "raw", f"{what}: exit code {error.code}")
         except Exception as error:
-            frames = [
-                each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_relative_to(ROOT)
-            ]
-            at = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-            return Verdict("raw", f"{what}: {type(error).__name__} at {at}: {str(error)[:300]}")
+            return raw(what, error)
     return Verdict("accepted")
 
 
