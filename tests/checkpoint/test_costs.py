@@ -104,7 +104,7 @@ def measured(folder: str, width: int, behind: bool) -> tuple[int, int, int]:
 @pytest.mark.parametrize("behind", [True, False], ids=["behind", "before"])
 def test_the_hosts_memory_grows_by_one_copy(ranks: Any, tmp_path: Path, behind: bool) -> None:
     """The copy is as large as what the rank writes, over two saves with training meanwhile. Without async: no copy."""
-    for more, share, copies in ranks(2, grown, str(tmp_path), 1000, behind, timeout=90):
+    for more, share, copies in ranks(2, grown, str(tmp_path), 1000, behind, timeout=90, new_processes=True):
         assert share > 36_000_000
         slack = 3_000_000  # what the allocator rounds up
         if behind:

@@ -212,11 +212,13 @@ class Pool:
         *args: Any,
         timeout: float = 60,
         init_group: bool = True,
+        new_processes: bool = False,
         **kwargs: Any,
     ) -> list[T]:
         """`fn(*args, **kwargs)` on ranks 0..n-1 of a fresh group; their results, in order of rank.
 
         `init_group=False`: the environment alone, as torchrun hands it over, with a free MASTER_PORT.
+        `new_processes=True`: for what is measured of a process, whose heap depends on the jobs that it had before.
         """
         if not 1 <= n <= SIZE:
             raise ValueError(f"the pool has {SIZE} ranks, and {n} were asked for: give 1 to {SIZE}")
@@ -239,6 +241,8 @@ class Pool:
             "init_group": init_group,
             "port": _free_port(),
         }
+        for worker in self.workers[:n] if new_processes else ():
+            worker.end()
         workers = self._workers(n)
         try:
             return self._collect(workers, job, f"{qualname} on {n} rank{'s' * (n > 1)}", timeout)

@@ -275,13 +275,15 @@ def grown(zero: dict[str, Any]) -> tuple[float, float, dict[str, Any]]:
 
 def test_resident_is_two_sub_groups_and_the_working_layer(ranks: Any, tmp_path: Path) -> None:
     layer, sub_group, everything, disk = 4, 16, LAYERS * 16, nvme(tmp_path)
-    [(peak, after, report)] = ranks(1, grown, {"stage": 3})
+    [(peak, after, report)] = ranks(1, grown, {"stage": 3}, new_processes=True)
     assert peak > everything and after > everything - 1
     assert report["offloaded"] == {}
 
     # At work are a layer's weights and gradient, and of its neighbours: the next one's weights, and two gradients
     # that are on their way.
-    [(peak, after, report)] = ranks(1, grown, {"stage": 3, "offload_optimizer": disk, "offload_param": disk})
+    [(peak, after, report)] = ranks(
+        1, grown, {"stage": 3, "offload_optimizer": disk, "offload_param": disk}, new_processes=True
+    )
     assert peak < 2 * sub_group + 5 * layer < everything / 4
     assert after < 2
     assert report["held"]["parameters"] == report["held"]["optimizer"] == report["held"]["gradients"] == 0
@@ -289,7 +291,7 @@ def test_resident_is_two_sub_groups_and_the_working_layer(ranks: Any, tmp_path: 
     assert report["offloaded"] == {"nvme": {"parameters": 4 * numel, "gradients": 4 * numel, "optimizer": 8 * numel}}
 
     # With the weights in memory, they come on top.
-    [(peak, after, report)] = ranks(1, grown, {"stage": 2, "offload_optimizer": disk})
+    [(peak, after, report)] = ranks(1, grown, {"stage": 2, "offload_optimizer": disk}, new_processes=True)
     assert peak < LAYERS * layer + 2 * sub_group + 5 * layer
     assert after < LAYERS * layer + 2
     assert report["held"]["parameters"] == 4 * numel and report["held"]["gradients"] == 0
