@@ -85,7 +85,7 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be trained, and on which machine: the arguments that all layouts of a search share.
+    """Model, machine, batch and sequence of a run: the arguments that all layouts of a search share.
 
     Attributes:
         config: the model.

@@ -206,19 +206,13 @@ def test_ranks_save_after_a_signal_to_every_process(number: signal.Signals, tmp_
         "if __name__ == '__main__':\n"
         "    sys.exit(launch(work, ranks=2))\n"
     )
-    program = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert program.stdout is not None and program.stderr is not None
-    try:
+    with started(sys.executable, script) as program:
+        assert program.stdout is not None and program.stderr is not None
         assert [program.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         os.killpg(program.pid, number)
         assert program.wait(20) == 128 + number
         assert [program.stdout.readline() for _ in range(2)] == ["saved\n"] * 2
         assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
-    finally:
-        program.kill()
-        program.wait()
 
 
 @pytest.mark.parametrize(
@@ -237,11 +231,8 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
         "if __name__ == '__main__':\n"
         "    sys.exit(launch(work, ranks=2))\n"
     )
-    program = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert program.stdout is not None and program.stderr is not None
-    try:
+    with started(sys.executable, script) as program:
+        assert program.stdout is not None and program.stderr is not None
         pids = [int(program.stdout.readline()) for _ in range(2)]
         os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
         if number == signal.SIGKILL:  # the launcher can say nothing, and do nothing
@@ -253,8 +244,6 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
         while alive := [pid for pid in pids if is_alive(pid)]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.05)
-    finally:
-        program.kill()
 
 
 @pytest.mark.exhaustive

@@ -28,7 +28,7 @@ _PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "triax.inference.engine",
 
 
 class DryRun:
-    """What a dry run found.
+    """Findings of a dry run.
 
     Attributes:
         settings: its settings.
@@ -37,7 +37,7 @@ class DryRun:
         problems: sentences: what would have failed on the cluster.
         logs: rank -> the end of its output, of ranks that failed.
         seconds: time of the dry run.
-        joined: see ``Hub``.
+        joined: values that ranks exchanged, as ``Hub`` keeps them.
     """
 
     def __init__(self, settings: Settings) -> None:

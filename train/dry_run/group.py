@@ -157,15 +157,15 @@ class RecordingGroup(_Group):
     # ------------------------------------------------------------------------------------- what a grid tells
 
     def announce(self, topology: Topology) -> None:
-        """See ``SimulatedGroup``."""
+        """Take the grid that this rank asks for, before its first collective."""
         self._recorder.announce(topology)
 
     def made(self, grid: Any) -> None:
-        """See ``SimulatedGroup``."""
+        """Take the finished ``Grid`` of this rank."""
         self._recorder.grids.append(grid)
 
     def gather_texts(self, text: bytes) -> list[bytes]:
-        """See ``SimulatedGroup``."""
+        """Return the texts of all ranks, in rank order."""
         self._note("all_gather_json", None)
         joined = self._join("all_gather_json", torch.tensor(list(text), dtype=torch.uint8))
         return [bytes([] if found is None else found.tolist()) for found in joined()]

@@ -36,7 +36,7 @@ _KEEPS_ONE_EACH = ("1f1b", "zb-h1")  # schedules that keep at most one microbatc
 
 
 class Script(NamedTuple):
-    """What every rank runs.
+    """Program that every rank runs.
 
     Attributes:
         script: path of a Python file, or name of a module.
