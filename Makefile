@@ -31,7 +31,7 @@ QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bu
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all fuzz lint
+.PHONY: help install train check test test-all fuzz lint docs
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,11 @@ fuzz: $(STAMP) ## before a release: random compositions, configurations, trainin
 		echo "== tests/laws/$$program.py"; \
 		$(BIN)/python tests/laws/$$program.py --seconds $$(($(SECONDS) / 4)) $(ARGS) || failed=1; \
 	done; exit $$failed
+
+docs: $(STAMP) ## the documentation site, in build/docs/html; a warning is an error
+	@echo "== building the documentation"
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -d build/docs/cache docs build/docs/html
+	@echo "open build/docs/html/index.html"
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@echo "== linting"

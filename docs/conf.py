@@ -1,0 +1,212 @@
+"""The documentation site: `make docs` builds it with Sphinx, MyST and Furo into build/docs, without the network.
+
+Pages are Markdown; docs/index.md is the table of contents. Two directives make the reference from the library itself:
+`public-names` the public names of a package with their docstrings, `commands` the command `triax` with its options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import triax
+from triax.cli.main import app as command_line
+
+ROOT = Path(__file__).resolve().parents[1]
+
+project = "triax"
+author = "The triax authors"
+version = release = triax.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+suppress_warnings = ["ref.python"]  # one class that is public in two packages
+
+myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+
+default_role = "code"  # `x` in a docstring
+napoleon_use_ivar = True
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = f"triax {version}"
+html_show_sourcelink = False
+html_copy_source = False
+pygments_style, pygments_dark_style = "friendly", "native"
+
+# An object that several packages have is described under the first of them, and named under the others.
+PACKAGES = (
+    "triax",
+    *("triax.pipe", "triax.tensor_parallel", "triax.context", "triax.moe", "triax.zero", "triax.data", "triax.models"),
+    "triax.grid",
+    *("triax.compat.deepspeed", "triax.compat.horovod", "triax.compat.huggingface"),
+)
+
+
+def setup(sphinx: Sphinx) -> None:
+    """Register the directives, the rewriting of docstrings, and links to files outside docs."""
+    sphinx.add_directive("public-names", PublicNames)
+    sphinx.add_directive("commands", Commands)
+    sphinx.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
+    sphinx.connect("source-read", name_files_outside)
+    sphinx.connect("build-finished", list_links_outside)
+
+
+# ---------------------------------------------------------------------------------------------------- the API
+
+
+class PublicNames(SphinxDirective):
+    """One entry for each public name of a package, from its docstring."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the entries in place of the directive."""
+        return self.parse_text_to_nodes(public_names(self.arguments[0]))
+
+
+def public_names(package: str) -> str:
+    """Return the entries of a package's public names as Markdown."""
+    homes: dict[int, str] = {}
+    for each in PACKAGES:
+        module = importlib.import_module(each)
+        for name in sorted(module.__all__):
+            homes.setdefault(id(getattr(module, name)), f"{each}.{name}")
+        if each == package:
+            break
+    lines = ["```{eval-rst}"]
+    for name in sorted(module.__all__):
+        value, path = getattr(module, name), f"{package}.{name}"
+        home = homes[id(value)] if callable(value) else path
+        if isinstance(value, types.ModuleType):
+            lines += [f".. py:data:: {path}", "", f"   {first_sentence(value)}", ""]
+        elif home != path:
+            lines += [f".. py:data:: {path}", "", f"   Another name of :py:obj:`{home}`.", ""]
+        elif inspect.isclass(value):
+            lines += [f".. autoclass:: {path}", "   :members:", ""]
+        elif inspect.isroutine(value):
+            lines += [f".. autofunction:: {path}", ""]
+        elif callable(value):
+            lines += [f".. py:data:: {path}", "", f"   A :py:obj:`{type(value).__name__}`.", ""]
+        else:
+            lines += [f".. py:data:: {path}", f"   :value: {value!r}", ""]
+    return "\n".join([*lines, "```"])
+
+
+def first_sentence(module: types.ModuleType) -> str:
+    """Return the first line of a module's docstring; an adapter's module may have none."""
+    return (module.__doc__ or f"The module ``{module.__name__}``.").strip().partition("\n")[0]
+
+
+def as_restructured_text(sphinx: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Rewrite, in place, what docstrings have beside napoleon's sections: tables, and a section with a longer title."""
+    lines[:] = [*_sections(_tables(lines))]
+
+
+def _sections(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        if title := re.fullmatch(r"(Attributes)(, .+):", line):
+            yield from (f"{title[1]}{title[2]}, are listed below.", "", "Attributes:")
+        else:
+            yield line
+
+
+def _tables(lines: list[str]) -> Iterator[str]:
+    inside = False
+    for line in lines:
+        row = re.fullmatch(r"(\s*)\|(.+)\|", line)
+        if row and not inside:
+            yield from (f"{row[1]}.. list-table::", f"{row[1]}   :header-rows: 1", "")
+        inside = row is not None
+        if row is None:
+            yield line
+        elif not re.fullmatch(r"[\s|:-]+", row[2]):
+            cells = [cell.strip() for cell in row[2].split("|")]
+            yield from (f"{row[1]}   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells))
+    if inside:
+        yield ""
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+class Commands(SphinxDirective):
+    """One entry for each command of `triax` and each of its options."""
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the entries in place of the directive."""
+        return self.parse_text_to_nodes(commands(), allow_section_headings=True)
+
+
+def commands() -> str:
+    """Return the entries of all commands as Markdown."""
+    return "\n".join(_command("triax", typer.main.get_command(command_line)))
+
+
+def _command(path: str, command: click.Command) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for name in sorted(command.commands):
+            yield from _command(f"{path} {name}", command.commands[name])
+        return
+    context = click.Context(command, info_name=path)
+    yield from (f"## {path}", "", "```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```", "")
+    yield from (_escaped(command.help or ""), "")
+    rows = [(param, _row(param, context)) for param in command.params if not getattr(param, "hidden", False)]
+    if rows:
+        yield from ("| argument or option | default | |", "|---|---|---|", *(row for _, row in rows), "")
+
+
+def _row(param: click.Parameter, context: click.Context) -> str:
+    names = [param.human_readable_name] if isinstance(param, click.Argument) else [*param.opts, *param.secondary_opts]
+    default = param.get_default(context, call=False)
+    shown = "required" if param.required else "" if default in (None, False, (), []) or callable(default) else default
+    text = " ".join(str(getattr(param, "help", None) or "").split())
+    return f"| {' '.join(f'`{name}`' for name in names)} | {_escaped(str(shown))} | {_escaped(text)} |"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([|<*_\[\]{}$])", r"\\\1", text)
+
+
+# ---------------------------------------------------------------------------------------------------- the links
+
+
+def name_files_outside(sphinx: Sphinx, page: str, source: list[str]) -> None:
+    """Turn links to the repository's files outside docs into their names, which the site does not hold.
+
+    A link to a file that does not exist stays, and is reported.
+    """
+    folder = (ROOT / "docs" / page).parent
+
+    def name(link: re.Match[str]) -> str:
+        path = (folder / link[2].partition("#")[0]).resolve()
+        outside = path.exists() and not path.is_relative_to(ROOT / "docs")
+        if not outside:
+            return link[0]
+        relative = str(path.relative_to(ROOT))
+        label = link[1].strip("`")
+        return f"`{relative}`" if label in (relative, path.name) else f"{link[1]} (`{relative}`)"
+
+    source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)", name, source[0])
+
+
+def list_links_outside(sphinx: Sphinx, exception: Exception | None) -> None:
+    """Write the addresses of other sites that the pages name to links.txt, sorted; none of them is fetched."""
+    if exception is None:
+        pages = (sphinx.env.get_doctree(page) for page in sphinx.env.found_docs)
+        found = {node.get("refuri", "") for page in pages for node in page.findall(nodes.reference)}
+        addresses = sorted(address for address in found if re.match("https?:", address))
+        (Path(sphinx.outdir) / "links.txt").write_text("\n".join(addresses) + "\n", encoding="utf-8")
