@@ -73,8 +73,8 @@ HALVES = {
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-PLACES = [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((2, 2, 1), 3)]
-FIRST = [("fp16", 2)]
+PLACES = [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((1, 2, 1), 2), ((2, 2, 1), 3)]
+FIRST = [("fp16", (1, 2, 1))]  # on two ranks: 40 steps in fp16 take four ranks of two cores 14 s
 
 
 @cache
@@ -86,7 +86,7 @@ def trained_in_fp32() -> Any:
 @pytest.mark.parametrize(
     ("kind", "grid", "stage"),
     [
-        pytest.param(kind, grid, stage, marks=() if (kind, stage) in FIRST else EXHAUSTIVE)
+        pytest.param(kind, grid, stage, marks=() if (kind, grid) in FIRST else EXHAUSTIVE)
         for kind in HALVES
         for grid, stage in PLACES
     ],
