@@ -16,6 +16,7 @@ from .data import data
 from .env import env
 from .foreign_options import RunCommand
 from .generate import generate
+from .grid import grid
 from .plan import plan
 from .report import report
 from .run import CONTEXT, run
@@ -59,6 +60,7 @@ def memory(
 
 
 app.command()(config)
+app.command()(grid)
 app.command()(schedule)
 app.command()(train)
 app.command()(generate)

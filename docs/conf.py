@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from typer.core import TyperArgument, TyperGroup
 
 import triax
 from triax.cli.main import app as command_line
@@ -31,7 +31,7 @@ version = release = triax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 suppress_warnings = ["ref.python"]  # one class that is public in two packages
 
-myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
+myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 4
 
 default_role = "code"  # `x` in a docstring
@@ -116,7 +116,7 @@ def as_restructured_text(sphinx: Sphinx, what: str, name: str, value: Any, optio
     lines[:] = [*_sections(_tables(lines))]
 
 
-def _sections(lines: list[str]) -> Iterator[str]:
+def _sections(lines: Iterator[str]) -> Iterator[str]:
     for line in lines:
         if title := re.fullmatch(r"(Attributes)(, .+):", line):
             yield from (f"{title[1]}{title[2]}, are listed below.", "", "Attributes:")
@@ -156,21 +156,22 @@ def commands() -> str:
     return "\n".join(_command("triax", typer.main.get_command(command_line)))
 
 
-def _command(path: str, command: click.Command) -> Iterator[str]:
-    if isinstance(command, click.Group):
+def _command(path: str, command: Any) -> Iterator[str]:
+    if isinstance(command, TyperGroup):
         for name in sorted(command.commands):
             yield from _command(f"{path} {name}", command.commands[name])
         return
-    context = click.Context(command, info_name=path)
+    context = typer.Context(command, info_name=path)
     yield from (f"## {path}", "", "```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```", "")
     yield from (_escaped(command.help or ""), "")
-    rows = [(param, _row(param, context)) for param in command.params if not getattr(param, "hidden", False)]
+    rows = [_row(param, context) for param in command.params if not getattr(param, "hidden", False)]
     if rows:
-        yield from ("| argument or option | default | |", "|---|---|---|", *(row for _, row in rows), "")
+        yield from ("| argument or option | default | |", "|---|---|---|", *rows, "")
 
 
-def _row(param: click.Parameter, context: click.Context) -> str:
-    names = [param.human_readable_name] if isinstance(param, click.Argument) else [*param.opts, *param.secondary_opts]
+def _row(param: Any, context: typer.Context) -> str:
+    argument = isinstance(param, TyperArgument)
+    names = [param.name.upper()] if argument else [*param.opts, *param.secondary_opts]
     default = param.get_default(context, call=False)
     shown = "required" if param.required else "" if default in (None, False, (), []) or callable(default) else default
     text = " ".join(str(getattr(param, "help", None) or "").split())

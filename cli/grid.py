@@ -1,0 +1,193 @@
+"""``triax grid``: the place of each rank on a grid and what it holds, as a table or a picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..grid.errors import ConfigError
+from ..grid.topology import Topology
+from ..pipe.partition import uniform
+
+LISTED = 64  # ranks that a table lists and a picture shows
+STATES = ("weights", "gradients", "optimizer state")
+STAGES = ("#1f5fa8", "#1d7a3f", "#b3541e", "#6b4c9a")  # colors of the pipe stages, dark enough for white letters
+
+
+class GridRank(NamedTuple):
+    """What one rank holds.
+
+    Attributes:
+        rank: the rank.
+        place: its coordinate.
+        layers: the first layer of its stage, and the layer after the last one.
+        tokens: the parts of each sequence that it holds, of twice as many parts as the context axis is long.
+        expert: its shard of each layer's experts.
+        replica: its number among the ranks that hold the same stage and tensor shard.
+    """
+
+    rank: int
+    place: dict[str, int]
+    layers: tuple[int, int]
+    tokens: tuple[int, int]
+    expert: int
+    replica: int
+
+
+def grid(
+    pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
+    data: Annotated[int, typer.Option(min=1, help="Size of the data axis: the number of replicas.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Size of the tensor axis: the shards of a layer.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Size of the context axis: the parts of a sequence.")] = 1,
+    expert: Annotated[int, typer.Option(min=1, help="Size of the expert axis: the shards of a layer's experts.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this .png, .svg or .pdf file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the place of each rank on a grid, its layers and its shards."""
+    sizes = {"pipe": pipe, "data": data, **({"context": context} if context > 1 else {}), "tensor": tensor}
+    try:
+        topology = Topology(expert=expert, **sizes)
+        cuts = uniform(layers, pipe)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    ranks = [_held(topology, rank, cuts) for rank in range(topology.world_size)]
+    if plot is not None:
+        if len(ranks) > LISTED:
+            raise ConfigError(f"You asked for a picture of {len(ranks)} ranks, but it shows at most {LISTED}.")
+        if plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--plot is {plot}, but it must end in .png, .svg or .pdf.")
+        try:
+            _draw(topology, ranks, cuts, zero, plot)
+        except ImportError as error:
+            raise ConfigError("Pictures need matplotlib. Install it with pip install matplotlib.") from error
+    if as_json:
+        typer.echo(json.dumps({"sizes": topology.sizes, "ranks": [each._asdict() for each in ranks]}))
+    else:
+        _print(topology, ranks, zero)
+
+
+def _held(topology: Topology, rank: int, cuts: list[int]) -> GridRank:
+    place = topology.coordinate(rank)._asdict()
+    parts = topology.size("context")
+    part = place.get("context", 0)
+    replica = place["data"] * parts + part
+    stage = place["pipe"]
+    return GridRank(
+        rank, place, (cuts[stage], cuts[stage + 1]), (part, 2 * parts - 1 - part), replica % topology.expert, replica
+    )
+
+
+def _print(topology: Topology, ranks: list[GridRank], zero: int) -> None:
+    size, copies = topology.size, topology.size("data") * topology.size("context")
+    shown = [name for name in topology.names if size(name) > 1] or ["data"]
+    table = Table(title=f"{topology.world_size:,} ranks", title_justify="left")
+    heads = ["rank", *shown, "layers"]
+    heads += ["sequence parts"] if size("context") > 1 else []
+    heads += ["experts"] if topology.expert > 1 else []
+    heads += ["ZeRO shard"] if zero else []
+    for head in heads:
+        table.add_column(head, justify="right")
+    for rank, place, (start, stop), tokens, expert, replica in ranks[:LISTED]:
+        row = [rank, *(place[name] for name in shown), _span(start, stop)]
+        row += [f"{tokens[0] + 1}, {tokens[1] + 1} of {2 * size('context')}"] if size("context") > 1 else []
+        row += [f"{expert + 1} of {topology.expert}"] if topology.expert > 1 else []
+        row += [f"{replica + 1} of {copies}"] if zero else []
+        table.add_row(*map(str, row))
+    console = Console()
+    console.print(table)
+    if zero:
+        console.print(f"A ZeRO shard has {_listed(STATES[3 - zero :])}.")
+    if len(ranks) > LISTED:
+        console.print(f"and {len(ranks) - LISTED:,} more ranks")
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+
+
+# ----------------------------------------------------------------------------------------------- the picture
+
+
+def _draw(topology: Topology, ranks: list[GridRank], cuts: list[int], zero: int, path: Path) -> None:
+    """Draw the layers above their stages, a row per replica, and in it a box per rank with what it holds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    size = topology.size
+    lanes = size("context") * size("tensor")
+    copies = size("data") * size("context")
+    width, line, gap = (
+        (4.0 if size("context") > 1 else 3.4),
+        0.21,
+        0.16,
+    )  # inches: a stage, a line of text, between replicas
+    box = max(0.72, 0.37 + line * (1 + (size("context") > 1) + (topology.expert > 1)))  # a rank
+    row = lanes * box + gap
+    across, down = size("pipe") * width, size("data") * row + 0.85
+    figure = Figure(figsize=(across + 1.2, down + 0.55), facecolor="white")
+    FigureCanvasAgg(figure)
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(-1.1, across + 0.1), ylim=(down + 0.45, -0.1))
+    axis.set_axis_off()
+
+    def rectangle(x: float, y: float, w: float, h: float, **style: Any) -> None:
+        axis.add_patch(Rectangle((x, y), w, h, **style))
+
+    axis.text(-0.1, 0.36, "layers", ha="right", va="center")
+    for stage, (start, stop) in enumerate(pairwise(cuts)):
+        each = (width - 0.4) / (stop - start)
+        fill = STAGES[stage % len(STAGES)]
+        axis.text(stage * width + 0.2, 0.02, f"stage {stage}", va="center", color=fill, weight="bold")
+        for i, layer in enumerate(range(start, stop)):
+            x = stage * width + 0.2 + i * each
+            rectangle(x, 0.2, each * 0.94, 0.32, facecolor=fill)
+            if each > 0.15:
+                axis.text(x + each * 0.47, 0.36, str(layer), color="white", ha="center", va="center", fontsize=9)
+        if stage:
+            arrow = {"arrowstyle": "->", "color": "black"}
+            axis.annotate("", (stage * width + 0.18, 0.36), (stage * width - 0.22, 0.36), arrowprops=arrow)
+    for replica in range(size("data")):
+        axis.text(-0.1, 0.85 + replica * row + lanes * box / 2, f"replica {replica}", ha="right", va="center")
+    for held in ranks:
+        stage, tensor = held.place["pipe"], held.place["tensor"]
+        lane = held.place.get("context", 0) * size("tensor") + tensor
+        x, y = stage * width + 0.2, 0.8 + held.place["data"] * row + lane * box
+        bars = x + width - 1.32
+        edge = STAGES[stage % len(STAGES)]
+        style = "round,pad=0,rounding_size=0.06"
+        axis.add_patch(
+            FancyBboxPatch((x, y), width - 0.4, box - 0.08, boxstyle=style, facecolor="white", edgecolor=edge)
+        )
+        notes = [f"tensor shard {tensor + 1} of {size('tensor')}" if size("tensor") > 1 else "whole layers"]
+        if size("context") > 1:
+            notes.append(f"sequence parts {held.tokens[0] + 1}, {held.tokens[1] + 1} of {2 * size('context')}")
+        if topology.expert > 1:
+            notes.append(f"expert shard {held.expert + 1} of {topology.expert}")
+        axis.text(x + 0.1, y + 0.16, f"rank {held.rank}", va="center", weight="bold", fontsize=9.5)
+        for i, note in enumerate(notes):
+            axis.text(x + 0.1, y + 0.16 + (i + 1) * line, note, va="center", fontsize=8.5)
+        for i, state in enumerate(STATES):
+            top = y + 0.1 + i * 0.18
+            whole = zero < 3 - i
+            axis.text(bars - 0.06, top + 0.06, state, va="center", ha="right", fontsize=7.5)
+            rectangle(bars, top, 0.8, 0.12, facecolor="#e4e4e4")
+            share = 0.8 / copies
+            rectangle(bars + (0 if whole else held.replica * share), top, 0.8 if whole else share, 0.12, facecolor=edge)
+    words = f"{topology.world_size} ranks: " + " x ".join(f"{name} {n}" for name, n in topology.sizes.items() if n > 1)
+    shards = (
+        f"ZeRO stage {zero} shards {_listed(STATES[3 - zero :])}" if zero else "each replica holds all of its layers"
+    )
+    axis.text(-0.9, down + 0.12, f"{words}\n{shards}", va="center", linespacing=1.4, fontsize=9.5)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,194 @@
+"""The documentation: every page has a place, every link leads somewhere, every name, key and command has an entry.
+
+What takes longer, the site itself with no warning, is an exhaustive test; `make docs` is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperArgument, TyperGroup
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+
+from paths import DOCS, ROOT
+from readme_blocks import blocks, commands
+
+PAGES = sorted(DOCS.rglob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").rglob("*.md"))]
+LISTED = re.compile(r"^class (triax[\w.]+)|^(triax[\w.]+)[(:= ]", re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", prose(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        number = 0
+        while (each := anchor if not number else f"{anchor}-{number}") in found:
+            number += 1
+        found.add(each)
+    return found
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of a page."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page)) + re.findall(r"src(?:set)?=\"([^\"]+)\"", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@functools.cache
+def conf() -> ModuleType:
+    """docs/conf.py, which makes the reference."""
+    pytest.importorskip("sphinx")
+    spec = importlib.util.spec_from_file_location("docs_conf", DOCS / "conf.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_lead_to_files_and_headings(tmp_path: Path) -> None:
+    assert {str(page.relative_to(ROOT)): found for page in DOCUMENTS if (found := broken(page))} == {}
+    sample = tmp_path / "sample.md"
+    sample.write_text("# A `b`, c\n[](#a-b-c) [x](#none) [y](none.md) ![z](none.png)\n```sh\n[code](none)\n```\n")
+    assert broken(sample) == ["#none", "none.md", "none.png"]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed: set[Path] = set()
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            if block.language == "{toctree}":
+                entries = [line for line in block.text.splitlines() if line and not line.startswith(":")]
+                for entry in entries:
+                    found = set(page.parent.glob(f"{entry}.md"))
+                    assert found or "*" in entry, f"{page.name} lists {entry}, which is no page"
+                    listed |= found
+    assert sorted(set(PAGES) - listed) == [DOCS / "index.md"]
+
+
+def test_every_public_name_is_on_a_page_of_the_reference() -> None:
+    """The directives on the pages have all packages, and the directive's entries all names of a package."""
+    text = (ROOT / "tests" / "laws" / "public_api.txt").read_text(encoding="utf-8")
+    names = {found[1] or found[2] for found in LISTED.finditer(text)}
+    top = {name for name in names if name.rpartition(".")[0] in conf().PACKAGES}  # not methods, which follow
+    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference" / "api").glob("*.md"))
+    shown = re.findall(r"{public-names} (\S+)", pages)
+    assert sorted(shown) == sorted(conf().PACKAGES) and len(top) > 200
+    entries = "".join(map(conf().public_names, shown))
+    assert top <= set(re.findall(r"^\.\. [\w:]+:: (\S+)$", entries, re.MULTILINE))
+
+
+def test_every_command_and_option_has_an_entry() -> None:
+    """Compared with what the parser accepts, and with the help that it prints."""
+    text = conf().commands()
+    for words, command in leaves([], typer.main.get_command(app)):
+        head = f"## triax {' '.join(words)}\n"
+        assert text.count(head) == 1, head
+        entry = text.split(head)[1].partition("\n## ")[0]
+        printed = CliRunner().invoke(app, [*words, "--help"], terminal_width=200, env={"COLUMNS": "200"}).output
+        missing = [
+            option
+            for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", printed)
+            if option not in entry.replace("\\", "")
+        ]
+        assert set(missing) <= {"--help"}, f"triax {' '.join(words)}: {missing}"
+        for parameter in command.params:
+            name = parameter.name.upper() if isinstance(parameter, TyperArgument) else parameter.opts[-1]
+            assert getattr(parameter, "hidden", False) or f"`{name}`" in entry, f"triax {' '.join(words)}: {name}"
+
+
+def leaves(words: list[str], command: Any) -> list[tuple[list[str], Any]]:
+    """The commands without sub-commands, each with the words that call it."""
+    if isinstance(command, TyperGroup):
+        return [leaf for name, each in command.commands.items() for leaf in leaves([*words, name], each)]
+    return [(words, command)]
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+
+
+def pictures() -> list[Any]:
+    """(page, picture, command below it)"""
+    found = []
+    for page in [ROOT / "README.md", *PAGES]:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"!\[[^\]]*\]\(([^)]+\.png)\)", text):
+            name = Path(match[1]).name
+            typed = [command for _, command in commands(text) if name in shlex.split(command)]
+            found.append(pytest.param(page, match[1], typed, id=f"{page.stem}-{name}"))
+    return found
+
+
+@pytest.mark.parametrize(("page", "picture", "typed"), pictures())
+def test_a_command_draws_the_picture(page: Path, picture: str, typed: list[str], tmp_path: Path) -> None:
+    if Path(picture).name == "timeline.png":  # measured: benchmarks/timeline.py, which the page names
+        assert "python benchmarks/timeline.py" in page.read_text(encoding="utf-8")
+        return
+    matplotlib = pytest.importorskip("matplotlib")
+    assert len(typed) == 1, f"{page.name} shows {picture}: say by which command it is drawn"
+    words = shlex.split(typed[0])
+    made = tmp_path / Path(picture).name
+    words[words.index(made.name)] = str(made)
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0, done.output
+    shown = page.parent / picture
+    if f"version{matplotlib.__version__}".encode() in shown.read_bytes():  # another version draws other letters
+        assert pixels(made) == pixels(shown), f"draw it again: {typed[0]}"
+
+
+def pixels(path: Path) -> tuple[bytes, int]:
+    """Size and colors of a PNG file, without its date and version."""
+    data, at, size, body = path.read_bytes(), 8, b"", b""
+    while at < len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        size += data[at + 8 : at + 8 + length] if kind == b"IHDR" else b""
+        body += data[at + 8 : at + 8 + length] if kind == b"IDAT" else b""
+        at += length + 12
+    return size, zlib.crc32(zlib.decompress(body))
+
+
+# ---------------------------------------------------------------------------------------------------- the site
+
+
+@pytest.mark.exhaustive  # half a minute
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-d", str(tmp_path / "cache")]
+    words = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path / "html")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    inventory = (tmp_path / "html" / "objects.inv").read_bytes()
+    names = zlib.decompress(inventory.split(b"\n", 4)[4]).decode()
+    text = (ROOT / "tests" / "laws" / "public_api.txt").read_text(encoding="utf-8")
+    listed = {found[1] or found[2] for found in LISTED.finditer(text)}
+    top = {name for name in listed if name.rpartition(".")[0] in conf().PACKAGES}
+    assert top <= {line.split(" ")[0] for line in names.splitlines()}
+    assert "https://" in (tmp_path / "html" / "links.txt").read_text(encoding="utf-8")
