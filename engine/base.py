@@ -23,6 +23,7 @@ from ..moe.auxiliary_steps import AuxiliarySteps
 from ..monitor.method_hooks import hook_method
 from ..monitor.monitor import Monitor
 from ..monitor.trace import comms_logger as comms
+from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.protocols import MakeOptimizer
@@ -50,6 +51,7 @@ class TrainingParts(NamedTuple):
         make_optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
         groups: parameter groups, (options, parameters).
         training_data, make_scheduler, collate_fn: see ``initialize``.
+        given_schedule: the pipeline schedule, if it was given as a value.
     """
 
     make_optimizer: MakeOptimizer | None
@@ -57,6 +59,7 @@ class TrainingParts(NamedTuple):
     training_data: Dataset[Any] | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    given_schedule: Schedule | None = None
 
 
 class Engine:

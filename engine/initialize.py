@@ -26,12 +26,12 @@ from .base import TrainingParts
 from .instrument import instrument
 from .module_engine import ModuleEngine
 from .pipeline_engine import PipelineEngine, training_schedule
-from .setup.arguments import check_grid, choose_grid, config_source
+from .setup.arguments import check_grid, choose_grid, config_source, with_schedule
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
 from .setup.lora import add_lora, require_adapters
 from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
-from .setup.rank_consistency import require_same
+from .setup.rank_consistency import require_same_model, require_same_settings
 from .setup.recomputation import configure_recomputation
 
 
@@ -48,6 +48,7 @@ def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.M
     config: Any = ...,
     config_params: Any = ...,
     grid: Grid | None = ...,
+    schedule: str | Schedule | None = ...,
     mpu: Any = ...,
     distributed_port: int | None = ...,
     dist_init_required: bool | None = ...,
@@ -85,6 +86,7 @@ def initialize(
     config_params: Config | Mapping[str, Any] | str | Path | None = None,
     *,
     grid: Grid | None = None,
+    schedule: str | Schedule | None = None,
     mpu: Any = None,
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
@@ -107,6 +109,9 @@ def initialize(
         config: a dict, or the path of a JSON file, in DeepSpeed's dialect: docs/config.md.
         config_params: an older name of ``config``.
         grid: the grid of a plain module; None: every process is a replica. A ``PipelineModule`` has its own.
+        schedule: the pipeline schedule of a ``PipelineModule``, in place of the configuration's ``pipeline.schedule``:
+            a ``Schedule`` for this grid's ranks and microbatches, or a name. If the model was given no ``chunks``, its
+            list is cut into the stages that the schedule needs.
         mpu: refused: ``grid`` takes its place.
         distributed_port, dist_init_required: arguments of DeepSpeed without effect. The grid makes the process group
             from the launcher's environment, if there is none yet.
@@ -121,6 +126,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass model=, a module of torch's")
     checked = read_config(config_source(args, config, config_params))
+    if schedule is not None:
+        checked = with_schedule(checked, schedule, model)
+    given_schedule = schedule if isinstance(schedule, Schedule) else None
     if checked.log_level is not None:
         logging.getLogger("triax").setLevel(checked.log_level)
     grid = choose_grid(model, grid, mpu, checked)
@@ -128,7 +136,8 @@ def initialize(
     batch = batch_sizes(checked, grid.data.size)
     if checked.dump_state and grid.rank == 0:
         print(json.dumps(resolve_config(checked, batch), indent=2), flush=True)
-    schedule, notes = _place_model(model, grid, checked, batch.accumulation)
+    require_same_settings(grid, checked, given_schedule)
+    made_schedule, notes = _place_model(model, grid, checked, batch.accumulation, given_schedule)
     _warn(grid, notes)
     if checked.lora is not None:
         add_lora(model, checked.lora, grid)
@@ -137,13 +146,13 @@ def initialize(
         require_adapters(groups, model)
     make = choose_optimizer(optimizer, checked, grid, groups)
     make_scheduler = choose_scheduler(lr_scheduler, optimizer, checked, make is not None)
-    require_same(grid, checked, model, groups, optimizer)
+    require_same_model(grid, model, groups, optimizer)
     if checked.sparse_attention.mode is not None:
         set_sparse_attention(model, grid, checked.sparse_attention.given)
-    parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn)
+    parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn, given_schedule)
     engine: PipelineEngine | ModuleEngine
     if isinstance(model, PipelineModule):
-        engine = _classes[0](model, checked, schedule, parts)
+        engine = _classes[0](model, checked, made_schedule, parts)
     else:
         engine = _classes[1](model, grid, checked, parts)
     require_one_momentum(checked, engine.optimizer)
@@ -155,17 +164,32 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _place_model(model: nn.Module, grid: Grid, config: Config, microbatches: int) -> tuple[Schedule | None, list[str]]:
+def _place_model(
+    model: nn.Module, grid: Grid, config: Config, microbatches: int, given: Schedule | None
+) -> tuple[Schedule | None, list[str]]:
     """Put the model on this rank's device, and a ``PipelineModule``'s stages on the ranks of its schedule.
 
     Returns:
-        The schedule of a ``PipelineModule``, and notes on keys that do nothing.
+        The schedule of a ``PipelineModule``, and notes on chunks that follow from it and on keys that do nothing.
     """
     if isinstance(model, PipelineModule):
-        schedule = training_schedule(model, config.pipeline, microbatches)
+        chunks = None if model.chunks_follow else model.chunks
+        schedule = training_schedule(model, config.pipeline, microbatches, chunks, given)
         model.require_untouched()
-        model.move(schedule.placement)
-        return schedule, config.notes() + configure_recomputation(model, config.recomputation, schedule)
+        try:
+            model.move(schedule.placement)
+        except ValueError as error:  # too few layers for its stages
+            raise ConfigError(
+                f"the schedule {schedule.name} has {schedule.chunks} stages on each of {schedule.pipe} ranks, but "
+                f"{error}"
+            ) from error
+        notes = config.notes() + configure_recomputation(model, config.recomputation, schedule)
+        if model.chunks_follow and schedule.chunks > 1:
+            notes.append(
+                f"the schedule {schedule.name} has {schedule.chunks} stages on each rank, so the model is cut into "
+                f"{len(schedule.placement)} stages, as PipelineModule(..., chunks={schedule.chunks}) does"
+            )
+        return schedule, notes
     notes = config.notes() + _pipeline_notes(config)
     set_listed_leaf_modules(model, **config.zero_optimization.leaf_module.model_dump())
     _to_device(model, grid)

@@ -33,7 +33,7 @@ from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.program.timeline import Timeline
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import make_schedule
+from ..pipe.schedules.choose import make_schedule, require_size
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
@@ -79,6 +79,7 @@ class PipelineEngine(Engine):
         self.timeline: Timeline | None = None
         self._sent: dict[str, dict[str, Sent]] = {}
         self._evaluations: dict[int, Program] = {}
+        self._given_schedule = parts.given_schedule
         self.feed = MicrobatchFeed(module, self._options.weight_dtype)
         module.dropout_state.seed = config.seed
 
@@ -288,7 +289,8 @@ class PipelineEngine(Engine):
         return self._evaluations[microbatches]
 
     def _reschedule(self, microbatches: int) -> None:
-        schedule = training_schedule(self.module, self.config.pipeline, microbatches)
+        module, given = self.module, self._given_schedule
+        schedule = training_schedule(module, self.config.pipeline, microbatches, module.chunks, given)
         if tuple(schedule.placement) != tuple(self.module.placement):
             raise ConfigError(
                 f"{self.config.pipeline.schedule} with {microbatches} microbatches has its stages on the ranks "
@@ -355,17 +357,36 @@ class PipelineEngine(Engine):
         self.data_axis.abandon()
 
 
-def training_schedule(module: PipelineModule, config: PipelineConfig, microbatches: int) -> Schedule:
-    """Return the schedule that the configuration asks for, for the model's stages.
+def training_schedule(
+    module: PipelineModule,
+    config: PipelineConfig,
+    microbatches: int,
+    chunks: int | None,
+    given: Schedule | None = None,
+) -> Schedule:
+    """Return the schedule that was given, or the one that the configuration names.
+
+    Args:
+        module: the model.
+        config: the section ``pipeline``.
+        microbatches: microbatches of a step.
+        chunks: stages per rank; None: as many as the schedule needs.
+        given: the schedule, if it was given as a value.
 
     Raises:
-        ConfigError: if the schedule does not run the model's chunks, or is for another number of ranks.
+        ConfigError: if the schedule does not run this many chunks, or is for another number of ranks or microbatches.
     """
-    costs = Costs(*config.costs)
+    pipe, costs = module.grid.pipe.size, Costs(*config.costs)
+    if chunks is None and config.schedule == "auto" and len(module.specs) < 2 * pipe:
+        chunks = 1  # the search tries two stages per rank too
     try:
-        return make_schedule(config.schedule, module.grid.pipe.size, microbatches, module.chunks, costs, config.memory)
+        if given is None:
+            return make_schedule(config.schedule, pipe, microbatches, chunks, costs, config.memory)
+        require_size(given, given.name, pipe, microbatches, chunks)
     except ValueError as error:
-        raise ConfigError(f"pipeline.schedule: {error} (PipelineModule(..., chunks=) sets the chunks)") from error
+        hint = "" if chunks is None else " (PipelineModule(..., chunks=) sets the chunks)"
+        raise ConfigError(f"pipeline.schedule: {error}{hint}") from error
+    return given
 
 
 def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:

@@ -84,7 +84,8 @@ class PipelineModule(nn.Module):
         num_stages: instead of a grid: the number of ranks of the pipe axis; the other ranks are replicas.
         topology: instead of a grid: a ``triax.Topology``, or one of DeepSpeed's.
         partition_method: DeepSpeed's name of ``partition``.
-        chunks: stages per rank of the pipe axis.
+        chunks: stages per rank of the pipe axis. None: as many as the ranks in ``placement`` or the boundaries in
+            ``partition`` give; without them, ``triax.initialize`` cuts the list as the schedule needs.
         placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
             stages to the ranks that its schedule asks for; the right placement here only saves building them twice.
         seed: seed of the initial weights; by default 0. (The configuration's ``seed`` is for data order and dropout.)
@@ -100,6 +101,7 @@ class PipelineModule(nn.Module):
 
     Attributes:
         grid_is_default: True if no argument said which grid; partition: how the list is cut, as given.
+        chunks_follow: True if no argument said how many chunks, so that they follow from the schedule.
         boundaries: stage ``s`` has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
         placement: the rank of each stage.
         layers: the modules of this rank's stages, by their first index in the list.
@@ -125,7 +127,7 @@ class PipelineModule(nn.Module):
         num_stages: int | None = None,
         topology: Any = None,
         partition_method: str | Sequence[int] | None = None,
-        chunks: int = 1,
+        chunks: int | None = None,
         placement: str | Sequence[int] = "loop",
         seed: int | None = None,
         dtype: torch.dtype | None = None,
@@ -147,8 +149,8 @@ class PipelineModule(nn.Module):
         self.partition = method
         self.grid_is_default = grid is None and num_stages is None and topology is None
         self.grid = grid_of(grid, num_stages, topology)
-        self.chunks = chunks
-        self.placement = place(placement, self.grid.pipe.size, chunks)
+        known = chunks if chunks is not None else _known_chunks(placement, method, self.grid.pipe.size)
+        self.chunks_follow = known is None
         self.loss_fn = loss_fn
         self.output_fn = output_fn
         self.dtype = dtype
@@ -166,12 +168,8 @@ class PipelineModule(nn.Module):
         # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
         self._sources = sources(self._list)
-        names = [typename(layer) for layer in self._list]
-        self.boundaries = boundaries(method, len(self.placement), names, self._parameter_counts)
+        self._cut(placement, 1 if known is None else known)
         self._broadcast_built_modules()
-        self._calls = [[self._call(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
-        stages = [stage for stage, (start, stop) in enumerate(pairwise(self.boundaries)) for _ in range(start, stop)]
-        self.ties, self._shared = find_ties(self._list, self._sources, stages)
         # The layers of this rank's stages.
         self._on_meta = device is not None  # they are built without their values, until ``fill``
         self._changes: list[Callable[[str, nn.Module], object]] = []
@@ -291,20 +289,16 @@ class PipelineModule(nn.Module):
     def move(self, placement: Sequence[int]) -> None:
         """Move the stages to the ranks of another placement, as a schedule asks for. Collective.
 
-        Layers that come to this rank are built from their seed, so this is for models that still have their initial
-        weights: before training, and before a checkpoint is loaded.
+        The list is cut anew if the placement has another number of stages. Layers that come to this rank are built
+        from their seed, so this is for models that still have their initial weights: before training, and before a
+        checkpoint is loaded.
 
         Raises:
             RuntimeError: weights were changed since they were built.
         """
         if tuple(placement) == self.placement:
             return
-        if self._placeholders:
-            changed = [name] if (name := self._placeholders.changed(self.parameters())) else []
-        else:
-            known = {} if self.training_started else self._checksums
-            changed = [name for name, p in self.named_parameters() if _checksum(p) != known.get(p)]
-        flags = self.grid.pipe.all_gather_json(changed[:1])
+        flags = self.grid.pipe.all_gather_json(self._changed()[:1])
         if any(flags):
             name = next(found[0] for found in flags if found)
             raise RuntimeError(
@@ -312,12 +306,27 @@ class PipelineModule(nn.Module):
                 f"built, and a stage that moves is built anew: pass placement={list(placement)} to PipelineModule, and "
                 "change weights after that"
             )
-        self.placement = place(placement, self.grid.pipe.size, self.chunks)
+        if len(placement) == len(self.placement):
+            self.placement = place(placement, self.grid.pipe.size, self.chunks)
+        else:
+            self._cut(placement, len(placement) // self.grid.pipe.size)
         used = {self._sources[i] for s in self.stages for i in range(self.boundaries[s], self.boundaries[s + 1])}
         for source in [int(key) for key in self.layers if int(key) not in used]:
             del self.layers[str(source)]
         self._placeholders.keep(self.parameters(), used)
+        for source, layer in self.layers.items():  # other cuts make other ties
+            self._name(int(source), layer)
         self._build()
+
+    def _changed(self) -> list[str]:
+        """Return the names of this rank's parameters that were changed since they were built."""
+        if self.grid.pipe.size == 1:
+            return []  # not counted, because no layer moves
+        if self._placeholders:
+            name = self._placeholders.changed(self.parameters())
+            return [] if name is None else [name]
+        known = {} if self.training_started else self._checksums
+        return [name for name, p in self.named_parameters() if _checksum(p) != known.get(p)]
 
     def change_layers(self, change: Callable[[str, nn.Module], object]) -> None:
         """Change this rank's layers, and those that ``move`` builds later, for instance to add parameters to them.
@@ -359,6 +368,15 @@ class PipelineModule(nn.Module):
         """Return the layers that this rank holds, for ``repr``."""
         cuts = [f"stage {s}: layers {self.boundaries[s]} to {self.boundaries[s + 1] - 1}" for s in self.stages]
         return "; ".join(cuts)
+
+    def _cut(self, placement: str | Sequence[int], chunks: int) -> None:
+        """Cut the list into the stages of a placement, and find the weights that stages share."""
+        self.placement, self.chunks = place(placement, self.grid.pipe.size, chunks), chunks
+        names = [typename(layer) for layer in self._list]
+        self.boundaries = boundaries(self.partition, len(self.placement), names, self._parameter_counts)
+        self._calls = [[self._call(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
+        stages = [stage for stage, (start, stop) in enumerate(pairwise(self.boundaries)) for _ in range(start, stop)]
+        self.ties, self._shared = find_ties(self._list, self._sources, stages)
 
     def _call(self, index: int) -> LayerCall:
         entry, source = self._list[index], self._sources[index]
@@ -486,6 +504,15 @@ class PipelineModule(nn.Module):
         """
         ranks = sorted({self.placement[stage] for stage in tie.stages})
         return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
+
+
+def _known_chunks(placement: str | Sequence[int], partition: str | Sequence[int], pipe: int) -> int | None:
+    """Return the stages per rank that the ranks or boundaries of the stages give; None if neither was given."""
+    if not isinstance(placement, str):
+        return max(1, len(placement) // pipe)
+    if not isinstance(partition, str):
+        return max(1, (len(partition) - 1) // pipe)
+    return None
 
 
 def _checksum(parameter: Tensor) -> int:

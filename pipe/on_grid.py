@@ -29,7 +29,7 @@ def on_grid(
         grid,
         model.loss_fn,
         model.partition,
-        chunks=model.chunks,
+        chunks=None if model.chunks_follow else model.chunks,
         seed=model.seed,
         dtype=model.dtype,
         device="meta" if model.has_placeholders else None,

@@ -12,6 +12,8 @@ from ...config.schema import Config
 from ...grid.errors import ConfigError
 from ...grid.grid import Grid
 from ...pipe.module import PipelineModule
+from ...pipe.program.schedule import Schedule
+from ...pipe.schedules.choose import require_schedule
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
@@ -27,6 +29,32 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     if source is None:
         raise ConfigError("initialize was given no configuration: pass config=, a dict or the path of a JSON file")
     return source
+
+
+def with_schedule(config: Config, schedule: str | Schedule, model: nn.Module) -> Config:
+    """Return the configuration with the name of the schedule that was given to ``initialize``.
+
+    Raises:
+        ConfigError: there is no such schedule, the configuration names another one, or the model has no stages.
+    """
+    if not isinstance(schedule, (str, Schedule)):
+        raise TypeError(
+            f"schedule is a {type(schedule).__name__}: give a name such as '1f1b', or triax.make_schedule(...)"
+        )
+    name = schedule if isinstance(schedule, str) else schedule.name
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"schedule is {name}, but a {type(model).__name__} runs as one stage: list its layers in a "
+            "PipelineModule(layers, grid=grid, loss_fn=...), or leave schedule= out"
+        )
+    section = config.pipeline
+    if "schedule" in section.model_fields_set and section.schedule != name:
+        raise ConfigError(
+            f"schedule is {name}, but the configuration's pipeline.schedule is {section.schedule}: leave one out"
+        )
+    if isinstance(schedule, str):
+        require_schedule("schedule", name)
+    return config.model_copy(update={"pipeline": section.model_copy(update={"schedule": name})})
 
 
 def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -> Grid:

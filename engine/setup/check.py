@@ -10,9 +10,9 @@ from ...config.config import BatchSizes, parse_config
 from ...config.consistency import fp16_of_means
 from ...config.resolved import resolved
 from ...config.schema import Config
-from ...grid.errors import ConfigError, no_such
+from ...grid.errors import ConfigError
 from ...optim import dry_run, optimizers, schedulers
-from ...pipe.schedules.choose import FILES, NAMES
+from ...pipe.schedules.choose import require_schedule
 from .compression import require_one_momentum
 from .optimizer import ONE_BIT, require_elementwise, require_whole_tensors
 
@@ -27,9 +27,7 @@ def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     if isinstance(source, Config):
         return source
     config = parse_config(source)
-    schedule = config.pipeline.schedule
-    if schedule not in NAMES and not schedule.endswith(FILES):
-        raise ConfigError(no_such("pipeline.schedule", schedule, NAMES))
+    require_schedule("pipeline.schedule", config.pipeline.schedule)
     if config.optimizer is not None or config.scheduler is not None:
         _try_out(config)
     return config

@@ -6,6 +6,7 @@ numbers. Ranks first compare one hash of these, so that ranks that agree send a 
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from ...grid import Grid, layout_of
 from ...grid.agreement import require_equal
 from ...grid.source_hashes import file_hash, source_hashes
 from ...pipe.module import PipelineModule
+from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import FILES
 
 Facts = dict[str, str]  # name, as messages have it -> value
@@ -28,8 +30,10 @@ _MAY_DIFFER = ("dump_state", "log_level")
 _PATHS = ("nvme_path", "output_path", "output_file", "job_name")
 
 
-def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, optimizer: Any) -> None:
-    """Check that all ranks agree. Collective; does nothing on one process. Starts the hang watch: see ``Grid.watch``.
+def require_same_settings(grid: Grid, config: Config, schedule: Schedule | None) -> None:
+    """Check that all ranks have the same configuration and schedule, before stages move to their ranks. Collective.
+
+    Does nothing on one process. Starts the hang watch: see ``Grid.watch``.
 
     Raises:
         ConfigError: on every rank, if any rank differs; the message names the rank and the difference.
@@ -39,7 +43,20 @@ def require_same(grid: Grid, config: Config, model: nn.Module, groups: Any, opti
     grid.start_hang_watch()
     common = settings(config)
     common["the versions of Python and torch"] = f"{platform.python_version()}, {torch.__version__}"
-    common["the optimizer"] = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
+    if schedule is not None:
+        common["the ops of initialize(schedule=)"] = hashlib.sha256(schedule.to_csv().encode()).hexdigest()[:12]
+    require_equal(grid, grid.world, common)
+
+
+def require_same_model(grid: Grid, model: nn.Module, groups: Any, optimizer: Any) -> None:
+    """Check that all ranks have the same code, layers, optimizer and parameters. Collective; nothing on one process.
+
+    Raises:
+        ConfigError: as ``require_same_settings``.
+    """
+    if grid.size == 1:
+        return
+    common = {"the optimizer": getattr(optimizer, "__qualname__", type(optimizer).__qualname__)}
     kinds, sources = layers(model)
     loss = getattr(getattr(model, "loss_fn", None), "__module__", None)
     common |= {**kinds, **source_hashes({*sources, loss} if loss else sources)}

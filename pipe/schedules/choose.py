@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...grid.errors import ConfigError, no_such
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
 from .registry import RECIPES, named_schedule
@@ -42,6 +43,30 @@ def make_schedule(
     if not name.endswith(FILES):
         return named_schedule(name, pipe, microbatches, chunks)
     schedule = read_schedule(Path(name))
+    require_size(schedule, name, pipe, microbatches, chunks)
+    return schedule
+
+
+def require_schedule(where: str, name: str) -> None:
+    """Check that a name is a schedule's, ``auto``, or ends as a schedule's file.
+
+    Args:
+        where: the key or argument that has the name, for the message.
+        name: the name.
+
+    Raises:
+        ConfigError: it is none of them; the message has the nearest name.
+    """
+    if name not in NAMES and not name.endswith(FILES):
+        raise ConfigError(no_such(where, name, NAMES))
+
+
+def require_size(schedule: Schedule, name: str, pipe: int, microbatches: int, chunks: int | None) -> None:
+    """Check that a schedule is for these sizes; ``chunks`` None: for any number of stages per rank.
+
+    Raises:
+        ValueError: it is for others.
+    """
     found = schedule.pipe, schedule.microbatches, schedule.chunks
     wanted = pipe, microbatches, schedule.chunks if chunks is None else chunks
     if found != wanted:
@@ -49,7 +74,6 @@ def make_schedule(
             "{} is a schedule of pipe {}, microbatches {}, chunks {}; this run has {}, {}, {}: write one of that size, "
             "or change the run's".format(name, *found, *wanted)
         )
-    return schedule
 
 
 def read_schedule(path: Path) -> Schedule:

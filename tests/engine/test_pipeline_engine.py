@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import triax
-from triax import Grid, LayerSpec, PipelineModule
+from triax import Grid, LayerSpec, PipelineModule, Schedule
 from triax.config.config import batch_sizes
 from triax.data.dataloader import BatchOrder
 from triax.engine import read_config
@@ -395,7 +395,6 @@ def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name
 @pytest.mark.parametrize(
     ("pipeline", "words"),
     [
-        ({"schedule": "zb-v"}, "chunks=2"),
         ({"schedule": "no/such.csv"}, "cannot be read"),
         ({"schedule": "zbv"}, "did you mean 'zb-v'?"),
         ({"schedule": "auto", "costs": [1, 2]}, "pipeline.costs"),
@@ -405,6 +404,56 @@ def test_schedules_refused(pipeline: Any, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine(Grid(), pipeline=pipeline)
     assert words in str(error.value)
+
+
+def given(schedule: str | Schedule, **options: Any) -> triax.PipelineEngine:
+    model = PipelineModule(layers(), loss_fn=mean_loss, dtype=torch.float64, **{"partition": "uniform", **options})
+    return triax.initialize(model=model, config=BASE, schedule=schedule)[0]
+
+
+def test_chunks_follow_from_the_schedule_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    made = given("zb-v")
+    assert made.module.chunks == 2 and made.config.pipeline.schedule == "zb-v"
+    wanted = "the schedule zb-v has 2 stages on each rank, so the model is cut into 2 stages"
+    assert [wanted in record.getMessage() for record in caplog.records] == [True]
+    assert given(triax.make_schedule("interleaved", 1, 4, 3)).module.boundaries == [0, 2, 4, 5]
+    assert given("1f1b", partition=[0, 5]).module.chunks == 1
+    with pytest.raises(ConfigError, match=r"1f1b does not run 2 chunks .*PipelineModule\(..., chunks=\) sets"):
+        given("1f1b", partition=[0, 2, 5])  # the boundaries say how many
+    with pytest.raises(ConfigError, match="wave has 6 stages on each of 1 ranks, but 5 layers cannot fill 6 stages"):
+        given(triax.make_schedule("wave", 1, 4, 6))
+    assert given("auto", placement="v").module.chunks in (1, 2)
+
+
+def test_schedules_given_to_initialize_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"schedule: there is no 'zbv'; did you mean 'zb-v'\?"):
+        given("zbv")
+    with pytest.raises(ConfigError, match="zb-v is a schedule of pipe 2, microbatches 4, chunks 2; this run has 1, 4"):
+        given(triax.make_schedule("zb-v", 2, 4))
+    model, config = PipelineModule(layers(), loss_fn=mean_loss), {**BASE, "pipeline": {"schedule": "1f1b"}}
+    with pytest.raises(ConfigError, match=r"schedule is zb-v, but the configuration's pipeline\.schedule is 1f1b"):
+        triax.initialize(model=model, config=config, schedule="zb-v")
+    with pytest.raises(ConfigError, match="but a Linear runs as one stage"):
+        triax.initialize(model=nn.Linear(2, 2), config=BASE, schedule="zb-v")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="schedule is a int"):
+        given(3)  # type: ignore[arg-type]
+    made = given(triax.make_schedule("1f1b", 1, 4))
+    with pytest.raises(ConfigError, match="1f1b is a schedule of pipe 1, microbatches 4, chunks 1; this run has 1, 8"):
+        made.set_train_batch_size(16)
+
+
+def by_value(name: str) -> Any:
+    grid = Grid(pipe=2, timeout=60)
+    model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
+    made, *_ = triax.initialize(model=model, config=BASE, schedule=triax.make_schedule(name, 2, 4))
+    return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
+
+
+def test_a_schedule_is_trained_with_as_a_value(ranks: Any) -> None:
+    weights, loss = straight()
+    for found, trained in ranks(2, by_value, "zb-v"):
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        assert trained == pytest.approx(loss, rel=1e-12)
 
 
 class Detached(nn.Module):

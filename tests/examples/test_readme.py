@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from triax.pipe.schedules.choose import NAMES
+
 from paths import ROOT
 from processes import program
 from readme_blocks import broken_links, commands, programs
@@ -189,6 +191,25 @@ def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: 
         (alone,) = ranks(1, program, arguments[:1], str(tmp_path))
         first, *others = ranks(int(size), program, arguments, str(tmp_path))
         assert first == alone and not any(others)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The others are in test_schedules and test_executor by default.
+        pytest.param(name, marks=() if name == "zb-v" else pytest.mark.exhaustive)
+        for name in NAMES
+        if name != "forward"
+    ],
+)
+def test_the_program_works_with_every_schedule(ranks: Any, name: str, tmp_path: Path) -> None:
+    text = README.read_text()
+    assert text.count('"1f1b"') == 1
+    write_programs(text, tmp_path)
+    first, *_ = programs(text)
+    wanted = ranks(1, program, [first], str(tmp_path))[0]
+    (tmp_path / first).write_text((tmp_path / first).read_text().replace('"1f1b"', f'"{name}"'))
+    assert ranks(2, program, [first, "2", "1", "1"], str(tmp_path))[0] == wanted
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,8 @@ ROUND = {"interleaved": ["nests", "tied whole", "tied three classes", "modules"]
 def test_any_model_in_chunks(ranks: Any, name: str, schedule: str) -> None:
     """Two stages a rank: in a V the first and the last stage, and a tie between them, are on one rank."""
     ragged = name not in ("in place", "convolutions")
-    assert_same(ranks(2, pipelined, name, 2, schedule, ragged, 1, chunks=2), plain(name, ragged))
+    chunks = None if schedule == "zb-v" else 2  # None: they follow from the schedule, which cuts the model anew
+    assert_same(ranks(2, pipelined, name, 2, schedule, ragged, 1, chunks=chunks), plain(name, ragged))
 
 
 def test_a_tied_layer_moves_to_a_rank_that_holds_the_weight(ranks: Any) -> None:
