@@ -117,6 +117,10 @@ class PipelineModule(nn.Module):
         TypeError: an unknown argument, or one of DeepSpeed's that cannot act here.
     """
 
+    placement: tuple[int, ...]
+    chunks: int
+    boundaries: list[int]
+
     def __init__(
         self,
         layers: Iterable[Layer],
@@ -314,8 +318,8 @@ class PipelineModule(nn.Module):
         for source in [int(key) for key in self.layers if int(key) not in used]:
             del self.layers[str(source)]
         self._placeholders.keep(self.parameters(), used)
-        for source, layer in self.layers.items():  # other cuts make other ties
-            self._name(int(source), layer)
+        for key, kept in self.layers.items():  # other cuts make other ties
+            self._name(int(key), kept)
         self._build()
 
     def _changed(self) -> list[str]:
