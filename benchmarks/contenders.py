@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from limits import seconds_per_message, stage_costs
+from measuring import slowest
 from stacks import Entry, Stack
 from torch import Tensor, nn
 
@@ -25,9 +27,11 @@ class Contender(Protocol):
 
     Attributes:
         ops: forwards and backwards (whole, or both halves) that the busiest rank runs in a step.
+        schedule: the order in which it runs them. None without a pipeline.
     """
 
     ops: int
+    schedule: triax.Schedule | None
 
     def step(self) -> None:
         """Forward and backward of every microbatch, then the optimizer."""
@@ -43,7 +47,7 @@ class OneProcess:
         self._stack, self._batch, self._count = stack, stack.batch(microbatches), microbatches
         self._model = stack.whole()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self.ops = 2 * microbatches * pipe
+        self.ops, self.schedule = 2 * microbatches * pipe, None
 
     def step(self) -> None:
         if dist.get_rank() == 0:
@@ -77,8 +81,9 @@ class Triax:
             "pipeline": {"schedule": schedule},
         }
         self.engine, *_ = triax.initialize(model=module, config=config, optimizer=_sgd)
-        self.schedule = triax.make_schedule(schedule, pipe, microbatches, chunks)
-        self.ops = max(map(len, self.schedule.orders))
+        self.schedule = made = triax.make_schedule(schedule, pipe, microbatches, chunks)
+        self._simulated = triax.simulate(made).peak_activations
+        self.ops = max(map(len, made.orders))
         self._data = itertools.cycle(stack.batch(microbatches))
 
     def step(self) -> None:
@@ -92,8 +97,8 @@ class Triax:
 
     def activations(self) -> tuple[float, float]:
         """The most activations this rank held in the last step, and how many the simulation says it holds."""
-        expected = triax.simulate(self.schedule).peak_activations[self.engine.grid.pipe.rank]
-        return self.engine.executor.peak / self.schedule.chunks, expected
+        grid, module = self.engine.grid, self.engine.module
+        return self.engine.executor.peak / module.chunks, self._simulated[grid.pipe.rank]
 
 
 class Torch:
@@ -115,8 +120,19 @@ class Torch:
             self._entries.update(entries)
         make = getattr(schedules, schedule)
         self._schedule = make(parts[0] if chunks == 1 else parts, microbatches, loss_fn=stack.loss)
-        orders = getattr(self._schedule, "pipeline_order", {0: [None] * 0})
-        self.ops = max(sum(op is not None for op in order) for order in orders.values()) or 2 * microbatches
+        self.schedule = triax.make_schedule("1f1b", pipe, microbatches)
+        if chunks > 1:
+            table = self._schedule.pipeline_order
+            orders = [[str(op) for op in table[rank] if op is not None] for rank in sorted(table)]
+            # simulated with split backwards only: a whole one is both halves in a row
+            split = (
+                ",".join(op.replace("B", "I") + "," + op.replace("B", "W") if "B" in op else op for op in order)
+                for order in orders
+            )
+            self.schedule = triax.Schedule.from_csv("\n".join(split), schedule)
+            self.ops = max(map(len, orders))
+        else:
+            self.schedule, self.ops = triax.make_schedule("1f1b", pipe, microbatches), 2 * microbatches
         parameters = [parameter for entry in self._entries.values() for parameter in entry.parameters()]
         self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
         inputs, labels = (torch.cat(tensors) for tensors in zip(*stack.batch(microbatches), strict=True))
@@ -167,7 +183,7 @@ class DeepSpeed:
         start = module._local_start
         self._entries = {start + i: layer for i, layer in enumerate(module.forward_funcs)}
         self._data = itertools.cycle(stack.batch(microbatches))
-        self.ops = 2 * microbatches
+        self.ops, self.schedule = 2 * microbatches, triax.make_schedule("1f1b", pipe, microbatches)
 
     def step(self) -> None:
         self._engine.train_batch(self._data)
@@ -179,6 +195,48 @@ class DeepSpeed:
         self._engine.train_batch(self._data)
         hook.remove()
         return found
+
+
+class Silent:
+    """The arithmetic of the stages, on all ranks at once and without messages: costs for the simulation of a schedule.
+
+    Args:
+        chunks: stages per rank.
+    """
+
+    def __init__(self, stack: Stack, grid: triax.Grid, microbatches: int, chunks: int) -> None:
+        self._grid, self._count, self._stack = grid, microbatches, stack
+        stages = grid.size * chunks
+        cut = stack.entries // stages
+        self._last = stages - 1
+        self._stages = {
+            stage: nn.Sequential(*(stack.build(index) for index in range(stage * cut, (stage + 1) * cut)))
+            for stage in range(grid.rank, stages, grid.size)
+        }
+        self._parameters = [p for stage in self._stages.values() for p in stage.parameters()]
+        self._optimizer = torch.optim.SGD(self._parameters, lr=LEARNING_RATE)
+        ((self._inputs, self._labels),) = stack.batch(1)
+        with torch.no_grad():
+            self._hidden = stack.build(0)(self._inputs)
+        self._message = seconds_per_message(grid, self._hidden)
+
+    def measure(self) -> tuple[triax.Costs, float]:
+        """Return the costs of the stages, and the time of the optimizer's step on the slowest rank. Collective."""
+        costs = {}
+        for stage, module in self._stages.items():
+            x = self._inputs if stage == 0 else self._hidden.clone().requires_grad_()
+            wanted = x if x.requires_grad else next(module.parameters())
+
+            def forward(x: Tensor = x, module: nn.Module = module, last: bool = stage == self._last) -> Tensor:
+                outputs = module(x)
+                return self._stack.loss(outputs, self._labels) if last else outputs
+
+            costs[stage] = stage_costs(self._grid, forward, wanted, self._count)
+        step = slowest(self._grid, self._optimizer.step)
+        known = [dict(each) for each in self._grid.world.all_gather_json(list(costs.items()))]
+        ordered = [next(each[stage] for each in known if stage in each) for stage in range(self._last + 1)]
+        forwards, inputs, weights = (list(kind) for kind in zip(*ordered, strict=True))
+        return triax.Costs(F=forwards, I=inputs, W=weights, COMM=self._message), step
 
 
 def contenders(stack: Stack, pipe: int, microbatches: int) -> Iterator[tuple[str, Callable[[], Contender]]]:

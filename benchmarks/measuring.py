@@ -65,6 +65,16 @@ def timed(grid: triax.Grid, step: Callable[[], None], turns: int, deadline: floa
             return float(elapsed) / turns, others
 
 
+def slowest(grid: triax.Grid, step: Callable[[], object]) -> float:
+    """A step's time on the slowest rank."""
+    grid.world.barrier()
+    begin = time.perf_counter()
+    step()
+    elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    grid.world.all_reduce(elapsed, op="max")
+    return float(elapsed)
+
+
 def timed_and_carried(grid: triax.Grid, step: Callable[[], None], deadline: float) -> tuple[float, float]:
     """A step's time, as ``timed`` has it, and the bytes that the loopback device carried meanwhile for each rank."""
     grid.world.barrier()

@@ -5,14 +5,17 @@
 
 All contenders live in one set of processes on gloo, one thread each, and take turns: every round runs each of
 them once, and starts one further down the list than the round before. What is quoted is the median over rounds of the
-slowest rank's time, optimizer included, and its ratio to the fastest peer's (torch's schedules and DeepSpeed).
-Before any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
+slowest rank's time, optimizer included, of its ratio to the fastest peer's (torch's schedules and DeepSpeed) and of the
+limit's ratio to it in the same round. The limit is the schedule's simulated makespan, with the costs of the same stages
+in plain torch, measured on all ranks at once and without messages. It is left out where ranks share cores. Before any
+of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -23,7 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import ALONE, Contender, OneProcess, Triax, contenders
+from contenders import ALONE, Contender, OneProcess, Silent, Triax, contenders
+from limits import ratios, spread
 from measuring import DISTURBED, compare, growth, in_turn, timed
 from rich.console import Console
 from rich.table import Table
@@ -45,6 +49,7 @@ class Row:
     problem: str = ""  # why it did not run
     ops: int = 0  # that the busiest rank runs in a step
     times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
+    limits: list[float] = field(default_factory=list)  # of each round: the schedule's makespan, and the optimizer
     more_ops: int = 0  # of a step of MORE times the microbatches, on the tiny stack
     more_times: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)  # of each round: the share of the machine that others took
@@ -125,10 +130,18 @@ def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str
             if longer is not None:
                 longer.step()
         running.append((row, contender, longer))
+    cores = len(os.sched_getaffinity(0))
+    chunks = {c.schedule.chunks for _, c, _ in running if c.schedule is not None} if stages <= cores else set()
+    silent = {each: Silent(stack, grid, microbatches, each) for each in sorted(chunks)}
 
     turns = 1 if stack.heads else 20  # of the tiny stack, a round's turn is so many steps
     deadline = time.monotonic() + options.patience
-    for row, contender, longer in in_turn(running, options.rounds):
+    for turn, (row, contender, longer) in enumerate(in_turn(running, options.rounds)):
+        if turn % len(running) == 0:
+            costs = {each: its.measure() for each, its in silent.items()}
+        if contender.schedule is not None and silent:
+            known, optimizer = costs[contender.schedule.chunks]
+            row.limits.append(triax.simulate(contender.schedule, known).makespan + optimizer)
         elapsed, others = timed(grid, contender.step, turns, deadline)
         row.times.append(elapsed)
         row.others.append(others)
@@ -161,13 +174,16 @@ def summary(rows: list[Row], stack: str, stages: int, microbatches: int) -> dict
         figures = {
             "name": row.name,
             "step": row.step,
-            "ratio": row.step / fastest.step,
-            "speedup": alone.step / row.step,
+            "ratio": median(ratios(row.times, fastest.times)),
+            "to_fastest": spread(ratios(row.times, fastest.times)),
+            "of_limit": spread(ratios(row.limits, row.times)) if row.limits else "",
+            "speedup": median(ratios(alone.times, row.times)),
             "ops": row.ops,
             **(overhead(row, alone, stages) if row.more_times and row is not alone else {}),
             "memory": row.memory,
             "activations": [held for held, _ in row.activations],
             "times": row.times,
+            "limits": row.limits,
             "others": row.others,
         }
         made.append(figures)
@@ -194,7 +210,7 @@ def show(result: dict[str, Any]) -> None:
     table.add_column("")
     tiny = any("overhead_op" in row for row in result["rows"])
     last = ("overhead, us/op", "and us/step") if tiny else ("memory, MiB", "activations held")
-    for head in ("step, ms", "min to max", "ratio", "speedup", *last):
+    for head in ("step, ms", "ratio", "of the limit", "speedup", *last):
         table.add_column(head, justify="right")
     for row in result["rows"]:
         if "problem" in row:
@@ -206,12 +222,11 @@ def show(result: dict[str, Any]) -> None:
             "memory": " ".join(f"{grown:.0f}" for grown in row["memory"]),
             "activations": " ".join(f"{held:g}" for held in row["activations"]),
         }
-        low, high = (f"{1e3 * f(row['times']):.1f}" for f in (min, max))
         table.add_row(
             row["name"],
             f"{1e3 * row['step']:.2f}",
-            f"{low} to {high}",
-            f"{row['ratio']:.2f}",
+            row["to_fastest"],
+            row["of_limit"],
             f"{row['speedup']:.2f}",
             *(cells[key] for key in (("op", "step") if tiny else ("memory", "activations"))),
         )

@@ -7,7 +7,8 @@ import io
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,39 @@ class Loop:
 
     def _microbatch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         raise NotImplementedError
+
+
+class Silent(Loop):
+    """The arithmetic of a data axis without its messages: the numbers are wrong, the time is what is left of a step.
+
+    Args:
+        sharded: step this rank's share of the weights only, as stages 1 to 3 do.
+    """
+
+    def __init__(self, stack: Stack, microbatches: int, sharded: bool) -> None:
+        super().__init__(stack, microbatches)
+        self.model = stack.whole()
+        parameters = list(self.model.parameters())
+        self._stepped: list[nn.Parameter] = []
+        if sharded:
+            size = -(-sum(p.numel() for p in parameters) // dist.get_world_size())
+            self._stepped = [nn.Parameter(torch.zeros(size))]
+            self._stepped[0].grad = torch.zeros(size)
+        self._optimizer = adamw(self._stepped or parameters)
+
+    def _differentiate(self) -> None:
+        if not self._stepped:
+            super()._differentiate()
+            return
+        self.model.zero_grad()
+        for inputs, labels in self._batch:
+            (self._stack.loss(self.model(inputs), labels) / len(self._batch)).backward()
+
+    def gradients(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _microbatch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
 
 class Ddp(Loop):
@@ -204,26 +238,45 @@ class DeepSpeed:
             self._engine.step()
 
 
-def contenders(stack: Stack, microbatches: int) -> Iterator[tuple[str, Callable[[], Replica]]]:
-    """Names, and how to make them: DDP, triax's stages, then its peers."""
-    yield DDP, lambda: Ddp(stack, microbatches)
+class Maker(NamedTuple):
+    """A contender: its name, how to make it, and what its method must send in a step.
+
+    ``collectives`` counts reduce-scatters and all-gathers of all weights; an all-reduce is two of them. ``sharded`` is
+    True if each rank steps only its share of the weights.
+    """
+
+    name: str
+    make: Callable[[], Replica]
+    collectives: int
+    sharded: bool = True
+
+    def must_send(self, stack: Stack) -> float:
+        """Bytes that each rank must send in a step."""
+        size, ranks = sum(p.numel() * p.element_size() for p in stack.whole().parameters()), dist.get_world_size()
+        return self.collectives * size * (ranks - 1) / ranks
+
+
+def contenders(stack: Stack, microbatches: int) -> Iterator[Maker]:
+    """DDP, triax's stages, then its peers."""
+    yield Maker(DDP, lambda: Ddp(stack, microbatches), 2, sharded=False)
     once, kept = {"reduce_each_microbatch": False}, {"stage3_keep_gathered": True}
-    for name, zero in (
-        ("triax stage 0", {"stage": 0}),
-        ("triax stage 1", {"stage": 1}),
-        ("triax stage 2", {"stage": 2}),
-        ("triax stage 2, reducing once", {"stage": 2, **once}),
-        ("triax stage 3", {"stage": 3}),
-        ("triax stage 3, reducing once", {"stage": 3, **once}),
-        ("triax stage 3, kept", {"stage": 3, **kept}),
-        ("triax stage 3, kept, reducing once", {"stage": 3, **kept, **once}),
+    for name, zero, collectives in (
+        ("triax stage 0", {"stage": 0}, 2),
+        ("triax stage 1", {"stage": 1}, 2),
+        ("triax stage 2", {"stage": 2}, 1 + microbatches),
+        ("triax stage 2, reducing once", {"stage": 2, **once}, 2),
+        ("triax stage 3", {"stage": 3}, 3 * microbatches),
+        ("triax stage 3, reducing once", {"stage": 3, **once}, 2 * microbatches + 1),
+        ("triax stage 3, kept", {"stage": 3, **kept}, 1 + microbatches),
+        ("triax stage 3, kept, reducing once", {"stage": 3, **kept, **once}, 2),
     ):
-        yield name, lambda zero=zero: Triax(stack, microbatches, zero)  # type: ignore[misc]
-    for name, reshard, keep in (
-        ("FSDP2, resharding", True, False),
-        ("FSDP2, not resharding", False, False),
-        ("FSDP2, kept, reducing once", False, True),
+        make = partial(Triax, stack, microbatches, zero)
+        yield Maker(name, make, collectives, sharded=zero["stage"] != 0)
+    for name, reshard, keep, collectives in (
+        ("FSDP2, resharding", True, False, 3 * microbatches),
+        ("FSDP2, not resharding", False, False, 2 * microbatches),
+        ("FSDP2, kept, reducing once", False, True, 2),
     ):
-        yield name, lambda r=reshard, k=keep: Fsdp(stack, microbatches, r, k)  # type: ignore[misc]
-    for stage in (1, 2, 3):
-        yield f"DeepSpeed stage {stage}", lambda s=stage: DeepSpeed(stack, microbatches, s)  # type: ignore[misc]
+        yield Maker(name, partial(Fsdp, stack, microbatches, reshard, keep), collectives)
+    for stage, collectives in ((1, 2), (2, 1 + microbatches), (3, 3 * microbatches)):
+        yield Maker(f"DeepSpeed stage {stage}", partial(DeepSpeed, stack, microbatches, stage), collectives)

@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from counting import counted
-from measuring import compare, in_turn, timed_and_carried
+from limits import ratios, seconds_per_byte, spread
+from measuring import compare, in_turn, slowest, timed_and_carried
 from rich.console import Console
 from rich.table import Table
 from sharers import ALONE, Alone, held
@@ -47,6 +48,7 @@ class Row:
     held: list[int] = field(default_factory=list)  # per rank: bytes that autograd holds for the backward
     peak: list[int] = field(default_factory=list)  # per rank: the most bytes that a step has allocated at once
     scores: list[int] = field(default_factory=list)  # per rank: computed by the attention of a forward pass
+    limits: list[float] = field(default_factory=list)  # of each round: the least time of a step that sends as much
 
     @property
     def is_peer(self) -> bool:
@@ -131,11 +133,16 @@ def measure(
             contender.step()
         running.append((row, contender))
 
+    per_byte, silent = seconds_per_byte(grid), []
     deadline = time.monotonic() + given.patience
     for row, contender in in_turn(running, given.rounds):
         elapsed, sent = timed_and_carried(grid, contender.step, deadline)
         row.times.append(elapsed)
         row.sent.append(sent)
+        if row.name == ALONE:  # on every rank at once: the work of as many steps, and nothing sent
+            silent.append(slowest(grid, contender.run) / size)
+    for row, _ in running:
+        row.limits = [least + median(row.sent) * per_byte for least in silent]
     for row, contender in running:
         contender.inputs.grad = None
         contender.model.zero_grad()
@@ -155,20 +162,30 @@ def show(rows: list[Row], title: str) -> None:
     ran = [row for row in rows if row.times]
     alone = next(row for row in ran if row.name == ALONE)
     best = min([row for row in ran if row.is_peer] or [alone], key=lambda row: median(row.times))
-    caption = f"ratio to {best.name} in the same round: the median, and the middle half of the rounds"
+    caption = (
+        f"ratio to {best.name}, and of the limit, in the same round: the median, and the middle half of the rounds"
+    )
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")
     with_scores = any(sum(row.scores) for row in ran)
-    for head in ("step, ms", "ratio", "speed-up", "sent, MB", "held, MB", "peak, MB", *["balance"] * with_scores):
+    for head in (
+        "step, ms",
+        "ratio",
+        "of the limit",
+        "speed-up",
+        "sent, MB",
+        "held, MB",
+        "peak, MB",
+        *["balance"] * with_scores,
+    ):
         table.add_column(head, justify="right")
     for row in ran:
-        ratios = [mine / theirs for mine, theirs in zip(row.times, best.times, strict=True)]
-        low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         speedup = median([a / b for a, b in zip(alone.times, row.times, strict=True)])
         table.add_row(
             row.name,
             f"{1e3 * median(row.times):.0f}",
-            f"{median(ratios):.2f} ({low:.2f} to {high:.2f})",
+            spread(ratios(row.times, best.times)),
+            spread(ratios(row.limits, row.times)) if row is not alone else "",
             f"{speedup:.2f}",
             f"{median(row.sent) / 1e6:.1f}",
             f"{max(row.held) / 1e6:.1f}",

@@ -5,9 +5,10 @@
 
 All contenders live in one set of processes on gloo, one thread each, and take turns: every round runs each of
 them once, and starts one further down the list than the round before. What is quoted is the median over rounds of the
-slowest rank's time, optimizer included, of its ratio to DDP's in the same round, and of what the loopback device
-carried for each rank. Before any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md
-says more.
+slowest rank's time, optimizer included, of its ratio to DDP's and of the limit's ratio to it in the same round, and of
+what the loopback device carried for each rank. The limit is the time of as many processes that do the same arithmetic
+and send nothing, plus the bytes that the method must send, at the rate of the transport while all ranks compute. Before
+any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from limits import ratios, seconds_per_byte, spread
 from measuring import compare, in_turn, timed_and_carried
-from replicas import DDP, Replica, contenders, plain
+from replicas import DDP, Replica, Silent, contenders, plain
 from rich.console import Console
 from rich.table import Table
 from stacks import GPT, SMOKE, Stack
@@ -47,6 +49,7 @@ class Row:
     problem: str = ""  # why it did not run
     times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
     sent: list[float] = field(default_factory=list)  # of each round: bytes per rank
+    limits: list[float] = field(default_factory=list)  # of each round: the least time of a step of this method
     memory: list[float] = field(default_factory=list)  # per rank: the peak beyond the footprint, in bytes
 
     @property
@@ -95,7 +98,7 @@ def memory(replicas: int, options: argparse.Namespace) -> list[Row]:
     """Peaks, each contender in processes of its own. Freed blocks go back to the system, as far as glibc lets them."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     rows = []
-    for name, _ in contenders(STACKS[options.stack], options.microbatches):
+    for name, *_ in contenders(STACKS[options.stack], options.microbatches):
         if not wanted(name, options):
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -121,26 +124,33 @@ def measure(options: argparse.Namespace, path: str) -> None:
     expected = plain(stack, options.microbatches)
     rows: list[Row] = []
     running: list[tuple[Row, Replica]] = []
-    for name, make in contenders(stack, options.microbatches):
-        if not wanted(name, options):
-            continue
-        row = Row(name)
+    makers = [maker for maker in contenders(stack, options.microbatches) if wanted(maker.name, options)]
+    for maker in makers:
+        row = Row(maker.name)
         rows.append(row)
         try:
-            contender = make()
+            contender = maker.make()
         except ImportError as error:
             row.problem = f"{error}: pip install -e '.[bench]'"
             continue
-        compare(name, contender.gradients(), expected)
+        compare(maker.name, contender.gradients(), expected)
+        running.append((row, contender))
+    silent = {sharded: Row("") for sharded in sorted({maker.sharded for maker in makers})}
+    running += [(row, Silent(stack, options.microbatches, sharded)) for sharded, row in silent.items()]
+    for _, contender in running:
         for _ in range(WARM_UP):
             contender.step()
-        running.append((row, contender))
 
+    per_byte = seconds_per_byte(grid)
     deadline = time.monotonic() + options.patience
     for row, contender in in_turn(running, options.rounds):
         elapsed, sent = timed_and_carried(grid, contender.step, deadline)
         row.times.append(elapsed)
         row.sent.append(sent)
+    for row, maker in zip(rows, makers, strict=True):
+        if row.times:
+            must_send = min(maker.must_send(stack), median(row.sent))  # stage 3 may keep a layer
+            row.limits = [least + must_send * per_byte for least in silent[maker.sharded].times]
     if grid.rank == 0:
         Path(path).write_text(json.dumps([vars(row) for row in rows]))
 
@@ -149,9 +159,9 @@ def peak(name: str, options: argparse.Namespace, folder: str) -> None:
     """The peak of this process, beyond that of one that trains next to nothing."""
     warnings.simplefilter("ignore")
     grid = triax.Grid()
-    train(dict(contenders(SMOKE, options.microbatches))[name]())
-    footprint = grid.peak_memory()
-    train(dict(contenders(STACKS[options.stack], options.microbatches))[name]())
+    for stack in (SMOKE, STACKS[options.stack]):
+        footprint = grid.peak_memory()
+        train(next(maker for maker in contenders(stack, options.microbatches) if maker.name == name).make())
     Path(folder, str(grid.rank)).write_text(str(grid.peak_memory() - footprint))
 
 
@@ -167,7 +177,7 @@ def show(rows: list[Row], replicas: int, options: argparse.Namespace) -> None:
     """Print a table."""
     title = f"{options.stack} stack, {replicas} replicas, {options.microbatches} microbatches"
     table = Table(title=title, title_justify="left")
-    heads = ("peak, MB", "ratio to DDP") if options.memory else ("step, ms", "min to max", "ratio to DDP", "sent, MB")
+    heads = ("peak, MB", "ratio to DDP") if options.memory else ("step, ms", "ratio to DDP", "of the limit", "sent, MB")
     for head in ("", *heads):
         table.add_column(head, justify="right" if head else "left")
     first = next(row for row in rows if row.name == DDP)
@@ -178,9 +188,8 @@ def show(rows: list[Row], replicas: int, options: argparse.Namespace) -> None:
             ratio = max(row.memory) / max(first.memory)
             table.add_row(row.name, " ".join(f"{peak / 1e6:.0f}" for peak in row.memory), f"{ratio:.2f}")
         else:
-            low, high = (f"{1e3 * f(row.times):.1f}" for f in (min, max))
-            ratio = median([a / b for a, b in zip(row.times, first.times, strict=True)])
-            cells = (f"{1e3 * row.step:.1f}", f"{low} to {high}", f"{ratio:.2f}", f"{median(row.sent) / 1e6:.1f}")
+            of_peer, of_limit = ratios(row.times, first.times), ratios(row.limits, row.times)
+            cells = (f"{1e3 * row.step:.1f}", spread(of_peer), spread(of_limit), f"{median(row.sent) / 1e6:.1f}")
             table.add_row(row.name, *cells)
     Console(width=120).print(table)
 
