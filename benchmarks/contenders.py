@@ -47,7 +47,8 @@ class OneProcess:
         self._stack, self._batch, self._count = stack, stack.batch(microbatches), microbatches
         self._model = stack.whole()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self.ops, self.schedule = 2 * microbatches * pipe, None
+        self.ops = 2 * microbatches * pipe
+        self.schedule: triax.Schedule | None = None
 
     def step(self) -> None:
         if dist.get_rank() == 0:
@@ -81,7 +82,8 @@ class Triax:
             "pipeline": {"schedule": schedule},
         }
         self.engine, *_ = triax.initialize(model=module, config=config, optimizer=_sgd)
-        self.schedule = made = triax.make_schedule(schedule, pipe, microbatches, chunks)
+        made = triax.make_schedule(schedule, pipe, microbatches, chunks)
+        self.schedule: triax.Schedule | None = made
         self._simulated = triax.simulate(made).peak_activations
         self.ops = max(map(len, made.orders))
         self._data = itertools.cycle(stack.batch(microbatches))
@@ -120,7 +122,8 @@ class Torch:
             self._entries.update(entries)
         make = getattr(schedules, schedule)
         self._schedule = make(parts[0] if chunks == 1 else parts, microbatches, loss_fn=stack.loss)
-        self.schedule = triax.make_schedule("1f1b", pipe, microbatches)
+        self.schedule: triax.Schedule | None = triax.make_schedule("1f1b", pipe, microbatches)
+        self.ops = 2 * microbatches
         if chunks > 1:
             table = self._schedule.pipeline_order
             orders = [[str(op) for op in table[rank] if op is not None] for rank in sorted(table)]
@@ -131,8 +134,6 @@ class Torch:
             )
             self.schedule = triax.Schedule.from_csv("\n".join(split), schedule)
             self.ops = max(map(len, orders))
-        else:
-            self.schedule, self.ops = triax.make_schedule("1f1b", pipe, microbatches), 2 * microbatches
         parameters = [parameter for entry in self._entries.values() for parameter in entry.parameters()]
         self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
         inputs, labels = (torch.cat(tensors) for tensors in zip(*stack.batch(microbatches), strict=True))
@@ -183,7 +184,8 @@ class DeepSpeed:
         start = module._local_start
         self._entries = {start + i: layer for i, layer in enumerate(module.forward_funcs)}
         self._data = itertools.cycle(stack.batch(microbatches))
-        self.ops, self.schedule = 2 * microbatches, triax.make_schedule("1f1b", pipe, microbatches)
+        self.ops = 2 * microbatches
+        self.schedule: triax.Schedule | None = triax.make_schedule("1f1b", pipe, microbatches)
 
     def step(self) -> None:
         self._engine.train_batch(self._data)
