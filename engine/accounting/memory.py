@@ -35,8 +35,9 @@ class MemoryAccounts:
     def step(self) -> Iterator[None]:
         """Context in which the activations and the working memory of a training step are counted."""
         before = sum(held_bytes(self._data_axis, self._module).values())
-        buckets = self._data_axis.buckets
-        weights = [bucket.weights.untyped_storage() for bucket in buckets]
+        buckets, sharded = self._data_axis.buckets, self._data_axis.gatherer is not None
+        # Stage 3 alone resizes them. This is read at every operation of the step.
+        weights = [bucket.weights.untyped_storage() for bucket in buckets if sharded]
         # Gradients of the last step, which may be freed when this one begins.
         made = {bucket.gradients.untyped_storage() for bucket in buckets if bucket.gradients is not None}
         old = [(weakref.ref(storage), storage.nbytes()) for storage in made]

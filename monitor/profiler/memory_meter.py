@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -40,13 +39,12 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and count the storages that it made."""
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor):
-                self._track(value, made=False)  # it existed before, so a view of it is not new
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._track(value, made=True)
+        kwargs = kwargs or {}
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._track(tensor, made=False)  # it existed before, so a view of it is not new
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            self._track(tensor, made=True)
         self.peak = max(self.peak, self.live + self._elsewhere() - self._before)
         return result
 
@@ -81,3 +79,12 @@ class MemoryMeter(TorchDispatchMode):
         _, size, saved = self._storages.pop(key)
         self.live -= size
         self.saved -= size if saved else 0
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's arguments or results, which may be in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
