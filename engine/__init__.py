@@ -6,8 +6,7 @@ pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
 named_parameters.py   parameters with their whole-model names
-replicas.py           replica strategies: all replicas step together (data parallelism), or:
-local_updates.py      local SGD, DiLoCo and asynchronous DiLoCo
+local_updates.py      replica strategy of local SGD, DiLoCo and asynchronous DiLoCo
 observer.py           records, prints and traces steps
 instrument.py         autocast, profilers and loggers around an engine's methods
 snapshot/             saving and loading: from an engine to a Snapshot and back

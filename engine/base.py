@@ -27,11 +27,11 @@ from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.protocols import MakeOptimizer
+from ..zero.synchronous_replicas import SynchronousReplicas
 from .local_updates import LocalReplicas
 from .named_parameters import named_parameters
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
-from .replicas import SynchronousReplicas
 from .setup.precision import make_loss_scaler
 from .setup.zero import zero_options
 from .snapshot.capture import ReplicaState

@@ -32,10 +32,11 @@ from ..optim.loss_scale import process_scales, rescaled
 from ..optim.schedulers import advance_schedule
 from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
+from ..zero.modules.broadcast import broadcast_weights
+from ..zero.modules.module_optimizer import ModuleOptimizer
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
-from .setup.module import ModuleOptimizer, broadcast_weights, describe_loss
 from .setup.recomputation import log_profile, recompute_blocks
 
 
@@ -394,3 +395,10 @@ class ModuleEngine(Engine):
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self.data_axis.abandon, f"{call} of microbatch {self.microbatch}")
+
+
+def describe_loss(value: Any) -> str:
+    """Describe a value that is not a loss, for messages."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"one of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a graph'}"

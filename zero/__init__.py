@@ -22,6 +22,8 @@ A step:
     layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
 
 Around it:
+    synchronous_replicas.py: the replica strategy of data parallelism: all replicas step together
+    held_bytes.py: bytes that a rank holds between two steps, by kind
     protocols.py: interfaces that compression/, onebit/ and zeropp/ implement
     sharded_init.py: models built with sharded parameters, before an engine has them
     state_dict_guard.py: refusal of ``state_dict()`` while parameters are released

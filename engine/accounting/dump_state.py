@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...pipe.module import PipelineModule
-from .memory import held_bytes
+from ...zero.held_bytes import held_bytes
 
 if TYPE_CHECKING:
     from ..module_engine import ModuleEngine

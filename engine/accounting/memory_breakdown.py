@@ -22,9 +22,9 @@ from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.memory_meter import MemoryMeter
 from ...pipe.program.ops import COMPUTE, Op
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.held_bytes import held_bytes
 from ..module_engine import ModuleEngine
 from ..pipeline_engine import PipelineEngine
-from .memory import held_bytes
 
 BytesByKind = dict[str, int]
 

@@ -8,6 +8,5 @@ zero.py: ZeRO's options, offload and ZeRO++ included.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.
-module.py: a plain module's optimizer, equal start weights.
 lora.py: ``add_lora``, adapters on the layers that the configuration names.
 """

@@ -26,6 +26,7 @@ from ...grid import layout_of
 from ...grid.devices import ignore_device_choice
 from ...grid.random import derive
 from ...launcher.worker import LOCAL_RANK
+from ...zero.held_bytes import held_bytes
 from .exchange import HangError, RankSocket
 from .group import BACKEND, Recorder, RecordingGroup
 from .traced_rank import Comparison, trace_environment, traced
@@ -288,8 +289,6 @@ def _engine_record(engine: Any, recorder: Recorder) -> dict[str, Any]:
             for axis, kinds in engine.traffic_report()["sent"].items()
         }
     else:
-        from ...engine.accounting.memory import held_bytes
-
         record["memory"] = {k: v for k, v in held_bytes(engine.data_axis, module).items() if v}
     snapshot = capture(engine, "dry", {})
     record["checkpoint"] = [sum(len(each.boxes) for each in snapshot.tensors.values()), snapshot.bytes]

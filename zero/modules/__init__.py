@@ -8,4 +8,5 @@ tiled_linear.py: ``TiledLinear``: a linear layer whose tiles are units of their 
 module_calls.py: ``ModuleCalls``: tells the engine of a module of calls of the module itself
 leaf_modules.py: ``set_leaf_modules``: modules that are not cut into units
 arguments.py: checks of arguments, names of parameters, broadcast from the first replica
+broadcast.py: equal weights on all replicas and tensor ranks at the start, for the engine of a module
 """

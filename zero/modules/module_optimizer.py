@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -141,3 +141,37 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
             for bucket in self._data_axis.buckets
             if bucket.master is not None and bucket.master.dtype != bucket.shard.dtype
         ]
+
+
+class ModuleOptimizer(ZeroModuleOptimizer):
+    """Optimizer of a ``ModuleEngine``, over ZeRO's shards, with the interface of a torch optimizer.
+
+    Users and learning-rate schedules read and set its parameter groups and state, and call ``zero_grad``. Only the
+    engine may call ``step``.
+    """
+
+    _next: tuple[float, Collection[Tensor]] | None = None  # arguments of the engine's ``update``
+
+    def update(self, factor: float, without: Collection[Tensor]) -> None:
+        """Run the optimizer with the reduced gradients times ``factor``. Collective.
+
+        The parameters in ``without`` are not updated. This method calls ``step``, because learning-rate schedules and
+        other libraries wrap ``step``.
+        """
+        self._next = factor, without
+        self.step()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Run the optimizer. Only ``update`` calls this method.
+
+        Raises:
+            RuntimeError: if other code calls it, because the gradients would be neither reduced nor divided.
+        """
+        if self._next is None:
+            raise RuntimeError(
+                "the engine has to reduce and clip the gradients before the optimizer steps: call engine.step(), not "
+                "optimizer.step()"
+            )
+        factor, without = self._next
+        self._next = None
+        self.apply(factor, set(without))

@@ -1,0 +1,32 @@
+"""Equal weights on all replicas of a plain module, at the start."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...grid import Grid, layout_of
+from ..managed import is_released
+
+
+@torch.no_grad()
+def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]) -> None:
+    """Broadcast parameters and buffers from the first replica; along the tensor axis, only unsharded ones. Collective.
+
+    Args:
+        module: the module.
+        grid: the grid.
+        laid_out: parameters that are not broadcast over the replicas here, because ZeRO does it when it makes buckets.
+    """
+    for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
+        if tensor.device != grid.device or is_released(tensor):
+            continue  # an error, told on every rank where parameters are laid out
+        layout = layout_of(tensor)
+        axes = [] if layout.sharded else [grid.tensor]
+        if not (isinstance(tensor, nn.Parameter) and tensor in laid_out):
+            axes.append(grid.axis(layout.replicas))
+        for axis in axes:
+            if axis.size > 1:
+                whole = tensor.detach().contiguous()
+                axis.broadcast(whole)
+                tensor.data.copy_(whole)
