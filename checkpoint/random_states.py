@@ -6,7 +6,8 @@ triax draws from none of them: they are saved for the user's own code.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -28,6 +29,16 @@ def random_states(grid: Grid) -> dict[str, Tensor]:
     }
     device = grid.random_state()
     return states if device is None else {**states, "device": device}
+
+
+@contextmanager
+def unchanged_random_states(grid: Grid) -> Iterator[None]:
+    """Context after which the random generators of this process have their states of before."""
+    states = random_states(grid)
+    try:
+        yield
+    finally:
+        set_random_states(grid, states)
 
 
 def set_random_states(grid: Grid, states: Mapping[str, Tensor]) -> None:

@@ -81,8 +81,8 @@ def batch_sizes(config: Config, data: int) -> BatchSizes:
     if config.elasticity.enabled:
         batch, size = config.elasticity.sizes(data)
         return BatchSizes(train=batch, micro=size, accumulation=batch // (size * data))
-    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    steps = config.gradient_accumulation_steps
+    train, given = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps, micro = config.gradient_accumulation_steps, None if given == "auto" else given
     rule = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas"
     if train is None and micro is None:
         raise ConfigError(

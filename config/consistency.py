@@ -15,6 +15,7 @@ def check_consistency(config: Config) -> None:
         ConfigError: two keys contradict each other; the message names them and says which to change.
     """
     _check_batch_sizes(config)
+    _check_autotuning(config)
     _check_precision(config)
     _check_local_updates(config)
     _check_compression(config)
@@ -27,12 +28,25 @@ def check_consistency(config: Config) -> None:
         )
 
 
+def allowed_stages(config: Config) -> list[int]:
+    """Return the ZeRO stages that the configuration's other keys allow."""
+    found = []
+    for stage in range(4):
+        zero = config.zero_optimization.model_copy(update={"stage": stage})
+        try:
+            check_consistency(config.model_copy(update={"zero_optimization": zero}))
+        except ConfigError:
+            continue
+        found.append(stage)
+    return found
+
+
 def _check_batch_sizes(config: Config) -> None:
     if config.elasticity.enabled:
         _check_elasticity(config)
         return
-    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    steps = config.gradient_accumulation_steps
+    train, given = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps, micro = config.gradient_accumulation_steps, None if given == "auto" else given
     parts = [(name, value) for name, value in (("micro batch", micro), ("accumulation steps", steps)) if value]
     product = (micro or 1) * (steps or 1)
     if train and train % product:
@@ -46,7 +60,7 @@ def _check_batch_sizes(config: Config) -> None:
 
 def _check_elasticity(config: Config) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = [key for key in keys if getattr(config, key) is not None]
+    given = [key for key in keys if getattr(config, key) not in (None, "auto")]
     if given and not config.elasticity.ignore_non_elastic_batch_info:
         raise ConfigError(
             f"{' and '.join(given)} and elasticity both give batch sizes: leave {'it' if len(given) == 1 else 'them'} "
@@ -56,6 +70,27 @@ def _check_elasticity(config: Config) -> None:
         raise ConfigError(
             "elasticity and local_updates cannot act together, because a change of the number of replicas changes the "
             "algorithm of local updates: leave one of them out"
+        )
+
+
+def _check_autotuning(config: Config) -> None:
+    if not config.tunes_microbatch and not config.autotuning.enabled:
+        return
+    what = "autotuning" if config.autotuning.enabled else 'train_micro_batch_size_per_gpu "auto"'
+    if config.local_updates is not None:
+        raise ConfigError(
+            f"{what} measures steps that all replicas take together, and under local_updates they take none: write "
+            "train_micro_batch_size_per_gpu as a number, and leave autotuning out"
+        )
+    if config.recomputation.contiguous_memory_optimization:
+        raise ConfigError(
+            f"{what} tries several numbers of microbatches, but the buffer of contiguous_memory_optimization is made "
+            "for one: write train_micro_batch_size_per_gpu as a number, or set contiguous_memory_optimization to false"
+        )
+    if config.autotuning.enabled and config.train_batch_size is None:
+        raise ConfigError(
+            "autotuning is enabled, and the batch it tunes for is not given: write train_batch_size, the samples of a "
+            "step over all replicas"
         )
 
 

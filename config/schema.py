@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, Strict, model_validator
 
 from .activation_checkpointing import ActivationCheckpointingConfig
 from .attention import SparseAttentionConfig
+from .autotuning import AutotuningConfig
 from .base import Section, idle, refused, setting
 from .checkpoint import CheckpointConfig
 from .compression import GradientCompressionConfig
@@ -35,8 +36,10 @@ class Config(Section):
     """The configuration: all keys of ``triax.initialize(config=...)``."""
 
     train_batch_size: int | None = setting(None, "Samples per step, over all replicas.", auto=True, ge=1)
-    train_micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples per microbatch of one replica.", auto=True, ge=1
+    train_micro_batch_size_per_gpu: Annotated[int, Strict(), Field(ge=1)] | Literal["auto"] | None = setting(
+        None,
+        "Samples per microbatch of one replica. auto, with a train_batch_size alone: the largest that fits in memory, "
+        "for a PipelineModule: docs/plan.md.",
     )
     gradient_accumulation_steps: int | None = setting(
         None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1
@@ -163,9 +166,8 @@ class Config(Section):
     elasticity: ElasticityConfig = setting(
         ElasticityConfig(), "Choose batch sizes that fit many numbers of replicas: docs/launch.md."
     )
-    autotuning: Any = refused(
-        "leave it out, and run triax plan, which searches for the layout and the microbatch size that fit the memory, "
-        "without trial runs"
+    autotuning: AutotuningConfig = setting(
+        AutotuningConfig(), "Find the microbatch size and the ZeRO stage by measured steps: docs/plan.md."
     )
     datastates_ckpt: Any = refused("leave it out: checkpoint.async writes in the background")
     compression_training: Any = refused("layers are trained as they are: leave it out")
@@ -206,6 +208,10 @@ class Config(Section):
             given["bf16"] = given.pop("bfloat16")
         if isinstance(given.get("steps_per_print"), float) and given["steps_per_print"] == float("inf"):
             given["steps_per_print"] = None  # some trainers write infinity for never
+        zero, tuning = given.get("zero_optimization"), given.get("autotuning")
+        tunes = isinstance(tuning, Mapping) and tuning.get("enabled") is True
+        if tunes and isinstance(zero, Mapping) and zero.get("stage") in ("auto", "all"):  # DeepSpeed's for any stage
+            given["zero_optimization"] = {key: value for key, value in zero.items() if key != "stage"}
         return given
 
     def notes(self) -> list[str]:
@@ -223,6 +229,20 @@ class Config(Section):
         if self.histograms.every is not None and not self.monitored:
             notes.append("histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb")
         return notes
+
+    @property
+    def tunes_microbatch(self) -> bool:
+        """True if the microbatch size is to be found: it is auto, or autotuning is enabled, and no key sets it."""
+        asked = self.train_micro_batch_size_per_gpu == "auto" or (
+            self.autotuning.enabled and self.train_micro_batch_size_per_gpu is None
+        )
+        given = self.train_batch_size is not None and self.gradient_accumulation_steps is None
+        return asked and given and not self.elasticity.enabled
+
+    @property
+    def tunes_stage(self) -> bool:
+        """True if the ZeRO stage is to be found: autotuning is enabled, and no stage is given."""
+        return self.autotuning.enabled and "stage" not in self.zero_optimization.model_fields_set
 
     @property
     def monitored(self) -> bool:

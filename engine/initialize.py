@@ -33,6 +33,7 @@ from .setup.lora import add_lora, require_adapters
 from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
 from .setup.rank_consistency import require_same_model, require_same_settings
 from .setup.recomputation import configure_recomputation
+from .setup.tuning import find_sizes
 
 
 @overload
@@ -133,10 +134,10 @@ def initialize(
         logging.getLogger("triax").setLevel(checked.log_level)
     grid = choose_grid(model, grid, mpu, checked)
     check_grid(grid, checked)
-    batch = batch_sizes(checked, grid.data.size)
-    if checked.dump_state and grid.rank == 0:
-        print(json.dumps(resolve_config(checked, batch), indent=2), flush=True)
     require_same_settings(grid, checked, given_schedule)
+    tuned = find_sizes(model, checked, optimizer, training_data, collate_fn, given_schedule)
+    checked = checked if tuned is None else tuned.tuner.config
+    batch = batch_sizes(checked, grid.data.size)
     made_schedule, notes = _place_model(model, grid, checked, batch.accumulation, given_schedule)
     _warn(grid, notes)
     if checked.lora is not None:
@@ -149,13 +150,18 @@ def initialize(
     require_same_model(grid, model, groups, optimizer)
     if checked.sparse_attention.mode is not None:
         set_sparse_attention(model, grid, checked.sparse_attention.given)
-    parts = TrainingParts(make, groups, training_data, make_scheduler, collate_fn, given_schedule)
+    data = None if tuned else training_data
+    parts = TrainingParts(make, groups, data, make_scheduler, collate_fn, given_schedule)
     engine: PipelineEngine | ModuleEngine
     if isinstance(model, PipelineModule):
         engine = _classes[0](model, checked, made_schedule, parts)
     else:
         engine = _classes[1](model, grid, checked, parts)
     require_one_momentum(checked, engine.optimizer)
+    if tuned is not None and isinstance(engine, PipelineEngine):
+        _warn(grid, [tuned.finish(engine)])
+    if checked.dump_state and grid.rank == 0:
+        print(json.dumps(resolve_config(engine.config, engine.batch), indent=2), flush=True)
     instrument(engine)
     engine.start_checkpointing()
     note = getattr(engine.lr_scheduler, "note", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,11 +112,13 @@ class PipelineEngine(Engine):
         self.executor = Executor(module, self.data_axis)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self._make_step(parts)
-        loader = self.training_dataloader
-        self._own_data = None if loader is None else RepeatingLoader(loader)
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
         self.observer = PipelineObserver(self, self.executor, self.feed)
+
+    @cached_property
+    def _own_data(self) -> Iterator[Any] | None:
+        return None if self.training_dataloader is None else RepeatingLoader(self.training_dataloader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take one optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.

@@ -47,6 +47,19 @@ def totals(grid: AgreeingGrid, values: Sequence[Tensor | float]) -> list[float]:
     return found
 
 
+def largest(grid: AgreeingGrid, values: Sequence[float]) -> list[float]:
+    """Return the largest of each value over all ranks of the grid. Collective.
+
+    Args:
+        grid: the grid.
+        values: numbers, equally many on every rank.
+    """
+    most = torch.tensor(values, dtype=torch.float64, device=grid.device)
+    if grid.size > 1 and len(values):
+        grid.world.all_reduce(most, op="max")
+    return [float(value) for value in most.tolist()]
+
+
 def number(value: Tensor) -> Tensor | float:
     """Copy the value of a one-element tensor, in float64: a float on a CPU, a 0-dim tensor on a GPU.
 

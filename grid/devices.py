@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +23,27 @@ def gpu_descriptions() -> list[tuple[str, str]]:
         why = f"torch is built for {built}, but finds no GPU or driver" if built else "this torch is built without CUDA"
         found.append(("GPU", f"none: {why}. Ranks run on the CPU"))
     return found
+
+
+def usable_memory(device: torch.device) -> float:
+    """Return the bytes that the tensors of a process may take.
+
+    On a GPU: 95 % of its memory without 1 GiB for CUDA's context, as the allocator loses some to fragments. On a CPU:
+    90 % of the host's memory, shared equally by the ranks of the host.
+    """
+    if device.type == "cuda":
+        return 0.95 * float(torch.cuda.get_device_properties(device).total_memory - 2**30)
+    _, ranks = local_place() or (0, 1)
+    return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+
+
+def has_room(device: torch.device, size: float) -> bool:
+    """Return True if a device has this many bytes left. On a CPU memory is reserved by use, so that most sizes pass."""
+    try:
+        torch.empty(int(min(max(size, 0), 2**62)), dtype=torch.uint8, device=device)
+    except RuntimeError:  # torch.OutOfMemoryError on a GPU is one
+        return False
+    return True
 
 
 def ignore_device_choice() -> None:

@@ -9,5 +9,6 @@ collectives.py      seconds of rings, trees, all-to-alls and messages on the lev
 cost.py             CostModel: seconds of a step on a layout, term by term
 fit.py              the cost model's two fitted figures, and its errors on published tables
 search.py           Searcher: the fastest layouts that fit, by exact lower bounds
+tuning.py           Tuner: microbatch size and ZeRO stage of a configuration, confirmed by measured steps
 picture.py, page.py bars of memory and time as a picture, and as an HTML section
 """

@@ -433,7 +433,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         """Set a function that is applied to each microbatch that is read, and returns ``(inputs, labels)``."""
         self._batch_fn = fn
         if self._own_data is not None:
-            self._own_data = map(fn, self._own_data)  # type: ignore[assignment]  # an iterator, as that
+            self._own_data = map(fn, self._own_data)  # an iterator, as that
 
     _batch_fn: Callable[[Any], Any] | None = None
 

@@ -226,7 +226,9 @@ AUTOTP = (
     "grid=; a transformers model has its plan in its configuration"
 )
 FASTGEN = "triax has no FastGen: init_inference and triax.InferenceEngine generate with continuous batches"
-TUNER = "triax plan searches for the layout and the microbatch size that fit the memory, without trial runs"
+TUNER = (
+    "the configuration's autotuning section finds microbatch and ZeRO stage; triax plan searches for the whole layout"
+)
 ELASTIC = (
     "the configuration's elasticity section chooses the batch sizes, triax config FILE prints them with the numbers of "
     "replicas that fit, and triax run --nnodes MIN:MAX lets hosts join and leave: docs/launch.md"

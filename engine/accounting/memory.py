@@ -53,10 +53,10 @@ class MemoryAccounts:
                 yield
         finally:
             self.meter = None
-        # State that the optimizer makes in its first step is not working memory.
-        after = sum(held_bytes(self._data_axis, self._module).values())
-        self._activations = meter.activations
-        self._working = max(0, before + meter.peak - after - meter.activations)
+            # State that the optimizer makes in its first step is not working memory.
+            after = sum(held_bytes(self._data_axis, self._module).values())
+            self._activations = meter.activations
+            self._working = max(0, before + meter.peak - after - meter.activations)
 
     def report(self) -> dict[str, Any]:
         """Return this rank's memory report, as ``PipelineEngine.memory_report`` documents."""

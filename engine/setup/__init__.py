@@ -8,5 +8,6 @@ zero.py: ZeRO's options, offload and ZeRO++ included.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.
+tuning.py: ``"auto"`` and ``autotuning``: steps that are measured to find the microbatch size.
 lora.py: ``add_lora``, adapters on the layers that the configuration names.
 """

@@ -93,7 +93,7 @@ def test_a_missing_name_raises_its_sentence(installed: None) -> None:
     for statement, told in (
         ("from deepspeed import DeepSpeedHybridEngine", "triax has no hybrid engine: train"),
         ("from deepspeed.inference.v2 import InferenceEngineV2", "triax has no FastGen: init_inference"),
-        ("import deepspeed.autotuning.tuner", "triax plan searches for the layout"),
+        ("import deepspeed.autotuning.tuner", "triax plan searches for the whole layout"),
         ("from deepspeed.zero import nonsense", "cannot import name 'nonsense'"),
         ("import deepspeed.nonsense", r"No module named 'deepspeed\.nonsense'"),
     ):

@@ -132,7 +132,7 @@ def test_auto_is_what_follows_from_the_rest_or_an_error() -> None:
         batch_sizes(read_config(dict.fromkeys(sizes, "auto")), 1)
     for given, key in (
         ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
-        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),  # autotuning is not enabled
         ({"seed": "auto"}, "seed"),
     ):
         with pytest.raises(ConfigError, match=f'^{key} is "auto", which a trainer fills in'):
@@ -246,7 +246,7 @@ def test_every_key_acts_or_says_why_not() -> None:
                 assert (
                     "leave it out" in str(error.value) or "write " in str(error.value) or "enable" in str(error.value)
                 )
-    assert statuses["acts"] > 60 and statuses["idle"] > 25 and statuses["refused"] > 40
+    assert statuses["acts"] > 60 and statuses["idle"] > 25 and statuses["refused"] >= 40
 
 
 @pytest.mark.parametrize(

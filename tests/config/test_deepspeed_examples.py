@@ -78,10 +78,10 @@ ACCEPTED: list[tuple[dict[str, Any], set[str]]] = [
     ({"checkpoint": {"tag_validation": "Fail", "load_universal": True, "parallel_write": {}}}, {"checkpoint"}),
     ({"tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": True}}, {"tensor_parallel"}),
     ({"elasticity": {"enabled": False}, "autotuning": {"enabled": False}}, set()),
+    ({"autotuning": {"enabled": True, "fast": False, "arg_mappings": {"a": "--a"}}}, {"autotuning"}),
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"autotuning": {"enabled": True, "fast": False}}, "run triax plan"),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "squares of gradients are too small for fp16"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "set both, or neither"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping"),

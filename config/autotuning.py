@@ -1,0 +1,72 @@
+"""Section ``autotuning``: microbatch size and ZeRO stage by formulas and measured steps, on the grid of the run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from .base import SwitchSection, idle, setting
+
+_GRID = "Grid(...) sets the sizes of the axes, and triax plan searches for them"
+_BATCH = "train_batch_size sets the samples of a step, which are part of the training and not of its speed"
+_TRIALS = "formulas rank the sizes, and num_tuning_micro_batch_sizes of them are measured"
+_INSIDE = "the steps are measured in the run itself, before its first step"
+
+
+class AutotuningConfig(SwitchSection):
+    """``autotuning``: how the microbatch size and the ZeRO stage are found: docs/plan.md."""
+
+    enabled: bool = setting(
+        False,
+        "Find train_micro_batch_size_per_gpu, and zero_optimization.stage if it is not given (or auto), for a "
+        "PipelineModule: docs/plan.md.",
+    )
+    memory: float | None = setting(
+        None,
+        "GB (1e9 bytes) that the tensors of a rank may take. null: a GPU's memory, or a share of the host's, less a "
+        "margin.",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
+    min_train_micro_batch_size_per_gpu: int = setting(1, "Samples per microbatch, at least.", ge=1)
+    max_train_micro_batch_size_per_gpu: int = setting(1024, "Samples per microbatch, at most.", ge=1)
+    num_tuning_micro_batch_sizes: int = setting(
+        3, "Number of sizes that fit of which the times of steps are measured; 1: the largest that fits, untimed.", ge=1
+    )
+    start_profile_step: int = setting(1, "Steps of each size before those that are timed.", ge=0)
+    end_profile_step: int = setting(3, "Steps of each size.", ge=1)
+    results_dir: str | None = setting(
+        None, "Folder for ds_config_optimal.json, the configuration with what was found, and results.json."
+    )
+    metric: Literal["throughput", "latency", "flops", "forward", "backward", "step"] | None = idle(
+        "the shortest step of a batch of fixed size is best by every metric"
+    )
+    fast: Any = idle("the microbatch size and the ZeRO stage alone are found")
+    tuner_type: Any = idle(_TRIALS)
+    tuner_early_stopping: Any = idle(_TRIALS)
+    tuner_num_trials: Any = idle(_TRIALS)
+    max_train_batch_size: Any = idle(_BATCH)
+    min_train_batch_size: Any = idle(_BATCH)
+    mp_size: Any = idle(_GRID)
+    exps_dir: Any = idle(_INSIDE)
+    overwrite: Any = idle("results_dir is written anew")
+    metric_path: Any = idle(_INSIDE)
+    arg_mappings: Any = idle("the configuration given to triax.initialize is changed, and no command line")
+    model_info: Any = idle("the sizes of layers are read from the model")
+    model_info_path: Any = idle("the sizes of layers are read from the model")
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AutotuningConfig:
+        least, most = self.min_train_micro_batch_size_per_gpu, self.max_train_micro_batch_size_per_gpu
+        if least > most:
+            raise ValueError(
+                f"min_train_micro_batch_size_per_gpu is {least}, above max_train_micro_batch_size_per_gpu {most}: "
+                "change one of them"
+            )
+        if self.start_profile_step >= self.end_profile_step:
+            raise ValueError(
+                f"start_profile_step is {self.start_profile_step}, so that no step before end_profile_step "
+                f"{self.end_profile_step} is timed: give a larger end_profile_step"
+            )
+        return self

@@ -1,0 +1,169 @@
+""" "auto" and ``autotuning``: the size that fits by counted bytes, and steps that are those of the size by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.grid.errors import ConfigError
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+
+from toys import mean_loss
+
+GPT = GPTConfig(vocab_size=64, max_position_embeddings=16, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
+AUTO = "train_micro_batch_size_per_gpu"
+
+
+class Noisy(nn.Module):
+    """Layer with a buffer that each forward pass changes, and noise of torch's own generator."""
+
+    calls: Tensor
+
+    def __init__(self, most: int = 10**9) -> None:
+        super().__init__()
+        self.linear, self.most = nn.Linear(8, 8), most
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("as on a GPU")
+        self.calls += 1
+        return x + torch.tanh(self.linear(x)) * torch.rand(()) * self.calls
+
+
+def tokens() -> TensorDataset:
+    rows = torch.randint(64, (256, 17), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def numbers() -> TensorDataset:
+    return TensorDataset(*torch.randn(2, 256, 8, generator=torch.Generator().manual_seed(2)))
+
+
+def gpt(grid: Grid) -> PipelineModule:
+    return PipelineModule(gpt_layers(GPT), grid=grid, loss_fn=GPTLoss(grid, vocab_size=64))
+
+
+def noisy(grid: Grid, most: int = 10**9) -> PipelineModule:
+    return PipelineModule([LayerSpec(Noisy, most)] * 4, grid=grid, loss_fn=mean_loss, partition="uniform")
+
+
+def train(model: Any, data: Any, config: dict[str, Any], *grid: int, steps: int = 3, **others: Any) -> dict[str, Any]:
+    """Train, and return what was found, the losses, the weights, and the bytes counted in the last step."""
+    torch.manual_seed(5)
+    config = {"train_batch_size": 32, "optimizer": ADAM, **config}
+    engine, _, loader, _ = triax.initialize(model=model(Grid(*grid)), training_data=data(), config=config, **others)
+    assert loader is engine.training_dataloader
+    engine.record_memory = True
+    losses = [float(engine.train_batch()) for _ in range(steps)]
+    held = engine.memory_report()["held"]
+    return {
+        "batch": tuple(engine.get_batch_info()),
+        "stage": engine.zero_optimization_stage(),
+        "losses": losses,
+        "weights": engine.gather(),
+        "bytes": sum(held.values()),
+        "buffers": sum(float(buffer) for buffer in engine.module.buffers()),
+    }
+
+
+def require_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert {k: v for k, v in found.items() if k != "weights"} == {k: v for k, v in wanted.items() if k != "weights"}
+    assert all(torch.equal(value, wanted["weights"][name]) for name, value in found["weights"].items())
+
+
+@pytest.mark.parametrize(("model", "data"), [(gpt, tokens), (noisy, numbers)], ids=["known", "measured"])
+def test_the_largest_size_that_fits_by_counted_bytes(model: Any, data: Any) -> None:
+    by_hand = {size: train(model, data, {AUTO: size}) for size in (32, 16, 8)}
+    limit = (by_hand[32]["bytes"] + by_hand[16]["bytes"]) / 2
+    tuning = {"enabled": True, "memory": limit / 1e9, "num_tuning_micro_batch_sizes": 1}
+    found = train(model, data, {AUTO: "auto", "autotuning": tuning, "zero_optimization": {"stage": 0}})
+    assert found["batch"] == (32, 16, 2) and found["bytes"] <= limit < by_hand[32]["bytes"]
+    require_equal(found, by_hand[16])
+    require_equal(train(model, data, {AUTO: "auto"}), by_hand[32])  # the host has memory for all
+
+
+def on_ranks(tuned: dict[str, Any], by_hand: dict[str, Any], *grid: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    return train(gpt, tokens, tuned, *grid), train(gpt, tokens, by_hand, *grid)
+
+
+def test_ranks_agree_and_train_as_with_the_size_by_hand(ranks: Any) -> None:
+    by_hand = {AUTO: 2, "zero_optimization": {"stage": 1}}
+    for found, wanted in ranks(4, on_ranks, by_hand | {AUTO: "auto"}, by_hand, 2, 2, 1):
+        assert found["batch"] == (32, 2, 8)  # four microbatches for each stage
+        require_equal(found, wanted)
+
+
+def stages(limit: float, *grid: int) -> dict[str, Any]:
+    tuning = {"enabled": True, "memory": limit / 1e9, "num_tuning_micro_batch_sizes": 1}
+    return train(gpt, tokens, {AUTO: "auto", "autotuning": tuning, "zero_optimization": {"stage": "auto"}}, *grid)
+
+
+@pytest.mark.exhaustive
+def test_the_stage_is_one_that_fits(ranks: Any) -> None:
+    small = ranks(4, train, gpt, tokens, {AUTO: 1, "zero_optimization": {"stage": 3}}, 1, 4, 1)
+    large = ranks(4, train, gpt, tokens, {AUTO: 1, "zero_optimization": {"stage": 1}}, 1, 4, 1)
+    limit = (max(each["bytes"] for each in small) + min(each["bytes"] for each in large)) / 2
+    found = ranks(4, stages, limit, 1, 4, 1)
+    assert {(each["stage"], each["batch"]) for each in found} == {(found[0]["stage"], found[0]["batch"])}
+    assert found[0]["stage"] >= 2 and max(each["bytes"] for each in found) <= limit
+
+
+def test_times_are_measured_and_the_result_is_a_configuration(tmp_path: Path) -> None:
+    tuning = {"enabled": True, "results_dir": str(tmp_path), "num_tuning_micro_batch_sizes": 2, "end_profile_step": 2}
+    found = train(gpt, tokens, {"autotuning": tuning, "zero_optimization": {"stage": 1}})
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["seconds"]) == 2 and set(results["seconds"]) <= set(results["bytes"])
+    assert found["batch"][1] == int(min(results["seconds"], key=results["seconds"].get))
+    config = json.loads((tmp_path / "ds_config_optimal.json").read_text())
+    assert config["autotuning"] == {"enabled": False} and config[AUTO] == found["batch"][1]
+    require_equal(found, train(gpt, tokens, config))
+
+
+def test_out_of_memory_is_the_next_smaller_size() -> None:
+    assert train(lambda grid: noisy(grid, most=8), numbers, {AUTO: "auto"})["batch"] == (32, 8, 4)
+
+
+def test_a_known_model_needs_no_data() -> None:
+    config = {"train_batch_size": 8, AUTO: "auto", "optimizer": ADAM}
+    engine, *_ = triax.initialize(model=gpt(Grid()), config=config)
+    assert engine.get_batch_info() == (8, 8, 1) and engine.training_dataloader is None
+
+
+def test_without_samples_the_size_follows_from_the_batch() -> None:
+    engine, *_ = triax.initialize(model=noisy(Grid()), config={"train_batch_size": 8, AUTO: "auto", "optimizer": ADAM})
+    assert engine.get_batch_info() == (8, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        (
+            noisy,
+            {"autotuning": {"enabled": True}},
+            "there are no samples: pass initialize(training_data",
+        ),
+        (lambda grid: nn.Linear(2, 2), {"autotuning": {"enabled": True}}, "a step of a Linear is the script's own"),
+        (
+            gpt,
+            {"autotuning": {"enabled": True, "memory": 1e-4}},
+            "the smallest microbatch, of 1 samples, needs 0.001023 GB",
+        ),
+        (gpt, {AUTO: "auto", "local_updates": {"type": "local_sgd", "every": 2}}, "under local_updates they take none"),
+        (gpt, {"train_batch_size": None, "autotuning": {"enabled": True}}, "write train_batch_size, the samples of a"),
+        (gpt, {"autotuning": {"end_profile_step": 1}}, "no step before end_profile_step 1 is timed"),
+    ],
+)
+def test_what_cannot_be_found_is_refused(model: Any, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        triax.initialize(model=model(Grid()), config={"train_batch_size": 32, "optimizer": ADAM, **config})
+    assert words in str(error.value)
