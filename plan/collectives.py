@@ -11,14 +11,13 @@ of an all-reduce (NCCL's algorithms of these names).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .machine import Machine, NetworkLink
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """RankGroup of ``size`` ranks, ``stride`` ranks apart."""
+class RankGroup(NamedTuple):
+    """Group of ``size`` ranks, ``stride`` ranks apart."""
 
     size: int
     stride: int = 1

@@ -6,8 +6,8 @@ of the schedule, messages between stages, the data axis (ZeRO) and the optimizer
 
 | term | seconds | source |
 |---|---|---|
-| product m x k x n | 2mkn / (peak x efficiency x full tiles) + bytes / bandwidth | roofline, Williams et al. 2009; \
-tiles and waves: NVIDIA's guide to matrix multiplication |
+| product m x k x n | the longer of 2mkn / (peak x efficiency x full tiles) and bytes / memory speed | roofline, \
+Williams et al. 2009; tiles and waves: NVIDIA's guide to matrix multiplication |
 | attention, fused | causal FLOPs / (peak x efficiency); backward 2.5 times as many, a fifth slower | \
 arXiv:2307.08691, section 4.1 |
 | attention, not fused | two batched products, and 13 bytes a score forward, 17 backward | Korthikanti et al. 2022, \
@@ -19,7 +19,8 @@ gradients | tensor_parallel/column.py |
 | expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
 | recompute | the forward pass (full), or the core of attention (selective) | Korthikanti et al. 2022 |
 | bubble | idle time of the schedule, with all other pipe ranks' times | pipe/schedules, docs/schedules.md |
-| pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism) | Narayanan 2021 |
+| pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism), and for the \
+software's overhead | Narayanan et al. 2021 |
 | data | plan/formulas.zero_traffic | Rajbhandari et al. 2020, section 7 |
 | optimizer | Adam reads and writes 34 bytes a parameter in mixed precision | plan/formulas.model_states |
 | offload | gradients to the CPU and weights back; Adam at the speed of its memory | arXiv:2101.06840 |
@@ -32,6 +33,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
 from ..models.config import TransformerConfig
@@ -147,6 +149,9 @@ class CostModel:
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
         self._totals: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._groups: dict[tuple[object, ...], list[tuple[float, RankGroup]]] = {}
+        self._rings: dict[RankGroup, tuple[float, float]] = {}
+        self._last: tuple[tuple[object, ...], list[_RankTime]] = ((), [])  # of the layouts that were asked for last
 
     # ------------------------------------------------------------------------------------------------ a layer
 
@@ -163,7 +168,7 @@ class CostModel:
         waves = math.ceil(tiles / machine.units) * machine.units / tiles
         compute = 2 * m * k * n * calls * waves / (self.peak * machine.product_efficiency * full)
         moved = (self.bytes * (m * k + k * n) + (output or self.bytes) * m * n) * calls
-        return compute + moved / machine.elementwise_speed
+        return max(compute, moved / machine.elementwise_speed)
 
     def layer(self, kind: int, layout: ParallelLayout) -> LayerTime:
         """Return the times of one microbatch in a layer of type ``self.types[kind]``."""
@@ -237,7 +242,7 @@ class CostModel:
         return (
             self.product(m, k, n, calls),
             self.product(m, n, k, calls),
-            self.product(k, m, n, calls, output=max(4, self.bytes)),  # added to fp32 gradients
+            self.product(k, m, n, calls, output=2 * max(4, self.bytes)),  # fp32 gradients are read and written
         )
 
     def _attention(self, sizes: Attention, tokens: int, layout: ParallelLayout) -> tuple[float, float]:
@@ -366,27 +371,32 @@ class CostModel:
 
     def _rank_times(self, layout: ParallelLayout, zigzag: bool) -> list[_RankTime]:
         """Return the times of a microbatch on each kind of pipe rank."""
+        key = (
+            *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
+            *(layout.chunks, layout.schedule, layout.recompute, layout.sequence_parallel),
+        )
+        if self._last[0] != key:
+            self._last = (key, self._times_without_zero(layout, zigzag))
+        ranks = self._last[1]
+        return ranks if layout.zero < 2 else [self._every_pass(rank, layout) for rank in ranks]
+
+    def _times_without_zero(self, layout: ParallelLayout, zigzag: bool) -> list[_RankTime]:
+        """Return ``_rank_times`` of ZeRO stages 0 and 1."""
         v, p = layout.chunks, layout.pipe
         hop = 0.0
         if p > 1 and layout.schedule != "eager-1f1b":
             tokens = layout.microbatch * self.work.sequence / layout.context
             shards = layout.tensor if layout.sequence_parallel else 1
             size = self.bytes * tokens * self.types[0].hidden / shards
-            hop = v * message(size, layout.data * layout.context * layout.tensor, self.machine)
-        sums = [self._sums(kind, layout) for kind in range(len(self.types))]
+            stride = layout.data * layout.context * layout.tensor
+            hop = v * (message(size, stride, self.machine) + self.machine.message_overhead)
+        sums = list(zip(*(self._sums(kind, layout) for kind in range(len(self.types))), strict=True))
         found = []
         for counts, ranks in self.ranks(p, v, zigzag):
-            total = [0.0] * 10
-            for count, each in zip(counts, sums, strict=True):
-                if count:
-                    total = [a + count * b for a, b in zip(total, each, strict=True)]
-            forward, inputs, weights, recompute, *parts = total
+            forward, inputs, weights, recompute, *parts = (sum(map(mul, counts, times)) for times in sums)
             kinds = dict(zip(LayerTime._fields, parts, strict=True))
             kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
-            rank = _RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds)
-            if layout.zero >= 2:
-                self._every_pass(rank, layout)
-            found.append(rank)
+            found.append(_RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds))
         return found
 
     def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:
@@ -431,28 +441,40 @@ class CostModel:
             found = self._parameters[key] = (shared, own)
         return found
 
-    def _held(self, counts: Sequence[int], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
+    def _held(self, counts: tuple[int, ...], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
         """Return the parameters that a rank holds before ZeRO shards them, with the group of their replicas."""
         t, replicas = layout.tensor, layout.data * layout.context
+        key = (counts, t, replicas, layout.expert)
+        if key in self._groups:
+            return self._groups[key]
         shared = own = 0.0
         for kind, count in enumerate(counts):
             if count:
                 a, b = self.parameters(kind, t, layout.expert)
                 shared, own = shared + count * a, own + count * b
         held = [(shared, RankGroup(replicas, t))]
-        return [*held, (own, RankGroup(replicas // layout.expert, t * layout.expert))] if own else held
+        held += [(own, RankGroup(replicas // layout.expert, t * layout.expert))] * (own > 0)
+        self._groups[key] = held
+        return held
 
-    def _every_pass(self, rank: _RankTime, layout: ParallelLayout) -> None:
-        """Add the time of the collectives of ZeRO stages 2 and 3 that the passes do not hide."""
+    def _scatter(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of a reduce-scatter or an all-gather, as ``collectives.reduce_scatter`` does."""
+        if group not in self._rings:
+            latency = reduce_scatter(0.0, group, self.machine)
+            self._rings[group] = (reduce_scatter(1e12, group, self.machine) - latency) / 1e12, latency
+        byte, latency = self._rings[group]
+        return size * byte + latency
+
+    def _every_pass(self, rank: _RankTime, layout: ParallelLayout) -> _RankTime:
+        """Return a rank's times with those collectives of ZeRO stages 2 and 3 that the passes do not hide."""
         gather = scatter = 0.0
         for count, group in self._held(rank.counts, layout):
-            gather += reduce_scatter(count * self.bytes, group, self.machine) if layout.zero == 3 else 0.0
-            scatter += reduce_scatter(count * max(4, self.bytes), group, self.machine)
+            gather += self._scatter(count * self.bytes, group) if layout.zero == 3 else 0.0
+            scatter += self._scatter(count * max(4, self.bytes), group)
         forward = max(rank.forward, gather)
-        backward = rank.inputs + rank.weights
-        shown = max(0.0, gather + scatter - backward)
-        rank.kinds["data"] = forward - rank.forward + shown
-        rank.forward, rank.inputs = forward, rank.inputs + shown
+        shown = max(0.0, gather + scatter - rank.inputs - rank.weights)
+        kinds = {**rank.kinds, "data": forward - rank.forward + shown}
+        return _RankTime(rank.count, rank.counts, forward, rank.inputs + shown, rank.weights, kinds)
 
     def _finish(self, layout: ParallelLayout, ranks: Sequence[_RankTime], kinds: dict[str, float]) -> None:
         """Add what follows the last backward pass: gradients, optimizer, weights. The slowest rank counts."""
@@ -465,14 +487,14 @@ class CostModel:
                 if layout.zero == 0:
                     gradients += all_reduce(count * wide, group, machine)
                 elif layout.zero == 1:
-                    gradients += reduce_scatter(count * wide, group, machine)
-                weights += reduce_scatter(count * self.bytes, group, machine) if layout.zero in (1, 2) else 0.0
+                    gradients += self._scatter(count * wide, group)
+                weights += self._scatter(count * self.bytes, group) if layout.zero in (1, 2) else 0.0
                 if layout.offload:
                     moved += share * ((wide + self.bytes) / machine.host_bandwidth)
                     step += share * ADAM_BYTES / machine.host_memory_bandwidth
                 else:
                     step += share * ADAM_BYTES / machine.elementwise_speed
-            if machine.overlap_gradients:
+            if machine.overlap_gradients and (layout.pipe == 1 or machine.overlap_pipelined_gradients):
                 gradients = max(0.0, gradients - (rank.inputs + rank.weights))
             if machine.overlap_weights:
                 weights = max(0.0, weights - rank.forward)

@@ -1,7 +1,7 @@
 """Fit of the cost model to published tables, and its errors on the rows that were not fitted.
 
-Two figures of a machine are fitted: ``product_efficiency`` and ``bandwidth_efficiency``, on two rows of one
-table. All others are from data sheets and measurements of others (plan/machine.py).
+Two figures of a machine are fitted: ``product_efficiency`` and ``bandwidth_efficiency``, on at most two rows of
+each of its tables. All others are from data sheets and measurements of others (plan/machine.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .parallel_layout import ParallelLayout
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """Published run: model, layout, and TFLOP/s of a GPU as the source counts them.
+    """Published run: model, layout, and TFLOP/s of a GPU as the source counts them, or seconds of a step.
 
     ``microbatch`` and ``chunks`` are 0 where the source does not give them.
     """
@@ -34,13 +34,21 @@ class PublishedRun:
     batch: int
     microbatch: int
     chunks: int
-    tflops: float
+    tflops: float = 0.0
+    step: float = 0.0
 
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """Table of published runs on one machine; ``recomputed``: the source counts recomputed operations."""
+    """Table of published runs on one machine.
 
+    Attributes:
+        name: source.
+        recomputed: the source counts recomputed operations in its TFLOP/s.
+        fitted: numbers of the rows that the machine's figures are fitted to.
+    """
+
+    name: str
     machine: str
     sequence: int
     vocabulary: int
@@ -48,7 +56,7 @@ class PublishedTable:
     zero: int
     recomputed: bool
     rows: tuple[PublishedRun, ...]
-    fitted: tuple[int, ...]  # rows that the machine's figures are fitted to
+    fitted: tuple[int, ...] = ()
 
     def config(self, row: PublishedRun) -> GPTConfig:
         """Return the model of a row."""
@@ -57,6 +65,8 @@ class PublishedTable:
 
     def seconds(self, row: PublishedRun) -> float:
         """Return the published seconds of a step (Narayanan et al. 2021, equation 3)."""
+        if row.step:
+            return row.step
         b, s, h, layers, v = row.batch, self.sequence, row.hidden, row.layers, self.vocabulary
         passes, head = (96, 16) if self.recomputed else (72, 12)
         flops = passes * b * s * layers * h**2 * (1 + s / (6 * h) + v / (head * layers * h))
@@ -88,10 +98,10 @@ def _rows(*rows: tuple[str | float, ...]) -> tuple[PublishedRun, ...]:
     return tuple(PublishedRun(*row) for row in rows)  # type: ignore[arg-type]
 
 
-# Narayanan et al. 2021, arXiv:2104.04473, table 1. The runs all-reduced gradients without ZeRO;
-# they are evaluated with stage 1 and without dropout, as `triax plan --layout ...,zero=1` does.
+# The runs of Narayanan et al. 2021 and Korthikanti et al. 2022 all-reduced gradients without ZeRO; they are evaluated
+# with stage 1 and without dropout, as `triax plan --layout ...,zero=1` does.
 NARAYANAN = PublishedTable(
-    *("a100-80g", 2048, 51200, "full", 1, True),
+    *("Narayanan et al. 2021, table 1", "a100-80g", 2048, 51200, "full", 1, True),
     _rows(
         ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
         ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 16, 1, 138),
@@ -104,11 +114,44 @@ NARAYANAN = PublishedTable(
         ("530B", 128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 163),
         ("1T", 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
     ),
-    (1, 9),
+    (0, 3),
+)
+STRONG_SCALING = replace(
+    NARAYANAN,
+    name="Narayanan et al. 2021, table 2",
+    rows=_rows(
+        *(("175B", 96, 12288, 96, 8, 12, gpus, 1536, 1, 1, tflops) for gpus, tflops in ((384, 153), (768, 149))),
+        ("175B", 96, 12288, 96, 8, 12, 1536, 1536, 1, 1, 141),
+        *(("530B", 128, 20480, 105, 8, 35, gpus, 2240, 1, 1, tflops) for gpus, tflops in ((560, 171), (1120, 167))),
+        ("530B", 128, 20480, 105, 8, 35, 2240, 2240, 1, 1, 159),
+    ),
+    fitted=(),
+)
+# Korthikanti et al. 2022, arXiv:2205.05198, table 5, and section 6.3 for 2,240 GPUs
+KORTHIKANTI = replace(
+    NARAYANAN,
+    name="Korthikanti et al. 2022, full recomputation",
+    rows=_rows(
+        ("22B", 64, 6144, 48, 8, 1, 8, 4, 4, 1, 0, 1.42),
+        ("175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, 0, 18.13),
+        ("530B", 128, 20480, 105, 8, 35, 280, 280, 1, 3, 0, 49.05),
+        ("1T", 160, 25600, 128, 8, 64, 512, 512, 1, 1, 0, 94.42),
+    ),
+    fitted=(),
+)
+KORTHIKANTI_SELECTIVE = replace(
+    KORTHIKANTI,
+    name="Korthikanti et al. 2022, selective recomputation",
+    recompute="selective",
+    rows=(
+        *(replace(row, step=step) for row, step in zip(KORTHIKANTI.rows, (1.10, 13.75, 37.83, 71.49), strict=True)),
+        replace(KORTHIKANTI.rows[2], gpus=2240, batch=2240, step=39.15),
+    ),
+    fitted=(2,),
 )
 # Megatron-core 0.8 on H100: its README. Microbatch and interleaving are not published.
 MEGATRON_CORE = PublishedTable(
-    *("h100-80g", 4096, 131072, "selective", 1, False),
+    *("Megatron-core 0.8", "h100-80g", 4096, 131072, "selective", 1, False),
     _rows(
         ("1.7B", 16, 2048, 24, 1, 1, 48, 192, 0, 0, 408.8),
         ("16B", 48, 6144, 32, 4, 1, 192, 192, 0, 0, 489.1),
@@ -118,7 +161,7 @@ MEGATRON_CORE = PublishedTable(
     ),
     (0, 3),
 )
-TABLES = (NARAYANAN, MEGATRON_CORE)
+TABLES = (NARAYANAN, STRONG_SCALING, KORTHIKANTI, KORTHIKANTI_SELECTIVE, MEGATRON_CORE)
 
 
 def predicted(table: PublishedTable, row: PublishedRun, on: Machine) -> tuple[float, ParallelLayout]:
@@ -147,16 +190,16 @@ def errors(table: PublishedTable, on: Machine) -> list[float]:
     return [predicted(table, row, on)[0] / table.seconds(row) - 1 for row in table.rows]
 
 
-def fit(table: PublishedTable, rows: Sequence[int] | None = None) -> Machine:
-    """Return the table's machine with the two figures that make the squared errors of these rows least."""
-    chosen = [table.rows[index] for index in (table.fitted if rows is None else rows)]
-    start = machine(table.machine)
-    layouts = [_candidates(table, row, start) for row in chosen]
+def fit(name: str) -> Machine:
+    """Return a machine with the two figures that make the squared errors of the fitted rows of its tables least."""
+    start = machine(name)
+    rows = [(table, table.rows[number]) for table in TABLES if table.machine == name for number in table.fitted]
+    layouts = [_candidates(table, row, start) for table, row in rows]
 
     def loss(products: float, bandwidth: float) -> float:
         on = replace(start, product_efficiency=products, bandwidth_efficiency=bandwidth)
-        times = [_fastest(table, row, on, each)[0] for row, each in zip(chosen, layouts, strict=True)]
-        return sum(math.log(time / table.seconds(row)) ** 2 for time, row in zip(times, chosen, strict=True))
+        times = [_fastest(table, row, on, each)[0] for (table, row), each in zip(rows, layouts, strict=True)]
+        return sum(math.log(time / table.seconds(row)) ** 2 for time, (table, row) in zip(times, rows, strict=True))
 
     best, step = (loss(0.8, 0.6), 0.8, 0.6), 0.1
     while step > 0.001:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import mul
 from typing import NamedTuple
 
 from ..models.config import TransformerConfig
@@ -182,7 +183,6 @@ class ModelMemory:
         self._run_buckets: dict[tuple[object, ...], Counter[BucketShape]] = {}
         self._rank_buckets: dict[tuple[object, ...], Counter[BucketShape]] = {}
         self._rank_states: dict[tuple[object, ...], _States] = {}
-        self._kept: dict[tuple[object, ...], list[float]] = {}
         self._working: dict[tuple[object, ...], float] = {}
         self._backward: dict[tuple[object, ...], float] = {}
         self._ranks: dict[tuple[object, ...], list[_RankClass]] = {}
@@ -256,19 +256,21 @@ class ModelMemory:
         else:
             flights = counts_in_flight(schedule)
         placed = self._placed(layout, schedule)
-        return [self._memory(each, most, layout, sequence) for each, most in zip(placed, flights, strict=True)]
+        return [
+            self._memory(_RankClass(each, most), layout, sequence) for each, most in zip(placed, flights, strict=True)
+        ]
 
     def peak(self, layout: ParallelLayout, batch: int, sequence: int) -> RankMemory:
         """Return the bytes of the pipe rank that needs most of them: the largest of ``ranks``, but faster."""
-        key = (layout.schedule, layout.pipe, layout.chunks, layout.microbatches(batch))
+        microbatches = _until_steady(layout.schedule, layout.pipe, layout.microbatches(batch))
+        key = (layout.schedule, layout.pipe, layout.chunks, microbatches)
         if key not in self._ranks:
             flights = in_flight(*key)
             classes: dict[_Placed, list[tuple[int, ...]]] = {}
             for placed, most in zip(self._placed(layout), flights, strict=True):
                 classes.setdefault(placed, []).extend(most)
             self._ranks[key] = [_RankClass(placed, _largest(counts)) for placed, counts in classes.items()]
-        found = [self._memory(each.placed, each.counts, layout, sequence) for each in self._ranks[key]]
-        return max(found, key=lambda memory: memory.total)
+        return max((self._memory(each, layout, sequence) for each in self._ranks[key]), key=lambda memory: memory.total)
 
     def check(self, layout: ParallelLayout, sequence: int) -> None:
         """Check that the layout can shard the model and the sequence.
@@ -480,25 +482,32 @@ class ModelMemory:
         both = layout.data * layout.context
         return both, both // layout.expert
 
-    def _memory(
-        self, placed: _Placed, counts: Sequence[tuple[int, ...]], layout: ParallelLayout, sequence: int
-    ) -> RankMemory:
-        """Return the bytes of a rank that has these numbers of microbatches in flight in its stages."""
-        states = self._states_of(placed, layout, layout.tensor - 1)
+    def _memory(self, rank: _RankClass, layout: ParallelLayout, sequence: int) -> RankMemory:
+        """Return the bytes of a rank."""
+        states = self._states_of(rank.placed, layout, layout.tensor - 1)
         tokens = layout.microbatch * sequence / layout.context
-        kept = self._stages_kept(placed, tokens, sequence, layout)
-        activations = max(sum(n * each for n, each in zip(count, kept)) for count in counts)
-        temporaries = self._temporaries(placed, tokens, sequence, layout)
+        activations = self._activations(rank, tokens, sequence, layout)
+        temporaries = self._temporaries(rank.placed, tokens, sequence, layout)
         margin = FRAGMENTS * (activations + temporaries) + self.reserve
         return RankMemory(*states, activations, temporaries, margin)
 
-    def _stages_kept(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> list[float]:
-        """Return the bytes that each stage of a rank keeps of a microbatch."""
-        key = (placed, tokens, sequence, layout.tensor, layout.context, layout.sequence_parallel, layout.recompute)
-        if key not in self._kept:
-            of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in placed.counts}
-            self._kept[key] = [sum(of[kind] for kind in stage) for stage in placed.kinds]
-        return self._kept[key]
+    def _activations(self, rank: _RankClass, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+        """Return the bytes of activations of the microbatches that a rank has in flight."""
+        key = (
+            tokens,
+            sequence,
+            layout.tensor,
+            layout.expert,
+            layout.context,
+            layout.sequence_parallel,
+            layout.recompute,
+        )
+        if key not in rank.activations:
+            kinds = rank.placed.counts
+            of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in kinds}
+            kept = [sum(of[kind] for kind in stage) for stage in rank.placed.kinds]
+            rank.activations[key] = max(sum(map(mul, count, kept)) for count in rank.counts)
+        return rank.activations[key]
 
     def _temporaries(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> float:
         key = (
@@ -599,9 +608,11 @@ class _Placed:
         return Counter(kind for stage in self.owned for kind in stage)
 
 
-class _RankClass(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _RankClass:
     placed: _Placed
-    counts: list[tuple[int, ...]]
+    counts: list[tuple[int, ...]]  # microbatches in flight in its stages, as ``in_flight`` returns them
+    activations: dict[tuple[object, ...], float] = field(default_factory=dict)  # that were asked for
 
 
 class LocalSizes(NamedTuple):
@@ -675,16 +686,47 @@ def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[
     """Return for each pipe rank the largest numbers of microbatches that its stages keep activations of.
 
     A rank with several stages may have several largest numbers, of which none is larger in all stages: with chunks=2,
-    (3, 1) and (2, 2).
+    (3, 1) and (2, 2). Of numbers that change linearly from pass to pass, the first and the last stand for all: a sum
+    over stages is largest at one of them.
     """
     if schedule in ("gpipe", "looped-bfs"):
         return [[(microbatches,) * chunks]] * pipe
     if schedule == "1f1b":
         return [[(min(pipe - rank, microbatches),)] for rank in range(pipe)]
-    # The peak is reached while the pipeline fills, or in the steady state that follows: later microbatches add nothing.
-    steady = 4 * pipe
-    made = named_schedule(schedule, pipe, min(microbatches, steady + microbatches % pipe), chunks)
-    return counts_in_flight(made)
+    if schedule == "zb-h1":
+        return [[(min(pipe, microbatches),)]] * pipe
+    if schedule == "interleaved" and (microbatches < pipe or microbatches % pipe == 0):
+        return [_interleaved_in_flight(pipe, chunks, microbatches, rank) for rank in range(pipe)]
+    return counts_in_flight(named_schedule(schedule, pipe, _until_steady(schedule, pipe, microbatches), chunks))
+
+
+def _until_steady(schedule: str, pipe: int, microbatches: int) -> int:
+    """Return a number of microbatches of which as many are in flight.
+
+    The peak is reached while the pipeline fills, or in the steady state that follows: later microbatches add nothing.
+    """
+    if schedule in ("gpipe", "looped-bfs"):
+        return microbatches
+    return min(microbatches, 4 * pipe + microbatches % pipe)
+
+
+def _interleaved_in_flight(pipe: int, chunks: int, microbatches: int, rank: int) -> list[tuple[int, ...]]:
+    """Return one rank's part of ``in_flight`` for ``pipe/schedules/classic.interleaved`` with whole groups."""
+    group = min(pipe, microbatches)
+    period, total = group * chunks, microbatches * chunks
+    ahead = min(total, 2 * (pipe - rank - 1) + period - group + 1)  # forwards before the first backward
+    last = min(total - ahead, period)
+
+    # A rank holds most behind `ahead + k` forwards and `k` backwards. Their chunks change where a whole group is done.
+    whole, rest = divmod(ahead, period)
+    held = [whole * group + min(max(rest - chunk * group, 0), group) for chunk in range(chunks)]
+    found, k = [tuple(held)], 0
+    for end in sorted({last, *range(group, last, group), *range(-ahead % group, last, group)}):
+        held[(ahead + k) % period // group] += end - k
+        held[chunks - 1 - k % period // group] -= end - k
+        found.append(tuple(held))
+        k = end
+    return _largest(found)
 
 
 def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:

@@ -8,8 +8,8 @@ Lower bounds, each for all layouts of a node or of a part of it:
 
 - time: the microbatches' passes through 1/pipe of the model, without recomputation, messages or ZeRO, and the least
   bubble of the schedules
-- memory: model states of 1/pipe of the model; the activations of the first pipe rank's blocks, of min(pipe,
-  microbatches) microbatches
+- memory: model states of 1/pipe of the model; the activations of the first pipe rank's blocks, of the microbatches
+  that its schedule has in flight, and the margin for their fragments
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..pipe.schedules.registry import RECIPES
 from .cost import CLOSED_FORMS, CostModel, StepTime, Work, utilization
-from .memory import RankMemory
+from .memory import FRAGMENTS, RankMemory
 from .parallel_layout import RECOMPUTATION, ParallelLayout
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
@@ -274,8 +274,8 @@ class Searcher:
                 total += count * options.wide / sharded[1]
         return total
 
-    def _activations_bound(self, layout: ParallelLayout, m: int, chunks: int, recompute: str) -> float:
-        """Return a lower bound of the bytes of activations: blocks of the first pipe rank."""
+    def _activations_bound(self, layout: ParallelLayout, m: int, schedule: str, chunks: int, recompute: str) -> float:
+        """Return a lower bound of the bytes of activations and their fragments: blocks of the first pipe rank."""
         key = (layout.microbatch, layout.context, layout.tensor, layout.expert, recompute)
         kept = self._kept.get(key)
         if kept is None:
@@ -292,7 +292,12 @@ class Searcher:
             stages = [range(cuts[c * p], cuts[c * p + 1]) for c in range(chunks)]
             fewest = min(sum(self.work.layers[i].kind == "block" for i in stage) for stage in stages)
             self._fewest[place] = fewest
-        return min(p, m) * chunks * fewest * kept
+        flight = min(p, m) * chunks
+        if schedule == "interleaved":
+            flight = min(m * chunks, flight + p - 1)  # chunks' forwards before the first backward
+        elif schedule not in CLOSED_FORMS:
+            flight = 1  # some hold less than 1F1B
+        return flight * fewest * kept * (1 + FRAGMENTS)
 
     # -------------------------------------------------------------------------------------------------- the search
 
@@ -354,7 +359,7 @@ class Searcher:
                 if shortest > worst:
                     excluded[self.SLOWER] += len(states)
                     continue
-                kept = self._activations_bound(layout, m, chunks, recompute) * _JUST_BELOW
+                kept = self._activations_bound(layout, m, schedule, chunks, recompute) * _JUST_BELOW
                 if kept + least + fixed > self.limit:
                     excluded[self.MEMORY] += len(states)
                     continue
@@ -391,7 +396,7 @@ class Searcher:
 
         def bound(node: _Node, variant: tuple[str, int], stage: tuple[int, bool], recompute: str) -> float:
             states = self._states_bound(node.layout, *stage)
-            return states + self._activations_bound(node.layout, node.microbatches, variant[1], recompute)
+            return states + self._activations_bound(node.layout, node.microbatches, *variant, recompute)
 
         candidates = (
             (bound(node, variant, stage, recompute), number, node, variant, stage, recompute)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
+from operator import mul
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from triax.models.mixtral import mixtral_layers
 from triax.pipe.program.simulate import peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plan.formulas import paper_activations
-from triax.plan.memory import ModelMemory, StateOptions, in_flight
+from triax.plan.memory import ModelMemory, StateOptions, counts_in_flight, in_flight
 from triax.plan.parallel_layout import ParallelLayout
 
 _MAKERS: dict[Any, Any] = {
@@ -248,6 +250,17 @@ def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pi
         made = named_schedule(schedule, pipe, microbatches, chunks)
         found = in_flight(schedule, pipe, chunks, microbatches)
         assert [max(map(sum, counts)) / chunks for counts in found] == list(peak_activations(made)), microbatches
+
+
+def test_interleaved_microbatches_in_flight_are_the_schedules_with_stages_of_any_size() -> None:
+    """The largest sum over stages, each with bytes of its own, of the formula and of the schedule's passes."""
+    draw = random.Random(0)
+    for pipe, chunks, groups in product((1, 2, 3, 5), (2, 3, 5), (1, 2, 3, 6)):
+        made = named_schedule("interleaved", pipe, groups * pipe, chunks)
+        sizes = [draw.random() for _ in range(chunks)]
+        for both in zip(in_flight("interleaved", pipe, chunks, groups * pipe), counts_in_flight(made), strict=True):
+            most, exact = (max(sum(map(mul, held, sizes)) for held in counts) for counts in both)
+            assert most == pytest.approx(exact, rel=1e-12), (pipe, chunks, groups)
 
 
 def test_interleaved_stages_hold_what_the_paper_says() -> None:

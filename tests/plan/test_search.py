@@ -92,6 +92,15 @@ def test_405b_on_16384_gpus_takes_seconds() -> None:
     assert 0.38 < mfu < 0.47
 
 
+@pytest.mark.parametrize(("model", "gpus", "batch"), [("llama3-8b", 8, 64), ("llama3-70b", 64, 512)])
+def test_small_spaces_are_searched_as_fast(model: str, gpus: int, batch: int) -> None:
+    """Spaces in which little is excluded by its time, because little fits, and in which set-up counts."""
+    work = Work(LlamaConfig.preset(model), H100, batch, 4096)
+    start = time.process_time()
+    found = Searcher(work, Space(gpus)).run()
+    assert found.considered / (time.process_time() - start) > 50_000
+
+
 def test_given_keys_are_kept_and_the_others_searched() -> None:
     work = Work(LlamaConfig.preset("llama3-8b"), H100, 64, 4096)
     given: dict[str, list[Any]] = {"pipe": [2], "tensor": [2], "recompute": ["full"], "zero": [1]}
