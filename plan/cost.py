@@ -150,7 +150,7 @@ class CostModel:
         self._simulated: dict[tuple[object, ...], float] = {}
         self._totals: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._groups: dict[tuple[object, ...], list[tuple[float, RankGroup]]] = {}
-        self._rings: dict[RankGroup, tuple[float, float]] = {}
+        self._scatters: dict[tuple[float, RankGroup], float] = {}
         self._last: tuple[tuple[object, ...], list[_RankTime]] = ((), [])  # of the layouts that were asked for last
 
     # ------------------------------------------------------------------------------------------------ a layer
@@ -458,12 +458,12 @@ class CostModel:
         return held
 
     def _scatter(self, size: float, group: RankGroup) -> float:
-        """Return the seconds of a reduce-scatter or an all-gather, as ``collectives.reduce_scatter`` does."""
-        if group not in self._rings:
-            latency = reduce_scatter(0.0, group, self.machine)
-            self._rings[group] = (reduce_scatter(1e12, group, self.machine) - latency) / 1e12, latency
-        byte, latency = self._rings[group]
-        return size * byte + latency
+        """Return the seconds of a reduce-scatter or an all-gather."""
+        key = (size, group)
+        found = self._scatters.get(key)
+        if found is None:
+            found = self._scatters[key] = reduce_scatter(size, group, self.machine)
+        return found
 
     def _every_pass(self, rank: _RankTime, layout: ParallelLayout) -> _RankTime:
         """Return a rank's times with those collectives of ZeRO stages 2 and 3 that the passes do not hide."""
