@@ -1,6 +1,7 @@
 """The command ``triax``: one file for each sub-command, with its options and help.
 
-main.py: the command itself, ``triax memory``, and how errors are printed.
+main.py: the command itself, and how errors are printed.
+memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 run.py: ``triax run``, a script on many processes or hosts.
 foreign_options.py: options of ``deepspeed`` and ``horovodrun`` that ``triax run`` refuses or ignores, with the reason.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.

@@ -29,7 +29,7 @@ from ..train.job import model_config
 from ..train.schema import ModelSection, TrainingFile, count, seconds
 
 _KEYS = [each.name for each in fields(ParallelLayout)]
-_TRAINING_FILES = (".yaml", ".yml", ".toml")
+TRAINING_FILES = (".yaml", ".yml", ".toml")
 
 
 def plan(
@@ -76,7 +76,7 @@ def plan(
         if why is not None:
             _why(work, gpus, limit, why, as_json)
             return
-        given = _parse(layout or "")
+        given = parse_layout(layout or "")
         space = Space(gpus or _gpus(given), given, limit)
         searcher = Searcher(work, space)
         found = searcher.run(top)
@@ -103,7 +103,7 @@ def plan(
 def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
     """Return a model's configuration, and the training file that it comes from."""
     path = Path(name)
-    if path.suffix in _TRAINING_FILES:
+    if path.suffix in TRAINING_FILES:
         file, _ = read_training_file(path)
         return model_config(file.model), file
     if path.suffix == ".json":
@@ -146,8 +146,12 @@ def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
     return kind(**{key: value for key, value in values.items() if key in known and value is not None})
 
 
-def _parse(text: str) -> dict[str, list[Any]]:
-    """Return the keys of ``--layout`` with their values."""
+def parse_layout(text: str) -> dict[str, list[Any]]:
+    """Return the keys of ``--layout`` with their values.
+
+    Raises:
+        ValueError: an unknown key or value; the message names the nearest.
+    """
     given: dict[str, list[Any]] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         key, equals, value = part.partition("=")
@@ -248,7 +252,7 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
     """Compare two layouts, term by term."""
     found = []
     for text in pair:
-        given = _parse(text)
+        given = parse_layout(text)
         searcher = Searcher(work, Space(gpus or _gpus(given), given, limit))
         best = searcher.run(1).layouts or Searcher(work, Space(searcher.space.gpus, given, math.inf)).run(1).layouts
         if not best:
@@ -322,7 +326,7 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
 
 def _write(path: Path, model: str, file: TrainingFile | None, work: Work, layout: ParallelLayout) -> None:
     """Write a training file of a layout; other keys are those of the training file that was given."""
-    if path.suffix not in _TRAINING_FILES[:2]:
+    if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
     content: dict[str, Any] = {} if file is None else file.model_dump(mode="json", by_alias=True, exclude_unset=True)
     if file is None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from triax.cli.main import app
 from triax.cli.plan import model_of
+from triax.config.config import parse_config
 from triax.grid.errors import ConfigError
 from triax.plan.machine import machine
 from triax.plan.page import figure
@@ -54,9 +55,12 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
 
 def test_the_docs_links_and_machine_file(tmp_path: Path) -> None:
     assert [path for path in broken_links(TEXT) if not (DOCS / path).exists()] == []
-    [text] = [block.text for block in blocks(TEXT) if block.language == "json"]
+    *configurations, text = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
     assert machine(str(tmp_path / "mine.json")).overlap_gradients
+    auto, tuning = map(parse_config, map(json.loads, configurations))
+    assert auto.tunes_microbatch and not auto.tunes_stage and tuning.tunes_microbatch and tuning.tunes_stage
+    assert not auto.notes() and not tuning.notes()
 
 
 def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from paths import DOCS, ROOT
 
 FILE = """
 model: {preset: llama-tiny, overrides: {num_hidden_layers: 4}}
@@ -27,3 +33,21 @@ def test_a_training_file_is_tried_out_without_its_data(tmp_path: Path) -> None:
     assert "a step has 4 microbatches, of which 2 were run" in done.stdout
     assert "nothing would have failed" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    re.findall(r"^\| `(triax .*?--dry.*?)` \| (\d+) \|", (DOCS / "launch.md").read_text(), re.MULTILINE),
+)
+def test_a_thousand_ranks_take_less_than_a_minute_and_four_gib(command: str, ranks: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "triax.cli.main", *shlex.split(command)[1:]]
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    start = time.monotonic()
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    seconds, largest = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dry run of 1,024 ranks" in done.stdout and f"; {ranks} ranks were run" in done.stdout
+    assert seconds < 60
+    stages = 8 if "--pipe 8" in command else 4  # that run at the same time, beside the command itself
+    assert largest * (1 + stages) < 4

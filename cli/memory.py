@@ -1,0 +1,167 @@
+"""``triax memory``: bytes of each pipe rank by kind, of a model on a grid, or of model states alone by their number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..grid.errors import ConfigError
+from ..plan.formulas import BYTES, STATES, ModelStates, model_states
+from ..plan.machine import machine as machine_of
+from ..plan.memory import ModelMemory, RankMemory, StateOptions
+from ..plan.page import figure
+from ..plan.parallel_layout import ParallelLayout
+from ..plan.picture import COLORS
+from ..train.explain import layout_of_job, memory_of_job
+from ..train.file import read_training_file
+from ..train.job import resolve
+from .plan import TRAINING_FILES, model_of, parse_layout
+
+_FILL = 4  # microbatches for each pipe rank, if no batch is given: more hold no more, but under gpipe
+
+
+class _Counted(NamedTuple):
+    """What is counted: the formulas, the layout, the batch, the sequence, and a schedule of the run's own."""
+
+    memory: ModelMemory
+    layout: ParallelLayout
+    batch: int
+    sequence: int
+    schedule: Any = None
+
+
+def memory(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A preset such as llama3-70b, a Hugging Face folder, a JSON file with its fields, or a training file."
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Grid and options, such as pipe=8,data=4,tensor=8,microbatch=1,zero=1,recompute=full."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step. Default: 4 microbatches for each pipe rank.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's most.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Compare with its memory: a100-80g, h100-80g, h200, b200, or a machine file.")
+    ] = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option(help="Without a model: parameters of one rank's stages and tensor shards, such as 7.5e9."),
+    ] = None,
+    data: Annotated[int, typer.Option(min=1, help="With --parameters: the number of replicas.")] = 1,
+    precision: Annotated[
+        str | None, typer.Option(help=f"Dtype of the weights: {', '.join(BYTES)}. Default: bf16, of a number fp32.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"Optimizer: {', '.join(STATES)}. Default: adamw.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Of a model: print one JSON object, with bytes.")] = False,
+) -> None:
+    """Print the memory of each pipe rank of a model on a grid, activations included; or of a number of parameters."""
+    if (model is None) == (parameters is None):
+        raise ConfigError("Give one of a MODEL, such as llama3-8b, and --parameters, such as 7.5e9.")
+    try:
+        if parameters is not None:
+            if layout or batch or sequence or machine or as_json:
+                raise ValueError("--layout, --batch, --sequence, --machine and --json are of a MODEL. Name one.")
+            _states(parameters, data, precision or "fp32", optimizer or "adamw")
+            return
+        assert model is not None
+        if data > 1:
+            raise ValueError(f"--data is of --parameters. Write --layout data={data}.")
+        run = _run(model, layout or "", batch, sequence, precision, optimizer)
+        run.memory.check(run.layout, run.sequence)
+        ranks = run.memory.ranks(run.layout, run.batch, run.sequence, run.schedule)
+        limit = None if machine is None else machine_of(machine).memory
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    if as_json:
+        rows = [{"pipe": pipe, **each._asdict(), "total": each.total} for pipe, each in enumerate(ranks)]
+        shown = {"layout": str(run.layout), "batch": run.batch, "sequence": run.sequence, "ranks": rows, "limit": limit}
+        typer.echo(json.dumps(shown))
+    else:
+        _print(model, run, ranks, limit)
+
+
+def _run(
+    model: str, text: str, batch: int | None, sequence: int | None, precision: str | None, optimizer: str | None
+) -> _Counted:
+    """Return what is to be counted, from a training file or from a model and the options."""
+    given = {key: values[0] for key, values in parse_layout(text).items()}
+    if model.endswith(TRAINING_FILES):
+        if batch or sequence or precision or optimizer or given:
+            raise ValueError(
+                f"{model} says grid, batch and training. Leave out --layout, --batch, --sequence, --precision and "
+                "--optimizer, and change the file."
+            )
+        job = resolve(read_training_file(model)[0])
+        return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train, job.sequence, job.schedule)
+    config, _ = model_of(model)
+    layout = ParallelLayout(**given)
+    options = StateOptions(precision=precision or "bf16", optimizer=optimizer or "adamw")
+    count = batch or layout.data * layout.microbatch * (_FILL * layout.pipe if layout.pipe > 1 else 1)
+    return _Counted(ModelMemory(config, options=options), layout, count, sequence or config.max_position_embeddings)
+
+
+def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float | None) -> None:
+    """Print a table, and a bar of each pipe rank, whose letters are the kinds."""
+    console = Console()
+    kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
+    title = f"{model} on {run.layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"
+    console.print(title, highlight=False, soft_wrap=True)
+    key = Text()
+    for kind in kinds:
+        key.append(f"{_letter(kind)}={kind}  ", style=COLORS[kind])
+    console.print(key)
+    table = Table()
+    for head in ("pipe", *map(_letter, kinds), "total"):
+        table.add_column(head, justify="right")
+    for pipe, each in enumerate(ranks):
+        table.add_row(str(pipe), *(figure(getattr(each, kind) / 2**30) for kind in kinds), figure(each.total / 2**30))
+    console.print(table)
+    most = max(each.total for each in ranks)
+    whole, width = max(most, limit or 0.0), min(console.width, 100) - 6
+    for pipe, each in enumerate(ranks):
+        bar, end, used = Text(f"{pipe:>4}  "), 0.0, 0
+        for kind in kinds:
+            end += getattr(each, kind)
+            cells = round(end / whole * width) - used
+            bar.append(_letter(kind) * cells, style=COLORS[kind])
+            used += cells
+        bar.append("·" * (width - used))
+        console.print(bar, no_wrap=True)
+    if limit is not None:
+        left, fullest = limit - most, max(range(len(ranks)), key=lambda pipe: ranks[pipe].total)
+        what = f"{figure(left / 2**30)} GiB left" if left >= 0 else f"{figure(-left / 2**30)} GiB too much"
+        console.print(f"pipe rank {fullest}: {figure(most / 2**30)} of {figure(limit / 2**30)} GiB, {what}")
+
+
+def _letter(kind: str) -> str:
+    """Return the letter of a kind in a bar, so that it is read without color."""
+    return "+" if kind == "margin" else kind[0].upper()
+
+
+def _states(parameters: float, data: int, precision: str, optimizer: str) -> None:
+    """Print the model states of a number of parameters in each stage of ZeRO, in GB (1e9 bytes)."""
+    rows = [model_states(parameters, data, stage, precision, optimizer) for stage in range(4)]
+    paper = [model_states(parameters, data, stage, precision, optimizer, precision) for stage in range(4)]
+    half = BYTES[precision] == 2
+    title = f"{parameters:g} parameters, {data} replicas, {precision}, {optimizer}: GB on each rank"
+    table = Table(title=title, title_justify="left")
+    heads = ["stage", *ModelStates._fields, "all", *([f"with gradients in {precision}"] if half else [])]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for stage, (row, narrow) in enumerate(zip(rows, paper, strict=True)):
+        figures = [*row, row.total, *([narrow.total] if half else [])]
+        table.add_row(str(stage), *(f"{each / 1e9:.4g}" for each in figures))
+    Console().print(table)

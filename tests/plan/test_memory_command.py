@@ -1,0 +1,97 @@
+"""``triax memory``: of a model on a grid, of a training file, of a number; what docs/zero.md prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.grid.errors import ConfigError
+
+from paths import DOCS, ROOT
+
+RECIPE = ROOT / "examples" / "recipes" / "llama3-70b-64gpus.yaml"
+STATES = ("parameters", "gradients", "masters", "optimizer")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def ask(*arguments: str) -> Any:
+    return json.loads(run("memory", *arguments, "--json"))
+
+
+def test_the_bytes_of_all_ranks_are_those_of_the_model() -> None:
+    count = 8_030_261_248  # of Llama 3 8B
+    found = ask("llama3-8b", "--layout", "pipe=4,tensor=2")
+    sums = {kind: sum(rank[kind] for rank in found["ranks"]) * 2 for kind in STATES}
+    norms = 65 * 4096  # on each tensor rank
+    each = {"parameters": 2, "gradients": 4, "masters": 4, "optimizer": 8}
+    assert sums == pytest.approx({kind: size * (count + norms) for kind, size in each.items()}, rel=1e-6)
+    held = [rank["activations"] for rank in found["ranks"]]  # 1F1B: 4, 3, 2 and 1 microbatches
+    assert held == sorted(held, reverse=True) and held[0] > 3 * held[3]
+    whole = ask("llama3-8b", "--layout", "tensor=2,recompute=full", "--sequence", "4096", "--batch", "8")
+    assert whole["batch"] == 8 and whole["ranks"][0]["activations"] < held[0] / 5
+    [rank] = whole["ranks"]
+    assert rank["total"] == pytest.approx(sum(rank[kind] for kind in rank if kind not in ("pipe", "total")))
+
+
+def test_a_training_file_says_grid_and_batch() -> None:
+    found = ask(str(RECIPE), "--machine", "h100-80g")
+    explained = json.loads(run("train", str(RECIPE), "--explain", "--json"))["memory"]
+    assert [round(rank["total"]) for rank in found["ranks"]] == [rank["total"] for rank in explained]
+    assert found["batch"] == 512 and found["limit"] == 80e9
+
+
+def test_a_folder_and_a_file_of_fields(tmp_path: Path) -> None:
+    fields = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "rope_theta": 1e4}
+    more = {"model_type": "llama", "intermediate_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(fields | more))
+    folder, file = ask(str(tmp_path)), ask(str(tmp_path / "config.json"))
+    assert folder["ranks"] == file["ranks"] and folder["sequence"] == 64
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a table, without its lines."""
+    return sorted(re.sub(r"[\u2500-\u257f]", " ", text).split())
+
+
+def test_the_docs_print_what_the_command_does() -> None:
+    text = (DOCS / "zero.md").read_text()
+    found = re.findall(r"^\$ (triax memory .*)\n((?:(?!\$ |```).*\n)*)", text, re.MULTILINE)
+    assert len(found) == 4
+    for command, shown in found:
+        command = command.replace("run.yaml", str(RECIPE))
+        printed = run(*shlex.split(command)[1:])
+        assert not shown or words_of(printed) == words_of(shown), command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Give one of a MODEL"),
+        (["llama3-8b", "--parameters", "1e9"], "Give one of a MODEL"),
+        (["llama3-8b", "--data", "4"], "Write --layout data=4"),
+        (["--parameters", "1e9", "--machine", "h200"], "are of a MODEL"),
+        ([str(RECIPE), "--layout", "pipe=2"], "says grid, batch and training"),
+        (["llama3-8b", "--layout", "pipes=2"], "pipe"),
+        (["llama3-8b", "--layout", "pipe=64"], "64"),
+        (["llama3-8b", "--layout", "data=2", "--batch", "3"], "does not divide batch=3"),
+        (["llama3-8b", "--optimizer", "adamx"], "whose number of state tensors is unknown"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run("memory", *arguments)
+    assert words in str(error.value)
