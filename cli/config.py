@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..compat.huggingface.auto_values import trainer_values
 from ..config.config import batch_sizes
+from ..config.json_comments import read
 from ..config.resolved import json_schema, markdown
 from ..grid.errors import ConfigError
 
@@ -29,12 +31,35 @@ def config(
     elif table:
         typer.echo(markdown())
     else:
-        from ..engine.setup.check import read_config, resolve_config  # needs torch
-
         assert file is not None
-        checked = read_config(file)
-        typer.echo(json.dumps(resolve_config(checked, batch_sizes(checked, data)), indent=2))
-        if checked.elasticity.enabled:
-            typer.echo(f"triax: {checked.elasticity.describe()}", err=True)
-        for note in checked.notes():
-            typer.echo(f"triax: {note}", err=True)
+        _check(file, data)
+
+
+def _check(file: Path, data: int) -> None:
+    """Check a file and print it resolved. What a Trainer fills in stays "auto", and is explained."""
+    from ..engine.setup.check import read_config, resolve_config  # needs torch
+
+    source = read(file)
+    given, origins = trainer_values(source) if isinstance(source, dict) else (source, {})
+    checked = read_config(given)
+    resolved = resolve_config(checked, batch_sizes(checked, data))
+    notes = []
+    if origins:
+        notes = ["triax.Trainer fills in, from its TrainingArguments (a script without it writes values there):"]
+        notes += [f"  {key} = {origin}" for key, origin in origins.items()]
+    elif checked.tunes_microbatch:
+        notes.append(
+            'train_micro_batch_size_per_gpu is "auto": for a PipelineModule the largest that fits is found when the '
+            "engine is made (docs/plan.md); else it follows from train_batch_size, as printed"
+        )
+    for key in origins:
+        *sections, name = key.split(".")
+        place: Any = resolved
+        for section in sections:
+            place = place.get(section) or {}
+        place[name] = "auto"
+    typer.echo(json.dumps(resolved, indent=2))
+    if checked.elasticity.enabled:
+        notes.append(checked.elasticity.describe())
+    for note in [*notes, *checked.notes()]:
+        typer.echo(f"triax: {note}", err=True)

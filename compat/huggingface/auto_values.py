@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ...config.json_comments import parse, read
@@ -24,6 +25,30 @@ _TRAINER_ARGUMENTS = {
     "async": "synchronous checkpoints",
 }
 
+# Keys whose "auto" has no value without a Trainer.
+_TRAINERS_ALONE = (
+    "optimizer.params.lr",
+    "scheduler.params.total_num_steps",
+    "scheduler.params.warmup_num_steps",
+    "fp16.enabled",
+    "bf16.enabled",
+)
+# Values like those of TrainingArguments, with which a configuration is checked before there are any.
+_STAND_INS = SimpleNamespace(
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=1,
+    max_grad_norm=1.0,
+    learning_rate=5e-5,
+    adam_beta1=0.9,
+    adam_beta2=0.999,
+    adam_epsilon=1e-8,
+    weight_decay=0.0,
+    fp16=False,
+    bf16=False,
+    seed=42,
+    get_warmup_steps=lambda steps: 0,
+)
+
 
 class AutoValues:
     """A configuration of which the "auto" values are being filled in.
@@ -34,6 +59,7 @@ class AutoValues:
     Attributes:
         config: the configuration, with the values filled in so far.
         mismatches: one line for each value that disagrees with the arguments.
+        origins: dotted key that was "auto" or missing -> where the Trainer takes its value from.
 
     Raises:
         ConfigError: the file cannot be read, or is no dict.
@@ -50,6 +76,7 @@ class AutoValues:
             self._source["bf16"] = self._source.pop("bfloat16")  # an older name
         self.config: dict[str, Any] = copy.deepcopy(self._source)
         self.mismatches: list[str] = []
+        self.origins: dict[str, str] = {}
 
     @property
     def tensor(self) -> int:
@@ -84,18 +111,24 @@ class AutoValues:
         self.match("optimizer.params.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2")
         self.match("optimizer.params.eps", args.adam_epsilon, "adam_epsilon")
         self.match("optimizer.params.weight_decay", args.weight_decay, "weight_decay")
-        self.fill("scheduler.params.warmup_min_lr", 0)
+        self.fill("scheduler.params.warmup_min_lr", 0, "0")
         self.match("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
         for key in ("fp16", "bf16"):
             if isinstance(self.config.setdefault(key, {}), dict):
                 self.config[key].setdefault("enabled", "auto")
             self.match(f"{key}.enabled", bool(getattr(args, key)), key)
-        self.config.setdefault("train_micro_batch_size_per_gpu", micro)
-        self.config.setdefault("gradient_accumulation_steps", steps)
-        self.config.setdefault("gradient_clipping", float(args.max_grad_norm or 0.0))
-        self.config.setdefault("seed", args.seed)
+        for key, value, argument in (
+            ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
+            ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
+            ("gradient_clipping", float(args.max_grad_norm or 0.0), "max_grad_norm"),
+            ("seed", args.seed, "seed"),
+        ):
+            if key not in self.config:
+                self.config[key], self.origins[key] = value, argument
 
-    def from_run(self, args: Any, hidden_size: int | None, steps: int | None) -> dict[str, Any]:
+    def from_run(
+        self, args: Any, hidden_size: int | None, steps: int | None, *, compare: bool = True
+    ) -> dict[str, Any]:
         """Fill in the values that depend on the model and the length of the run.
 
         Args:
@@ -103,6 +136,7 @@ class AutoValues:
             hidden_size: the model's hidden size, the largest of several; None: unknown.
             steps: optimizer steps of the run. None: evaluation only, without optimizer, scheduler and master weights,
                 so that the model computes in its own dtype, and in stage 0 of ZeRO.
+            compare: raise an error for values that disagree with the arguments.
 
         Returns:
             The configuration. The method may be called again, for another run.
@@ -112,7 +146,7 @@ class AutoValues:
                 unknown hidden size; or a key that the Trainer's own arguments decide.
         """
         run = AutoValues(self.config)
-        run.mismatches = list(self.mismatches)
+        run.mismatches, run.origins = list(self.mismatches), self.origins
         if steps is None:
             for key in ("optimizer", "scheduler", "fp16", "bf16"):
                 run.config.pop(key, None)
@@ -126,10 +160,11 @@ class AutoValues:
                 "numbers"
             )
         if hidden_size is not None:
-            run.fill("zero_optimization.reduce_bucket_size", hidden_size * hidden_size)
+            run.fill("zero_optimization.reduce_bucket_size", hidden_size * hidden_size, "the model's hidden_size ** 2")
             if run.get("zero_optimization.stage") == 3:
-                run.fill("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * hidden_size * hidden_size))
-                run.fill("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
+                prefetch, persistent = int(0.9 * hidden_size * hidden_size), 10 * hidden_size
+                run.fill("zero_optimization.stage3_prefetch_bucket_size", prefetch, "0.9 * hidden_size ** 2")
+                run.fill("zero_optimization.stage3_param_persistence_threshold", persistent, "10 * hidden_size")
         if steps is not None:
             run.match("scheduler.params.total_num_steps", steps, "the number of training steps")
             run.match("scheduler.params.warmup_num_steps", max(1, args.get_warmup_steps(steps)), "warmup_steps")
@@ -139,7 +174,7 @@ class AutoValues:
                     f"checkpoint.{key} has no effect here, because the Trainer decides when checkpoints are written "
                     f"and read: leave it out, and use the Trainer's {instead}"
                 )
-        if run.mismatches:
+        if run.mismatches and compare:
             lines = "\n".join(run.mismatches)
             raise ConfigError(
                 f"the configuration and the TrainingArguments disagree:\n{lines}\nWrite one value in both places, or "
@@ -152,11 +187,11 @@ class AutoValues:
         section, name = self._section(key)
         return None if section is None else section.get(name)
 
-    def fill(self, key: str, value: Any) -> None:
-        """Set a dotted key to a value if it is "auto"."""
+    def fill(self, key: str, value: Any, origin: str) -> None:
+        """Set a dotted key to a value if it is "auto", and note where the value comes from."""
         section, name = self._section(key)
         if section is not None and section.get(name) == "auto":
-            section[name] = value
+            section[name], self.origins[key] = value, origin
 
     def match(self, key: str, value: Any, argument: str) -> None:
         """Set a dotted key to a value if it is "auto". If it has a different value, note a mismatch.
@@ -166,7 +201,7 @@ class AutoValues:
             value: the value that follows from the Trainer's arguments.
             argument: name of the argument, for the message.
         """
-        self.fill(key, value)
+        self.fill(key, value, argument)
         found = self.get(key)
         if found is not None and found != value:
             self.mismatches.append(f"- {key} is {describe(found)}; {argument} is {describe(value)}")
@@ -178,6 +213,32 @@ class AutoValues:
         for section in sections:
             found = found.get(section) if isinstance(found, dict) else None
         return (found if isinstance(found, dict) else None), name
+
+
+def trainer_values(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a Trainer's configuration with stand-ins for what the Trainer fills in, and the origin of each of them.
+
+    Args:
+        source: the configuration, with "auto" values.
+
+    Returns:
+        A configuration that can be checked, and dotted key -> where the Trainer takes it from. If no value of the
+        source needs a Trainer: the source, and no keys.
+    """
+    values = AutoValues(source)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [values.get(key) for key in sizes]
+    if given != ["auto"] * 3 and not any(values.get(key) == "auto" for key in _TRAINERS_ALONE):
+        return dict(source), {}
+    values.from_arguments(_STAND_INS, 1)
+    found = values.from_run(_STAND_INS, 1, 1, compare=False)
+    if "train_batch_size" in values.origins:
+        values.origins["train_batch_size"] = "replicas * per_device_train_batch_size * gradient_accumulation_steps"
+    numbers = any(isinstance(size, int) for size in given)
+    for key in sizes[: None if numbers else 1]:  # it follows from those that are given
+        if key in values.origins:
+            del found[key]
+    return found, values.origins
 
 
 def hidden_size(model_config: Any) -> int | None:

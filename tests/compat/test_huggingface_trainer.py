@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from typer.testing import CliRunner
 
 import triax
+from triax.cli.main import app
 from triax.compat.huggingface.auto_values import AutoValues, hidden_size
 from triax.grid.errors import ConfigError
 
@@ -532,6 +534,33 @@ class Arguments:
 
     def get_warmup_steps(self, steps: int) -> int:
         return steps // 10
+
+
+def autos(section: dict[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys whose value is "auto"."""
+    found = {f"{prefix}{key}" for key, value in section.items() if value == "auto"}
+    inner = ((key, value) for key, value in section.items() if isinstance(value, dict))
+    return found.union(*(autos(value, f"{prefix}{key}.") for key, value in inner))
+
+
+def test_the_command_config_explains_what_a_trainer_fills_in(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(CONFIG))
+    done = CliRunner().invoke(app, ["config", str(path), "--data", "2"])
+    assert done.exit_code == 0, done.exception
+    lines = dict(re.findall(r"^triax:   (\S+) = (.*)$", done.stderr, re.MULTILINE))
+    added = {"seed", "fp16.enabled", "bf16.enabled"}  # not in the file: the arguments have them
+    assert autos(CONFIG) | added == lines.keys() == autos(json.loads(done.stdout))
+    assert lines["optimizer.params.lr"] == "learning_rate" and lines["gradient_clipping"] == "max_grad_norm"
+    # What is named are arguments of the Trainer's, or said in words.
+    named = {word for text in lines.values() for word in re.findall(r"[a-z]+_[a-z0-9_]+", text)} - {"hidden_size"}
+    assert named and all(hasattr(TrainingArguments, word) for word in named)
+    # Errors are errors still, with their own keys.
+    path.write_text(json.dumps({**CONFIG, "optimzer": {}}))
+    refused = CliRunner().invoke(app, ["config", str(path)]).exception
+    assert isinstance(refused, ConfigError) and "optimizer" in str(refused)
 
 
 def test_auto_values_follow_hugging_faces_formulas() -> None:

@@ -558,6 +558,7 @@ def test_the_command_prints_what_was_resolved(tmp_path: Path) -> None:
     assert made["optimizer"]["type"] == "AdamW" and made["optimizer"]["params"]["amsgrad"] is False
     assert made["scheduler"]["params"]["warmup_type"] == "log"
     assert "zero_optimization.legacy_stage1 does nothing: there is one stage 1" in result.stderr
+    assert 'train_micro_batch_size_per_gpu is "auto": for a PipelineModule the largest that fits' in result.stderr
     # What was printed is a configuration again, and the same.
     again = read_config(made)
     assert json.loads(json.dumps(resolve_config(again, batch_sizes(again, 4)))) == made
