@@ -26,7 +26,7 @@ from ..monitor.run_record import write_run
 from ..monitor.step_record import time_parts
 from ..monitor.step_timer import StepTimer
 from ..monitor.trace.trace import trace_step
-from ..monitor.wall_clock import PartMeans, deepspeed_times, print_table
+from ..monitor.wall_clock import PartMeans, deepspeed_times, print_means
 from ..monitor.writers import make_writers
 from ..pipe.executor import Executor
 from ..pipe.microbatches import MicrobatchFeed
@@ -35,8 +35,7 @@ from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from ..zero.histograms import parameter_histograms
 from .accounting.run_record import run_record
 
-_PRINT_EVERY = 10  # steps between two tables of wall_clock_breakdown without steps_per_print, as in DeepSpeed
-_MEMORY_STEP = 2  # step whose memory run.json holds: the optimizer has made its state in the step before
+_PRINT_EVERY = 10  # steps between two prints of wall_clock_breakdown without steps_per_print, as in DeepSpeed
 
 
 class StepObserver:
@@ -65,7 +64,7 @@ class StepObserver:
         self.mfu: MfuMeter | None = None
         self._active = False
         self._timer, self._means = StepTimer(engine.grid), PartMeans()
-        self._began = 0.0
+        self._began, self._since = 0.0, 0  # time at which the step began; the first step of this process
         self._tokens = 0  # of this step, on this replica
 
     def install(self) -> None:
@@ -112,6 +111,7 @@ class StepObserver:
             loss: the loss of the step.
         """
         engine, config, clock = self._engine, self._engine.config, self._timer.clock
+        self._since = self._since or engine.global_steps
         record = self._timer.end(engine.global_steps, self._ops())
         if not self._active:
             self._write_metrics(loss, {}, {})
@@ -130,7 +130,8 @@ class StepObserver:
         if record is not None:
             self._show(record)
         self._end_memory()
-        if config.json_monitor.enabled and (engine.global_steps <= _MEMORY_STEP or self.trace is not None):
+        # The memory of the second step is known after its end.
+        if config.json_monitor.enabled and (engine.global_steps <= self._since + 2 or self.trace is not None):
             self._write_run(grid)
         self.trace, self._tokens = None, 0
         self._prepare()
@@ -166,7 +167,8 @@ class StepObserver:
         config, step = self._engine.config, self._engine.global_steps + 1
         if config.timeline.step == step and self.trace is None:
             self.trace = _trace_file(config)
-        if config.json_monitor.enabled and step == _MEMORY_STEP:
+        # In the process's second step: the optimizer has made its state in the first.
+        if config.json_monitor.enabled and self._since and step == self._since + 1:
             self._begin_memory()
         if config.wall_clock_breakdown or self.trace is not None:
             self._timer.install(self._phases)
@@ -211,12 +213,12 @@ class StepObserver:
         return timings
 
     def _show(self, record: StepRecord) -> None:
-        """Print the table of ``wall_clock_breakdown`` if it is due; write the trace if one is wanted."""
+        """Print the means of ``wall_clock_breakdown`` if it is due; write the trace if one is wanted."""
         config, grid = self._engine.config, self._engine.replicas.collective_grid
         if config.wall_clock_breakdown:
             self._means.add(time_parts(record), self.report["bubble"])
             if record.step % (config.steps_per_print or _PRINT_EVERY) == 0:
-                print_table(grid, self._means, record.step)
+                print_means(grid, self._means, record.step)
         if self.trace is not None:
             about = {"step": record.step, "bubble": self.report["bubble"], **self._about()}
             trace_step(grid, record, about, self.trace)
@@ -224,7 +226,7 @@ class StepObserver:
     def _write_run(self, grid: Grid) -> None:
         """Write ``run.json``. Collective; rank 0 writes."""
         flops, peak = (None, None) if self.mfu is None else (self.mfu.flops, self.mfu.peak)
-        record = run_record(self._engine, grid, flops, peak)
+        record = run_record(self._engine, grid, flops, peak, self._since)
         if record is not None:
             write_run(self._engine.config.json_monitor.folder, record)
 
@@ -313,7 +315,7 @@ class PipelineObserver(StepObserver):
         self._record_memory, self._engine.record_memory = self._engine.record_memory, True
 
     def _end_memory(self) -> None:
-        if self._record_memory is not None and self._engine.global_steps >= _MEMORY_STEP:
+        if self._record_memory is not None and self._engine.global_steps > self._since:
             self._engine.record_memory, self._record_memory = self._record_memory, None
 
 

@@ -107,6 +107,7 @@ class RunRecord:
     """The description of a run. The fields are keys of ``run.json``.
 
     Attributes:
+        since_step: the first step on this grid, in this process.
         after_steps: optimizer steps taken when this was recorded.
         device: name of the device of rank 0.
         grid: axis -> number of ranks along it.
@@ -121,6 +122,7 @@ class RunRecord:
         ranks: for each rank its name, coordinate, parameters, memory report and traffic report.
     """
 
+    since_step: int
     after_steps: int
     device: str
     grid: Mapping[str, int]

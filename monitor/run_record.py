@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,11 +15,26 @@ from .protocol import RunRecord
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """Write the description of a run into its folder, which is made where it does not exist."""
+    """Write the description of a run into its folder, which is made where it does not exist.
+
+    Of a resumed run, ``earlier`` lists the grids that the folder's steps before were taken on.
+    """
     header = {
         "triax": VERSION,
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / RUN, json.dumps(header | vars(record), indent=1, default=str))
+    content = header | vars(record) | {"earlier": _earlier(folder / RUN, record.since_step)}
+    replace_file(folder / RUN, json.dumps(content, indent=1, default=str))
+
+
+def _earlier(file: Path, since: int) -> list[dict[str, Any]]:
+    """Return what the last run.json says of the steps before ``since``: grid, ranks, batch, schedule, ZeRO stage."""
+    try:
+        old = json.loads(file.read_text(encoding="utf-8"))
+        last = {key: old[key] for key in ("since_step", "grid", "batch", "zero")}
+        last |= {"ranks": len(old["ranks"]), "schedule": (old["schedule"] or {}).get("name")}
+        return [each for each in (*old["earlier"], last) if each["since_step"] < since]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not one that triax wrote
+        return []

@@ -1,4 +1,4 @@
-"""``wall_clock_breakdown``: the time of each part of a step, as a table over the ranks."""
+"""``wall_clock_breakdown``: the time of each part of a step over the ranks: once as a table, then in a line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .step_record import PARTS, WORLD, Parts
 
 _AXES = ["compute", "pipe", "tensor", "data", "world", "host"]
 ROWS = sorted(dict.fromkeys([*PARTS.values(), ("tensor", "collectives"), WORLD]), key=lambda row: _AXES.index(row[0]))
+_SHARE = 0.01  # of a step: shorter parts are not in a line
 _COLUMNS = 8  # pipe ranks that have a column each; with more of them the table shows means only
 
 
@@ -19,6 +20,7 @@ class PartMeans:
 
     def __init__(self) -> None:
         self._steps: list[tuple[Parts, float | None]] = []  # parts and bubble of each step
+        self.shown = False  # the table was printed
 
     def add(self, parts: Parts, bubble: float | None) -> None:
         """Add the seconds of one step's parts and its bubble to the running means."""
@@ -78,10 +80,35 @@ def table(means: Sequence[Mapping[str, Any]], stages: Sequence[int], step: int) 
     return Group(title if bubble is None else f"{title}, bubble {bubble:.1%}", made)
 
 
-def print_table(grid: Grid, means: PartMeans, step: int) -> None:
-    """Print on rank 0 the table of the steps since the last table. Collective."""
+def line(means: Sequence[Mapping[str, Any]], step: int) -> str:
+    """Return the means over all ranks in one line, the longest part first, in milliseconds.
+
+    Args:
+        means, step: as in ``table``.
+    """
+    steps = [sum(sum(row.values()) for row in each["parts"].values()) for each in means]
+    slowest = max(range(len(steps)), key=steps.__getitem__)
+    found = {
+        part if axis == "compute" else f"{axis} {part}": fmean([m["parts"].get(axis, {}).get(part, 0.0) for m in means])
+        for axis, part in ROWS
+    }
+    parts = sorted(
+        ((seconds, name) for name, seconds in found.items() if seconds >= _SHARE * fmean(steps)), reverse=True
+    )
+    bubble = means[0]["bubble"]
+    words = [f"step {step}: {1e3 * fmean(steps):.2f} ms a step"]
+    words += [f"rank {slowest} {1e3 * steps[slowest]:.2f}"] if len(steps) > 1 else []
+    words += [] if bubble is None else [f"bubble {bubble:.1%}"]
+    return f"{', '.join(words)}: {', '.join(f'{name} {1e3 * seconds:.2f}' for seconds, name in parts)}"
+
+
+def print_means(grid: Grid, means: PartMeans, step: int) -> None:
+    """Print on rank 0 the means of the steps since the last call: the first time a table, then a line. Collective."""
     everyone = grid.world.all_gather_json(means.take())
-    if grid.rank == 0:
+    shown, means.shown = means.shown, True
+    if grid.rank == 0 and shown:
+        print(line(everyone, step), flush=True)
+    elif grid.rank == 0:
         from rich.console import Console
 
         stages = [grid.topology.coordinate(rank)._asdict()["pipe"] for rank in range(grid.size)]

@@ -12,7 +12,7 @@ from ..named_parameters import named_parameters
 from ..setup.check import resolve_config
 
 
-def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None) -> RunRecord | None:
+def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None, since: int) -> RunRecord | None:
     """Return the record of the run so far on rank 0, None on the others. Collective.
 
     Args:
@@ -20,6 +20,7 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None)
         grid: the ranks to record.
         flops: FLOPs of the model in one step.
         peak: peak TFLOP/s of one device.
+        since: the first step of this process; 0: it has not taken one.
     """
     steps = engine.global_steps
     pipelined = isinstance(engine.module, PipelineModule)
@@ -28,19 +29,21 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None)
         **grid.coordinate._asdict(),
         # Elements of the unsharded parameters. A tied parameter counts on one pipe rank only.
         "parameters": sum(math.prod(layout.shape) for _, layout, counted in named_parameters(engine.module) if counted),
-        "memory": engine.memory_report() if pipelined and steps else None,
-        "traffic": engine.traffic_report() if pipelined and steps else None,
+        "memory": engine.memory_report() if pipelined and since else None,
+        "traffic": engine.traffic_report() if pipelined and since else None,
     }
     ranks = grid.world.all_gather_json(mine)
     if grid.rank != 0:
         return None
+    axes = {name: grid.axis(name).size for name in ("pipe", "data", "context", "tensor", "expert")}
     return RunRecord(
+        since_step=since or steps + 1,
         after_steps=steps,
         device=grid.device_name(),
-        grid={name: grid.axis(name).size for name in ("pipe", "data", "tensor")},
+        grid={name: size for name, size in axes.items() if size > 1 or name not in ("context", "expert")},
         model=type(engine.module).__name__,
-        # A parameter counts whole on each tensor rank and on each replica: count the first of both.
-        parameters=sum(rank["parameters"] for rank in ranks if rank["data"] == rank["tensor"] == 0),
+        # A parameter counts whole on each tensor rank and on each replica: count the first of all.
+        parameters=sum(r["parameters"] for r in ranks if r["data"] == r["tensor"] == r.get("context", 0) == 0),
         zero=engine.config.zero_optimization.stage,
         batch=engine.batch.model_dump(),
         schedule=engine.program.schedule.to_dict() if pipelined else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,10 @@ def page(run: Run) -> str:
         memory=[rank for rank in ranks if rank.get("memory")][:_MOST_RANKS],
         traffic=traffic[:_MOST_RANKS],
         sent=sorted({(axis, kind) for r in traffic for axis, row in r["traffic"]["sent"].items() for kind in row}),
+        formulas=sorted({axis for rank in traffic for axis in rank["traffic"]["formula"]}),
+        grids=_grids(run),
+        shown=_MOST_RANKS,
+        ranks_count=len(ranks),
         ratio=_ratio,
         config=json.dumps(run.record.get("config", {}), indent=2),
     )
@@ -133,6 +137,22 @@ def _ratio(counted: Iterable[Any], formula: Iterable[Any]) -> str:
     """Return one sum over another, of the values that are numbers; "" if the second sum is 0."""
     part, whole = (sum(x for x in values if _is_number(x)) for values in (counted, formula))
     return f"{part / whole:.3f}" if whole else ""
+
+
+def _grid_text(grid: Mapping[str, Any]) -> str:
+    """Return a grid in words: "2 pipe × 4 data × 1 tensor"."""
+    return " × ".join(f"{size} {axis}" for axis, size in grid.items())
+
+
+def _grids(run: Run) -> list[dict[str, Any]]:
+    """Return the grids of a run that was resumed on another one, with their first and last step; [] of other runs."""
+    earlier, record = run.record.get("earlier") or [], run.record
+    if not earlier:
+        return []
+    schedule = (record.get("schedule") or {}).get("name")
+    rows = [*earlier, record | {"ranks": len(record.get("ranks", [])), "schedule": schedule}]
+    ends = [row["since_step"] - 1 for row in rows[1:]] + [max(run.last_step, record["since_step"])]
+    return [row | {"end": end, "words": _grid_text(row["grid"])} for row, end in zip(rows, ends, strict=True)]
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
@@ -292,6 +312,7 @@ def _step(traced: Traced) -> dict[str, Any]:
     known = [key for key in _PARTS if any(parts.get(key, 0.0) > 0 for parts in ranks)]
     return {
         "number": traced.step,
+        "grid": _grid_text(traced.grid),
         "names": traced.names,
         "legend": _legend(_STEP_NAMES, {bar.kind for row in rows for bar in row.bars}),
         "timeline": timeline(rows, max(slices[0].end for slices in traced.slices) * 1.01, 200),

@@ -35,12 +35,21 @@ class _RankJson(BaseModel):
     traffic: _TrafficJson | None = None
 
 
+class _EarlierJson(BaseModel):
+    since_step: int
+    grid: dict[str, int]
+    batch: dict[str, int]
+    ranks: int
+
+
 class _RunJson(BaseModel):
     """Parts of run.json whose types the page relies on. Single numbers are not checked and are shown as they are."""
 
     grid: dict[str, Any] = {}
     batch: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None
+    since_step: int = 1
+    earlier: list[_EarlierJson] = []
     ranks: list[_RankJson] = []
 
 
@@ -176,9 +185,15 @@ class Traced:
     schedule: Schedule | None
     clock: str
 
+    @property
+    def grid(self) -> dict[str, int]:
+        """Axis -> number of ranks along it."""
+        return {axis: 1 + max(place[axis] for place in self.places) for axis in self.places[0]}
+
     def replica(self, data: int = 0, tensor: int = 0) -> list[int]:
         """Return the pipe ranks of one replica at one position on the tensor axis, in order."""
-        here = [r for r, p in enumerate(self.places) if p["data"] == data and p["tensor"] == tensor]
+        place = {"data": data, "tensor": tensor, "context": 0}
+        here = [r for r, p in enumerate(self.places) if all(p.get(axis, 0) == at for axis, at in place.items())]
         return sorted(here, key=lambda r: self.places[r]["pipe"])
 
     def timeline(self, data: int = 0, tensor: int = 0) -> Timeline:

@@ -304,15 +304,21 @@ def test_the_runs_record_has_every_ranks_reports(run: tuple[list[dict[str, Any]]
 def printed() -> str:
     made, data, said = engine(triax.Grid(), "1f1b", 0, wall_clock_breakdown=True), batches(triax.Grid()), io.StringIO()
     with contextlib.redirect_stdout(said):
-        for _ in range(10):
+        for _ in range(30):
             made.train_batch(data)
     assert made.wall_clock_breakdown() and not engine(triax.Grid(), "1f1b", 0).wall_clock_breakdown()
     return said.getvalue()
 
 
 def test_the_table_is_printed(ranks: Any) -> None:
-    """Once in 10 steps, as DeepSpeed does, where steps_per_print is not given."""
+    """Once in 10 steps, as DeepSpeed does, where steps_per_print is not given; a table, then lines."""
     (said,) = ranks(1, printed)
+    lines = re.findall(r"^step (20|30): ([\d.]+) ms a step, bubble [\d.]+%: (.*)$", said, re.MULTILINE)
+    assert [step for step, _, _ in lines] == ["20", "30"]
+    for _, whole, parts in lines:
+        told = {name: float(ms) for name, ms in (part.rsplit(" ", 1) for part in parts.split(", "))}
+        assert list(told.values()) == sorted(told.values(), reverse=True) and {"forward", "backward"} <= told.keys()
+        assert 0.85 * float(whole) < sum(told.values()) <= 1.01 * float(whole)
     assert said.count("step 10: wall clock of 10 steps, ms a step, bubble") == 1 and said.count("wall clock") == 1
     for part in ("forward", "backward", "optimizer", "batch", "other", "step"):
         assert re.search(rf"{part}\W+[\d.]+\W+[\d.]+\W+0\W", said), (part, said)
@@ -559,7 +565,8 @@ def test_the_docs_commands_work_as_typed(tmp_path: Path) -> None:
 
 
 def check_docs(said: str, tmp_path: Path) -> None:
-    assert "step 20: wall clock of 10 steps" in said and "runs/seen/report.html\npage.html\n" in said
+    assert "step 10: wall clock of 10 steps" in said and re.search(r"step 20: [\d.]+ ms a step, rank \d", said)
+    assert "runs/seen/report.html\npage.html\n" in said
     assert {path.name for path in (tmp_path / "runs" / "seen").iterdir()} == {
         *("metrics.jsonl", "run.json", "timeline.json", "report.html")
     }

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import triax
 from triax.cli.main import app
 from triax.grid.errors import ConfigError
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.monitor.protocol import Slice, StepRecord
 from triax.monitor.report.page import chart
 from triax.monitor.report.run_folder import read_run, read_trace
@@ -251,6 +255,58 @@ def test_a_clock_that_is_ahead_is_set_back() -> None:
     assert [e["ts"] for e in made["traceEvents"] if e["ph"] == "X"] == [0.0, 0.0]
     assert made["otherData"]["clock"] == "estimated, to 30 us"
     assert made["otherData"]["clock_error_us"] == pytest.approx(30)
+
+
+def train(folder: str, steps: int, *axes: int) -> None:
+    """Train a small GPT on a grid, resumed from what is in the folder."""
+    grid = triax.Grid(pipe=axes[0], data=axes[1], context=axes[2])
+    config = GPTConfig(
+        vocab_size=32, max_position_embeddings=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = triax.PipelineModule(gpt_layers(config), grid=grid, loss_fn=GPTLoss(grid, vocab_size=32))
+    engine, *_ = triax.initialize(
+        model=model,
+        config={
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 1},
+            "json_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+            "checkpoint": {"dir": f"{folder}/saved", "every": 1, "resume": "auto"},
+            "timeline": {"step": 2},
+        },
+    )
+    tokens = torch.arange(16).view(2, 8)
+    while engine.global_steps < steps:
+        engine.train_batch(iter([(tokens, tokens)] * 4))
+
+
+def test_a_run_resumed_on_other_grids_says_which_steps_and_ranks_each_panel_is_of(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, train, str(tmp_path), 3, 2, 1, 1)
+    ranks(2, train, str(tmp_path), 7, 1, 1, 2)
+    ranks(4, train, str(tmp_path), 10, 1, 2, 2)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [(each["since_step"], each["ranks"]) for each in record["earlier"]] == [(1, 2), (4, 2)]
+    assert record["since_step"] == 8 and record["grid"] == {"pipe": 1, "data": 2, "tensor": 1, "context": 2}
+    assert record["parameters"] == 32 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16
+    sent = record["ranks"][0]["traffic"]["sent"]
+    assert {"context", "data_context"} <= sent.keys() and record["ranks"][0]["memory"]["held"]["activations"] > 0
+    text = " ".join(Page(write_report(tmp_path / "run").read_text()).text.split())
+    for words in (
+        "1 to 3 2 pipe × 1 data × 1 tensor 2 1f1b 1 8, 2",
+        "4 to 7 1 pipe × 1 data × 2 context × 1 tensor 2 1f1b 1 8, 2",
+        "8 to 10 1 pipe × 2 data × 2 context × 1 tensor 4 1f1b 1 8, 2",
+        "Bytes held after step 10 on 4 ranks",
+        "are the peaks of step 9",
+        "Bytes that 4 ranks sent in step 10",
+        "data × context axis: formula",
+        "2 ranks: 2 pipe × 1 data × 1 tensor",  # of the trace of step 2, on the first grid
+    ):
+        assert words in text, (words, text[:3000])
+    # A run that begins again is no resumed one.
+    shutil.rmtree(tmp_path / "saved")
+    ranks(1, train, str(tmp_path), 1, 1, 1, 1)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["earlier"] == []
 
 
 def test_a_step_taken_again_counts_once(tmp_path: Path) -> None:
