@@ -1,4 +1,4 @@
-"""Everything that README.md tells its reader to type works.
+"""Everything that README.md and docs/start tell their reader to type works.
 
 - A ```python block is a program: it is run, in an empty folder. If its first line is `# name.py`, it is run under
   that name, and the commands below it may use it. A block that imports nothing continues the one before it.
@@ -26,7 +26,7 @@ import pytest
 
 from triax.pipe.schedules.choose import NAMES
 
-from paths import ROOT
+from paths import DOCS, ROOT
 from processes import program
 from readme_blocks import broken_links, commands, programs
 
@@ -160,13 +160,28 @@ def write_programs(text: str, folder: Path) -> None:
 # -------------------------------------------------------------------------------------------- the README
 
 
+LINES, WORDS = 150, 25  # of the whole README, and of a cell of its tables
+
+
+def test_readme_is_short() -> None:
+    """Its length, its longest cell, and a picture on the first screen."""
+    lines = README.read_text().splitlines()
+    assert len(lines) <= LINES
+    assert any(line.startswith("![") for line in lines[:20])
+    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("|").split("|")]
+    shown = [re.sub(r"\]\([^)]*\)", "]", cell) for cell in cells]  # a link's address is not read
+    assert cells and [cell for cell in shown if len(cell.split()) > WORDS] == []
+
+
 def test_readme_shows_a_program_and_commands() -> None:
     text = README.read_text()
     assert programs(text), "README.md has no Python example"
-    assert {"make train", "make test"} <= {command.partition("#")[0].strip() for _, command in commands(text)}
+    assert any(command.startswith("pip install") for _, command in commands(text))
+    assert "`make train`" in text
 
 
 TYPED = [command for _, command in commands(README.read_text())]
+STARTED = [command for page in sorted((DOCS / "start").glob("*.md")) for command in commands(page.read_text())]
 
 
 @pytest.mark.parametrize(
@@ -193,30 +208,28 @@ def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: 
         assert first == alone and not any(others)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The others are in test_schedules and test_executor by default.
-        pytest.param(name, marks=() if name == "zb-v" else pytest.mark.exhaustive)
-        for name in NAMES
-        if name != "forward"
-    ],
-)
-def test_the_program_works_with_every_schedule(ranks: Any, name: str, tmp_path: Path) -> None:
-    text = README.read_text()
-    assert text.count('"1f1b"') == 1
-    write_programs(text, tmp_path)
-    first, *_ = programs(text)
-    wanted = ranks(1, program, [first], str(tmp_path))[0]
-    (tmp_path / first).write_text((tmp_path / first).read_text().replace('"1f1b"', f'"{name}"'))
-    assert ranks(2, program, [first, "2", "1", "1"], str(tmp_path))[0] == wanted
+def every_schedule(source: str, names: list[str], folder: str) -> list[str]:
+    """Run the program with each schedule's name, its first steps; return what each prints."""
+    told = []
+    for name in names:
+        (Path(folder) / f"{name}.py").write_text(source.replace('"1f1b"', f'"{name}"').replace("range(10)", "range(2)"))
+        told.append(program([f"{name}.py", "2"], folder))
+    return told
+
+
+def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path) -> None:
+    source = programs(README.read_text())["first.py"]
+    assert '"1f1b"' in source and "range(10)" in source
+    names = [name for name in NAMES if name != "forward"]
+    first, second = ranks(2, every_schedule, source, names, str(tmp_path))
+    assert len(set(first)) == 1 and "step 1: " in first[0] and not any(second)
 
 
 @pytest.mark.parametrize(
     ("line", "command"),
     [
         pytest.param(*each, marks=pytest.mark.exhaustive if each[1].startswith("torchrun ") else ())
-        for each in commands(README.read_text())
+        for each in [*commands(README.read_text()), *(each for each in STARTED if each[1] not in TYPED)]
     ],
 )
 def test_command_works(line: int, command: str, tmp_path: Path) -> None:
