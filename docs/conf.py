@@ -61,6 +61,7 @@ def setup(sphinx: Sphinx) -> None:
     sphinx.add_directive("public-names", PublicNames)
     sphinx.add_directive("commands", Commands)
     sphinx.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
+    sphinx.connect("autodoc-process-docstring", join_names, priority=900)  # after it
     sphinx.connect("source-read", name_files_outside)
     sphinx.connect("build-finished", list_links_outside)
 
@@ -114,6 +115,13 @@ def first_sentence(module: types.ModuleType) -> str:
 def as_restructured_text(sphinx: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Rewrite, in place, what docstrings have beside napoleon's sections: tables, and a section with a longer title."""
     lines[:] = [*_sections(_tables(lines))]
+
+
+def join_names(sphinx: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Join, in place, several names of one entry, which Sphinx would take for a type and a name."""
+    for i, line in enumerate(lines):
+        if field := re.match(r":(param|ivar) ([^:]+):", line):
+            lines[i] = f":{field[1]} {field[2].replace(', ', '/')}:{line[field.end() :]}"
 
 
 def _sections(lines: Iterator[str]) -> Iterator[str]:
