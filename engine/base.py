@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..config.schema import Config
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
 from ..grid.assemble import Shard, assemble
+from ..grid.comm.traffic import Sent
 from ..grid.errors import ConfigError
 from ..grid.replica_grid import ReplicaGrid
 from ..moe.auxiliary_steps import AuxiliarySteps
@@ -28,6 +30,8 @@ from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.protocols import MakeOptimizer
 from ..zero.synchronous_replicas import SynchronousReplicas
+from .accounting.memory import MemoryAccounts
+from .accounting.traffic import traffic_formulas
 from .local_updates import LocalReplicas
 from .named_parameters import named_parameters
 from .observer import StepObserver
@@ -73,6 +77,8 @@ class Engine:
         replicas: replica strategy, which is synchronous data parallelism or local updates.
         replica_state: saves and loads each replica's state in a checkpoint. None if all replicas have equal state.
         checkpointer: saves and loads checkpoints.
+        accounts: counts this rank's memory.
+        record_memory: set it to True to count the memory of the next steps while they run, for ``memory_report``.
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
         observer: records, prints and traces steps.
         loss_scaler: fp16's loss scale; None without fp16.
@@ -83,6 +89,8 @@ class Engine:
     data_axis: ZeroDataAxis
     auxiliary: AuxiliarySteps
     observer: StepObserver
+    accounts: MemoryAccounts
+    record_memory = False
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
@@ -90,6 +98,7 @@ class Engine:
         self.module, self.grid, self.config = module, grid, config
         self.batch = batch_sizes(config, grid.replicas)
         self.global_steps = 0
+        self._sent: dict[str, dict[str, Sent]] = {}  # in the last step
         # A step runs on the whole grid, or under local_updates on the grid of this replica.
         self._step_grid = grid if config.local_updates is None else ReplicaGrid(grid)
         self._options = zero_options(config, self._step_grid, module)
@@ -214,9 +223,16 @@ class Engine:
         return self.replicas.common_weights()
 
     def traffic_report(self) -> dict[str, Any]:
-        """Return what this rank sends to other replicas under ``local_updates``; {} without ``local_updates``.
+        """Return the bytes that this rank sent in the last step.
 
-        The result is {"local": {entries of the table}, "formula": {"data": the table's ``formula``}}.
+        | entry | meaning |
+        |---|---|
+        | ``sent`` | counted: axis -> collective -> calls and bytes |
+        | ``formula`` | axis -> bytes, by the formula of ZeRO's paper, of the gradient compression, or of ZeRO++ |
+        | ``uncompressed`` | axis -> bytes, by ZeRO's formula for gradients in the dtype in which they are accumulated |
+        | ``local`` | under ``local_updates`` only: the table below |
+
+        Under ``local_updates`` ``formula`` is that of ``local``, for the data axis.
 
         | entry of ``local`` | meaning |
         |---|---|
@@ -231,7 +247,32 @@ class Engine:
         The steps before ``start_step`` all-reduce gradients in ``communication_data_type``. ``async_diloco`` sends each
         other replica a message of its own, which is N/2 times the formula for N replicas.
         """
-        return self.replicas.traffic()
+        sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
+        formulas = traffic_formulas(self.data_axis, self.config.zero_optimization.stage, self._backward_passes())
+        return {"sent": sent, **formulas} | self.replicas.traffic()
+
+    def memory_report(self) -> dict[str, Any]:
+        """Return the bytes that this rank holds, beside the papers' formula and the process's peak.
+
+        | entry | bytes |
+        |---|---|
+        | ``held`` | between two steps, by kind: parameters, gradients, masters, optimizer, buffers |
+        | ``held["common"]`` | under ``local_updates``: the common weights and the outer optimizer's state |
+        | ``held["activations"]`` | peak of the tensors saved by autograd in the last step |
+        | ``held["working"]`` | peak of temporaries, gathered weights, gradients and messages in the last step |
+        | ``offloaded`` | ``cpu`` or ``nvme`` -> kind -> bytes |
+        | ``formula`` | model states by ZeRO's formula |
+        | ``peak`` | ``Grid.peak_memory`` |
+
+        ``activations`` and ``working`` are None unless ``record_memory`` was set before the last step. For a plain
+        module they count what is made in the engine's calls: not a loss function outside the module.
+        """
+        report = self.accounts.report()
+        return {**report, "held": report["held"] | self.replicas.memory()}
+
+    def _backward_passes(self) -> Counter[int]:
+        """Return the backward passes of a step: stage of the pipeline -> their number on this rank."""
+        raise NotImplementedError
 
     def gather(self, what: str = "weights") -> dict[str, Tensor]:
         """Return the model's unsharded tensors by whole-model name, on every rank. Collective.

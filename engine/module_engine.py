@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..config.schema import Config
 from ..context.part_loss import share_of_mean
 from ..grid import Grid
 from ..grid.agreement import number
+from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
@@ -34,6 +36,7 @@ from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.module_optimizer import ModuleOptimizer
+from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
@@ -92,6 +95,8 @@ class ModuleEngine(Engine):
             self.optimizer = ModuleOptimizer(make, listed, *layout, **common)
             self.backward_passes = self.optimizer.backward_passes
         self.data_axis = self.backward_passes.data_axis
+        self.accounts = MemoryAccounts(self.data_axis, module, grid)
+        self._sent_before: dict[str, dict[str, Sent]] | None = None  # when this step began; None: it has not
         self._make_step(parts)
         self.observer = ModuleObserver(self)
         self.microbatch = 0
@@ -119,6 +124,7 @@ class ModuleEngine(Engine):
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
                 self._begin_step()
+            counting = self.accounts.counting() if trains else nullcontext()
             if not self.config.managed_gradient_accumulation:
                 self.microbatch = self.backward_passes.count
             if self._dropout is not None:
@@ -127,7 +133,8 @@ class ModuleEngine(Engine):
                 set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_equal_shapes(self.grid, (args, kwargs))
             self._auxiliary.scale = self.optimizer_step.scale
-            y = self.module(*args, **kwargs)
+            with counting:
+                y = self.module(*args, **kwargs)
             if graph:
                 self.backward_passes.watch(y)
             if graph and (self._scales.any or not trains):
@@ -178,7 +185,8 @@ class ModuleEngine(Engine):
             with self._scales.running(scale):
                 scaled = loss if factor == 1.0 else loss.float() * factor
                 self.backward_passes.watch(scaled)
-                scaled.backward(retain_graph=retain_graph)
+                with self.accounts.counting():
+                    scaled.backward(retain_graph=retain_graph)
             if self.backward_passes.count == before:
                 self.backward_passes.run_empty()
             self._engine_backwards += self.backward_passes.count - before
@@ -222,15 +230,20 @@ class ModuleEngine(Engine):
                     "an object that is not a tensor, tuple, list or dict: call engine.backward(loss), or "
                     "engine.scale(loss).backward()"
                 )
+            last = self.is_gradient_accumulation_boundary()
             try:
-                if self.is_gradient_accumulation_boundary():
+                if last:
                     if not self.config.managed_gradient_accumulation:
                         missing = self.batch.accumulation - self.backward_passes.count
                         self._samples_before -= missing * self.batch.micro * self.grid.replicas
                     self.microbatch = -1
-                    with torch.no_grad(), self.replicas.stepping() as grid:
+                    with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
                         self._step(grid, self.optimizer, lr_kwargs)
+                    self._sent = self.grid.traffic.since(self._sent_before or {})
             finally:  # also after an error
+                if last:
+                    self._sent_before = None
+                    self.accounts.end()
                 self.microbatch += 1
                 self.backward_passes.seen = self.backward_passes.count
                 self.micro_steps += 1
@@ -356,8 +369,15 @@ class ModuleEngine(Engine):
 
         A forward pass in eval mode does not: it may be an evaluation's, which no backward pass follows.
         """
+        if self._sent_before is None:
+            self._sent_before = self.grid.traffic.report()
+            if self.record_memory:
+                self.accounts.begin()
         if self.backward_passes.stepped:
             self.backward_passes.begin()
+
+    def _backward_passes(self) -> Counter[int]:
+        return Counter({0: self.batch.accumulation})
 
     def _mark_last(self) -> None:
         # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.

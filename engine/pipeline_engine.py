@@ -6,6 +6,7 @@ eval_batch     fetch microbatches -> run a forward-only program
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -19,7 +20,6 @@ from ..config.schema import Config
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
 from ..grid.agreement import mean, totals
-from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..moe.auxiliary_steps import AuxiliarySteps
@@ -41,7 +41,6 @@ from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
-from .accounting.traffic import traffic_formulas
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
 from .setup.recomputation import log_profile
@@ -64,21 +63,18 @@ class PipelineEngine(Engine):
         training_dataloader: microbatches of ``training_data``. None without training data.
         global_steps: number of optimizer steps.
         record_timeline: set it to True to measure the next batches. ``timeline`` then holds the last measured batch.
-        record_memory: set it to True to count the memory of the next batches while they run, for ``memory_report``.
         timeline: times of the ops of the last measured batch, on all pipe ranks.
         feed: reads this rank's microbatches.
         program: the lowered schedule of a training step.
         executor: runs programs.
-        accounts: counts this rank's memory.
     """
 
     observer: PipelineObserver
 
     def __init__(self, module: PipelineModule, config: Config, schedule: Schedule, parts: TrainingParts) -> None:
         super().__init__(module, module.grid, config)
-        self.record_timeline = self.record_memory = False
+        self.record_timeline = False
         self.timeline: Timeline | None = None
-        self._sent: dict[str, dict[str, Sent]] = {}
         self._evaluations: dict[int, Program] = {}
         self._given_schedule = parts.given_schedule
         self.feed = MicrobatchFeed(module, self._options.weight_dtype)
@@ -101,7 +97,7 @@ class PipelineEngine(Engine):
             groups=[group for group, _ in parts.groups],
         )
         module.fill(self.data_axis.fill)
-        self.accounts = MemoryAccounts(self.data_axis, module)
+        self.accounts = MemoryAccounts(self.data_axis, module, self.grid)
         cast((), module, self._options)
         gatherer = self.data_axis.gatherer
         module.run_hook = None if gatherer is None else gatherer.run
@@ -251,39 +247,8 @@ class PipelineEngine(Engine):
                 return loss
             return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
 
-    def traffic_report(self) -> dict[str, Any]:
-        """Return the bytes that this rank sent in the last ``train_batch``.
-
-        | entry | meaning |
-        |---|---|
-        | ``sent`` | counted: axis -> collective -> calls and bytes |
-        | ``formula`` | axis -> bytes, by the formula of ZeRO's paper, of the gradient compression, or of ZeRO++ |
-        | ``uncompressed`` | axis -> bytes, by ZeRO's formula for gradients in the dtype in which they are accumulated |
-
-        Under ``local_updates``, ``Engine.traffic_report`` explains ``local`` and ``formula``.
-        """
-        sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
-        zero, rank = self.config.zero_optimization.stage, self.grid.pipe.rank
-        formulas = traffic_formulas(self.data_axis, zero, self.program, rank)
-        return {"sent": sent, **formulas} | self.replicas.traffic()
-
-    def memory_report(self) -> dict[str, Any]:
-        """Return the bytes that this rank holds, beside the papers' formula and the process's peak.
-
-        | entry | bytes |
-        |---|---|
-        | ``held`` | between two steps, by kind: parameters, gradients, masters, optimizer, buffers |
-        | ``held["common"]`` | under ``local_updates``: the common weights and the outer optimizer's state |
-        | ``held["activations"]`` | peak of the tensors saved by autograd in the last batch |
-        | ``held["working"]`` | peak of temporaries, gathered weights, gradients and messages in the last batch |
-        | ``offloaded`` | ``cpu`` or ``nvme`` -> kind -> bytes |
-        | ``formula`` | model states by ZeRO's formula |
-        | ``peak`` | ``Grid.peak_memory`` |
-
-        ``activations`` and ``working`` are None unless ``record_memory`` was set before the last batch.
-        """
-        report = self.accounts.report()
-        return {**report, "held": report["held"] | self.replicas.memory()}
+    def _backward_passes(self) -> Counter[int]:
+        return Counter(op.stage for op in self.program.ops[self.grid.pipe.rank] if op.kind in "BW")
 
     def _evaluation(self, microbatches: int) -> Program:
         """Return the verified program of a forward pass; made once for each number of microbatches."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
-from ...grid import layout_of
+from ...grid import Grid, layout_of
 from ...grid.dtypes import short_name
 from ...monitor.profiler.memory_meter import MemoryMeter
-from ...pipe.module import PipelineModule
 from ...plan.formulas import STATES, ModelStates, model_states
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
@@ -20,22 +20,37 @@ from ...zero.zeropp.options import ZeroPlusPlus
 
 
 class MemoryAccounts:
-    """Counter of the bytes that one rank holds, for ``PipelineEngine.memory_report``.
+    """Counter of the bytes that one rank holds, for ``Engine.memory_report``.
+
+    Args:
+        data_axis: this rank's buckets.
+        module: the model.
+        grid: the grid of the model.
 
     Attributes:
-        meter: counts the activations of a step while the step runs. None outside the context ``step``.
+        meter: counts the activations of a step, from ``begin`` to ``end``. None otherwise.
     """
 
-    def __init__(self, data_axis: ZeroDataAxis, module: PipelineModule) -> None:
-        self._data_axis, self._module = data_axis, module
+    def __init__(self, data_axis: ZeroDataAxis, module: nn.Module, grid: Grid) -> None:
+        self._data_axis, self._module, self._grid = data_axis, module, grid
         self.meter: MemoryMeter | None = None
+        self._before = 0
         self._activations: int | None = None
         self._working: int | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context in which the activations and the working memory of a training step are counted."""
-        before = sum(held_bytes(self._data_axis, self._module).values())
+        self.begin()
+        try:
+            with self.counting():
+                yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Begin to count the activations and the working memory of a training step."""
+        self._before = sum(held_bytes(self._data_axis, self._module).values())
         buckets, sharded = self._data_axis.buckets, self._data_axis.gatherer is not None
         # Stage 3 alone resizes them. This is read at every operation of the step.
         weights = [bucket.weights.untyped_storage() for bucket in buckets if sharded]
@@ -47,31 +62,36 @@ class MemoryAccounts:
         def elsewhere() -> int:
             return sum(w.nbytes() for w in weights) + sum(size for exists, size in old if exists() is not None)
 
-        self.meter = meter = MemoryMeter(elsewhere)
-        try:
-            with meter.counting():
-                yield
-        finally:
-            self.meter = None
-            # State that the optimizer makes in its first step is not working memory.
-            after = sum(held_bytes(self._data_axis, self._module).values())
-            self._activations = meter.activations
-            self._working = max(0, before + meter.peak - after - meter.activations)
+        self.meter = MemoryMeter(elsewhere)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Context for a part of the step that is counted. It has no effect outside ``begin`` and ``end``."""
+        return nullcontext() if self.meter is None else self.meter.counting()
+
+    def end(self) -> None:
+        """End the step. Does nothing without ``begin``."""
+        if (meter := self.meter) is None:
+            return
+        self.meter = None
+        # State that the optimizer makes in its first step is not working memory.
+        after = sum(held_bytes(self._data_axis, self._module).values())
+        self._activations = meter.activations
+        self._working = max(0, self._before + meter.peak - after - meter.activations)
 
     def report(self) -> dict[str, Any]:
-        """Return this rank's memory report, as ``PipelineEngine.memory_report`` documents."""
+        """Return this rank's memory report, as ``Engine.memory_report`` documents."""
         held: dict[str, int | None] = {**held_bytes(self._data_axis, self._module)}
         held |= {"activations": self._activations, "working": self._working}
         return {
             "held": held,
             "offloaded": self._data_axis.offloaded(),
             "formula": self._formula(),
-            "peak": self._module.grid.peak_memory(),
+            "peak": self._grid.peak_memory(),
         }
 
     def _formula(self) -> dict[str, float]:
         """Return the bytes by the papers' formulas, for this rank's trained and frozen parameters."""
-        options, grid = self._data_axis.options, self._module.grid
+        options, grid = self._data_axis.options, self._grid
         total = dict.fromkeys(ModelStates._fields, 0.0)
         trained = {m.parameter for bucket in self._data_axis.buckets if bucket.trained for m in bucket.members}
         optimizer = self._data_axis.optimizer

@@ -1,6 +1,6 @@
 """``memory_breakdown``: prints the bytes that every rank holds around forward, backward and step, by kind.
 
-The kinds are those of ``PipelineEngine.memory_report``:
+The kinds are those of ``Engine.memory_report``:
 
 - parameters, gradients, masters, optimizer, buffers: memory held between two steps
 - activations: tensors that autograd saved

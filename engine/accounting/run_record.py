@@ -16,7 +16,7 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None,
     """Return the record of the run so far on rank 0, None on the others. Collective.
 
     Args:
-        engine: a ``PipelineEngine`` or a ``ModuleEngine``. The latter has no memory and traffic reports.
+        engine: a ``PipelineEngine`` or a ``ModuleEngine``.
         grid: the ranks to record.
         flops: FLOPs of the model in one step.
         peak: peak TFLOP/s of one device.
@@ -29,8 +29,8 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None,
         **grid.coordinate._asdict(),
         # Elements of the unsharded parameters. A tied parameter counts on one pipe rank only.
         "parameters": sum(math.prod(layout.shape) for _, layout, counted in named_parameters(engine.module) if counted),
-        "memory": engine.memory_report() if pipelined and since else None,
-        "traffic": engine.traffic_report() if pipelined and since else None,
+        "memory": engine.memory_report() if since else None,
+        "traffic": engine.traffic_report() if since else None,
     }
     ranks = grid.world.all_gather_json(mine)
     if grid.rank != 0:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ...pipe.program.program import Program
 from ...plan.formulas import zero_traffic
 from ...zero.compression.compressor import Compressor
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.zeropp.traffic import zeropp_formula
 
 
-def traffic_formulas(data_axis: ZeroDataAxis, stage: int, program: Program, rank: int) -> dict[str, dict[str, float]]:
+def traffic_formulas(data_axis: ZeroDataAxis, stage: int, passes: Counter[int]) -> dict[str, dict[str, float]]:
     """Return the bytes that each rank sends in one step: ``formula`` and ``uncompressed``, axis -> bytes.
 
     ``formula`` is the number of bytes with the configured compression or ZeRO++. ``uncompressed`` is the number by
@@ -20,10 +19,8 @@ def traffic_formulas(data_axis: ZeroDataAxis, stage: int, program: Program, rank
     Args:
         data_axis: this rank's buckets, with the compressor or the collectives that reduce their gradients.
         stage: stage of ZeRO.
-        program: the program of one step.
-        rank: position on the pipe axis.
+        passes: stage of the pipeline -> its backward passes in one step.
     """
-    passes = Counter(op.stage for op in program.ops[rank] if op.kind in "BW")  # stage -> its backward passes
     if data_axis.options.zeropp is not None:
         formula = zeropp_formula(data_axis, passes)
     elif isinstance(data_axis.exchange, Compressor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -60,6 +60,18 @@ class Traffic:
     def clear(self) -> None:
         """Set all counters to 0."""
         self._sent.clear()
+
+    def since(self, before: Mapping[str, Mapping[str, Sent]]) -> dict[str, dict[str, Sent]]:
+        """Return what was sent after an earlier ``report``. Counters that were cleared since count from there."""
+        found: dict[str, dict[str, Sent]] = {}
+        for axis, kinds in self.report().items():
+            for collective, now in kinds.items():
+                then = before.get(axis, {}).get(collective, Sent(0, 0.0))
+                if now.calls < then.calls:
+                    then = Sent(0, 0.0)
+                if now.calls > then.calls:
+                    found.setdefault(axis, {})[collective] = Sent(now.calls - then.calls, now.bytes - then.bytes)
+        return found
 
     def report(self) -> dict[str, dict[str, Sent]]:
         """Return axis -> collective -> calls and bytes."""

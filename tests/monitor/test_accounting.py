@@ -66,6 +66,45 @@ def test_traffic_of_each_stage(ranks: Any, replicas: int) -> None:
                 assert traffic["formula"]["data"] == (3 * m if stage == 3 else wanted) * ring
 
 
+def both_engines(stage: int) -> Any:
+    """The reports of one model, as a list of layers and as a plain module, after two steps."""
+    here = Grid(timeout=60)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    listed, *_ = triax.initialize(model=PipelineModule(layers, grid=here, loss_fn=nn.MSELoss()), config=config)
+    chain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    plain, *_ = triax.initialize(model=chain, grid=here, config=config)
+    listed.record_memory = plain.record_memory = True
+    pairs = [(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(MICROBATCHES)]
+    for _ in range(2):
+        listed.train_batch(iter(pairs))
+        here.traffic.clear()  # of another engine
+        for x, y in pairs:
+            plain.backward(nn.functional.mse_loss(plain(x), y))
+            plain.step()
+        here.traffic.add("data", "broadcast", 1.0)  # after the step
+    return listed.memory_report(), plain.memory_report(), listed.traffic_report(), plain.traffic_report()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_module_has_the_same_reports(ranks: Any, stage: int) -> None:
+    for listed, plain, sent, plain_sent in ranks(2, both_engines, stage):
+        activations, most = plain["held"].pop("activations"), listed["held"].pop("activations")
+        working, _ = plain["held"].pop("working"), listed["held"].pop("working")
+        assert {k: v for k, v in plain.items() if k != "peak"} == {k: v for k, v in listed.items() if k != "peak"}
+        assert 0 < activations <= most and working > 0  # a pipeline's loss counts too
+        assert plain_sent["formula"] == sent["formula"] and plain_sent["uncompressed"] == sent["uncompressed"]
+        here, there = (each["sent"]["data"] for each in (plain_sent, sent))
+        gradients = "all_reduce" if stage == 0 else "reduce_scatter"
+        assert here[gradients] == there[gradients] and "broadcast" not in here
+        assert sum(entry["bytes"] for entry in here.values()) == plain_sent["formula"]["data"]
+
+
 def frozen(numbers: list[int], plus: dict[str, Any], stage: int) -> Any:
     here = Grid(timeout=60)
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
