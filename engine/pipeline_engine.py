@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,28 @@ class PipelineEngine(Engine):
                     self._sent = self.grid.traffic.report()
             log_profile(self.module.recompute)
             return loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: a pipeline runs all microbatches of a step at once."""
+        self._refuse("engine(...)")
+
+    __call__ = forward
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: ``train_batch`` runs the backward passes."""
+        self._refuse("engine.backward(...)")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: ``train_batch`` takes the step."""
+        self._refuse("engine.step()")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise RuntimeError(
+            f"Only train_batch() is accessible in pipeline mode. {call} was called, but a PipelineModule runs the "
+            f"{self.batch.accumulation} microbatches of a step at once: replace forward, backward and step by loss = "
+            "engine.train_batch(batches), where batches is an iterator over pairs (inputs, labels), and call "
+            "engine.eval_batch(batches) to evaluate"
+        )
 
     def _step(self, grid: Grid, optimizer: torch.optim.Optimizer, data_iter: Iterator[Any] | None) -> Tensor:
         """Take a training step with the ranks of a grid."""

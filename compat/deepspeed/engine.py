@@ -471,12 +471,6 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         assert source is not None
         return super().eval_batch(source, return_logits, compute_loss, num_micro_batches)
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ``RuntimeError``: a pipeline runs all microbatches of a step at once."""
-        raise RuntimeError("Only train_batch() and eval_batch() run a PipelineModule: call one of them")
-
-    backward = step = __call__ = forward
-
     def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the whole model's weights in host memory on rank 0, and None on the others. Collective."""
         state = {name: value.cpu() for name, value in self.gather().items()}

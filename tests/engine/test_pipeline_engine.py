@@ -442,6 +442,14 @@ def test_schedules_given_to_initialize_are_checked() -> None:
         made.set_train_batch_size(16)
 
 
+def test_the_loop_of_a_plain_module_is_refused() -> None:
+    made = engine(Grid())
+    for call, name in ((made, "engine(...)"), (made.backward, "engine.backward(...)"), (made.step, "engine.step()")):
+        with pytest.raises(RuntimeError, match=r"^Only train_batch\(\) is accessible in pipeline mode\.") as error:
+            call()
+        assert f"{name} was called" in str(error.value) and "loss = engine.train_batch(batches)" in str(error.value)
+
+
 def by_value(name: str) -> Any:
     grid = Grid(pipe=2, timeout=60)
     model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
