@@ -18,8 +18,10 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from typer.testing import CliRunner
 
 import triax
+from triax.cli.main import app
 
 from import_reader import FOLDERS, library, needs_no_torch
 from paths import ROOT
@@ -129,6 +131,7 @@ def test_schedules_run_as_a_program_without_torch(unpacked: Path) -> None:
 def test_schedules_are_made_verified_and_simulated_without_torch(unpacked: Path) -> None:
     script = """
 import triax
+from triax.cli.main import app
 schedule = triax.make_schedule("1f1b", 4, 8)
 triax.verify(schedule)
 triax.simulate(schedule)
@@ -139,6 +142,11 @@ assert triax.Topology(pipe=2, data=2).world_size == 4
 
 
 # -------------------------------------------------------------------------------------- the package
+
+
+def test_the_command_prints_the_version_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"triax {triax.__version__}\n")
 
 
 def test_the_package_takes_nothing_in_until_a_name_is_used(tmp_path: Path) -> None:
@@ -166,7 +174,7 @@ def test_no_public_name_is_a_files(stub: Path) -> None:
 
 
 def test_the_package_names_what_it_has_when_asked_for_more() -> None:
-    with pytest.raises(AttributeError, match=r"'triax' has no attribute 'Gird'; it has .*Grid, "):
+    with pytest.raises(AttributeError, match=r"'triax' has no attribute 'Gird'; did you mean 'Grid'\?"):
         triax.Gird  # type: ignore[attr-defined]  # noqa: B018
 
 
