@@ -26,7 +26,9 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
 
     def get(name: str) -> object:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(homes)}")
+            from .errors import nearest  # here, so that importing a package imports nothing else
+
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {nearest(name, homes)}")
         module, attribute = homes[name]
         if module.strip("."):
             found = importlib.import_module(module, package)

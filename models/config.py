@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+from ..grid.errors import nearest
 from ..grid.ranges import check_units
 
 
@@ -104,14 +105,14 @@ class TransformerConfig:
         8030261248
 
         Raises:
-            ValueError: the name is unknown; the message lists the known names.
-            TypeError: a field is unknown; the message lists the known fields.
+            ValueError: the name is unknown; the message has the nearest one.
+            TypeError: a field is unknown; the message has the nearest one.
         """
         if name not in cls.PRESETS:
-            raise ValueError(f"there is no preset {name!r}. Give one of {', '.join(cls.PRESETS)}.")
+            raise ValueError(f"there is no preset {name!r}; {nearest(name, cls.PRESETS)}")
         known = [each.name for each in fields(cls)]
         if unknown := sorted(set(changes) - set(known)):
-            raise TypeError(f"{cls.__name__} has no field {', '.join(unknown)}. Its fields are {', '.join(known)}.")
+            raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}; {nearest(unknown[0], known)}")
         return cls(**cls.PRESETS[name] | changes)
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..grid.errors import nearest
 from ..grid.topology import Topology
 from ..pipe.schedules.registry import RECIPES
 
@@ -57,8 +58,9 @@ class ParallelLayout:
             )
         recipe = RECIPES.get(self.schedule)
         if recipe is None or self.schedule == "forward":
-            known = ", ".join(name for name in RECIPES if name != "forward")
-            raise ValueError(f"there is no schedule {self.schedule!r} for training. Give one of {known}.")
+            known = [name for name in RECIPES if name != "forward"]
+            hint = nearest(self.schedule, known)
+            raise ValueError(f"there is no schedule {self.schedule!r} for training; {hint}")
         if not recipe.accepts(self.chunks):
             raise ValueError(
                 f"{self.schedule} does not run {self.chunks} chunks per rank. Give chunks={recipe.chunks}, or another "

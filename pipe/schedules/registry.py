@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...grid.errors import nearest
 from ..program.ops import Orders
 from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule
@@ -59,7 +60,7 @@ def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None =
     """
     recipe = RECIPES.get(name)
     if recipe is None:
-        raise ValueError(f"there is no schedule {name!r}: choose one of {', '.join((*RECIPES, 'auto'))}")
+        raise ValueError(f"there is no schedule {name!r}; {nearest(name, (*RECIPES, 'auto'))}")
     if pipe < 1 or microbatches < 1:
         raise ValueError(
             f"{name} needs at least 1 rank and 1 microbatch, not pipe={pipe}, microbatches={microbatches}: "
@@ -69,8 +70,8 @@ def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None =
         chunks = recipe.chunks
     if not recipe.accepts(chunks):
         near = sorted(range(1, max(chunks, 1) + 5), key=lambda c: (abs(c - chunks), c))
-        nearest = next(c for c in near if recipe.accepts(c))
-        raise ValueError(f"{name} does not run {chunks} chunks per rank: the nearest is chunks={nearest}")
+        other = next(c for c in near if recipe.accepts(c))
+        raise ValueError(f"{name} does not run {chunks} chunks per rank: the nearest is chunks={other}")
     if microbatches < recipe.least(pipe):
         fits = max((p for p in range(1, pipe) if recipe.least(p) <= microbatches), default=None)
         or_ = "" if fits is None else f", or pipe={fits} with microbatches={microbatches}"
