@@ -47,10 +47,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def close(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is nearest to an unknown one; None if none is near."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(
-        name.lower(), [each.lower() for each in names], n=1
-    )
-    return next((each for each in names if near and each.lower() == near[0].lower()), None)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return near[0]
+    near = difflib.get_close_matches(name.lower(), [each.lower() for each in names], n=1)
+    return next((each for each in names if near and each.lower() == near[0]), None)
 
 
 def require_at_least(least: float, **numbers: float) -> None:
