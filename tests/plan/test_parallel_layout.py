@@ -27,7 +27,7 @@ def test_sizes_and_defaults() -> None:
         ({"data": 0}, "data is 0. Give a whole number of at least 1."),
         ({"data": 4, "expert": 3}, "expert=3 does not divide data x context = 4 x 1. Give a divisor of 4."),
         ({"schedule": "1g1b"}, "there is no schedule '1g1b' for training; did you mean '1f1b'?"),
-        ({"schedule": "forward"}, "Give one of gpipe, 1f1b"),
+        ({"schedule": "forward"}, "known are gpipe, 1f1b"),
         ({"chunks": 2}, "1f1b does not run 2 chunks per rank. Give chunks=1"),
         ({"schedule": "interleaved"}, "Give chunks=2"),
         ({"zero": 4}, "zero is 4"),
