@@ -20,13 +20,16 @@ from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
 
 LARGEST = 2**20  # passes of a microbatch through a stage
+MOST_ROWS = 128  # ranks that are drawn in the terminal
 TUNED = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
 def schedule(
     name: Annotated[str | None, typer.Argument(help=f"Name of the schedule: {', '.join(NAMES)}.")] = None,
-    pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis. Default: 4, or the file's.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches per step. Default: twice --pipe, or the file's.")
+    ] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank. Default: as the schedule needs.")] = None,
     costs: Annotated[
         str,
@@ -64,8 +67,8 @@ def schedule(
                 if given not in (None, value := getattr(chosen, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
         else:
-            if pipe is None or microbatches is None:
-                raise ValueError("The size is missing. Give it, for instance as --pipe 4 --microbatches 8.")
+            pipe = 4 if pipe is None else pipe
+            microbatches = 2 * pipe if microbatches is None else microbatches
             passes = pipe * microbatches * (chunks or 1)
             if passes > LARGEST:
                 raise ValueError(
@@ -80,11 +83,11 @@ def schedule(
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         if plot is not None:
-            _plot(plot, [result], [chosen.name])
+            _plot(plot, [result], [title(chosen, parsed)])
         if as_json:
             typer.echo(json.dumps(report(chosen, result)))
         else:
-            _print(chosen, result)
+            _print(chosen, result, parsed)
     except (ValueError, OSError, ImportError) as error:
         console = Console(stderr=True)
         console.print(f"triax schedule: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
@@ -99,6 +102,18 @@ def parse_costs(text_: str) -> Costs:
     if len(values) not in (3, 4, 5):
         raise ValueError(f"--costs is {text_}, but it must be F,I,W[,COMM[,GATHER]]. An example is 1,1,1,0.05.")
     return Costs(*values)
+
+
+def title(chosen: Schedule, costs: Costs) -> str:
+    """Return name, sizes and costs of a schedule in one line."""
+    sizes = f"pipe {chosen.pipe}, microbatches {chosen.microbatches}, chunks {chosen.chunks}"
+    return f"{chosen.name}: {sizes}, {_in_words(costs)}"
+
+
+def _in_words(costs: Costs) -> str:
+    named = [("F", costs.F), ("I", costs.I), ("W", costs.W)]
+    named += [(name, cost) for name, cost in (("message", costs.COMM), ("gather", costs.GATHER)) if cost]
+    return f"costs {', '.join(f'{name} {cost:g}' for name, cost in named)}"
 
 
 def report(chosen: Schedule, result: Simulation) -> dict[str, Any]:
@@ -131,12 +146,11 @@ def _tuned(chosen: Schedule, costs: Costs) -> Schedule:
     return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() else chosen
 
 
-def _print(chosen: Schedule, result: Simulation) -> None:
+def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     console = Console()
-    head = f"{chosen.name}: pipe {chosen.pipe}, microbatches {chosen.microbatches}, chunks {chosen.chunks}"
-    console.print(head, style="bold", highlight=False)
-    if chosen.pipe * chosen.microbatches * chosen.chunks <= 1024:
-        console.print(text(result.timeline), soft_wrap=True)
+    console.print(title(chosen, costs), style="bold", highlight=False, soft_wrap=True)
+    if chosen.pipe <= MOST_ROWS:
+        console.print(text(result.timeline, console.width - len(f"rank {chosen.pipe - 1} ")), soft_wrap=True)
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
@@ -172,7 +186,7 @@ def _compare(
         raise ValueError(f"No named schedule runs at this size{limit}. Search for one with triax schedule auto.")
     rows.sort(key=lambda row: row[1].makespan)
     if plot is not None:
-        _plot(plot, [result for _, result in rows], [chosen.name for chosen, _ in rows])
+        _plot(plot, [result for _, result in rows], [title(chosen, costs) for chosen, _ in rows])
     if as_json:
         entries = [
             {"name": chosen.name, "chunks": chosen.chunks, **figures(result), "sends": sends(chosen)}
@@ -180,7 +194,7 @@ def _compare(
         ]
         typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "schedules": entries}))
         return
-    table = Table(title=f"pipe {pipe}, microbatches {microbatches}", title_justify="left")
+    table = Table(title=f"pipe {pipe}, microbatches {microbatches}, {_in_words(costs)}", title_justify="left")
     table.add_column("schedule")
     for column in ("chunks", "makespan", "bubble", "peak", "sends"):
         table.add_column(column, justify="right")

@@ -36,11 +36,14 @@ STYLES = {
 
 
 def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
-    """Return a rich renderable: a row per rank, and per op colored cells with its microbatch.
+    """Return a rich renderable: a row or two per rank, with the ops as colored letters and microbatch numbers.
+
+    The letters tell kinds and stages apart without color too. How much is drawn depends on the width of the shortest
+    op: a cell ``F0``; a letter above a number; or, in a long schedule, letters in the proportion of the ops alone.
 
     Args:
         subject: what to draw.
-        width: number of columns. If None, it is the number that the microbatch numbers need, at most 400.
+        width: the most columns, without the names of the ranks. None: as many as the numbers need, at most 400.
     """
     from rich.text import Text
 
@@ -51,33 +54,85 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
         return Text("no op runs")
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
     digits = len(str(max(span.op.microbatch for span in spans)))
-    if width is None:
-        shortest = min((s.end - s.start for s in spans if s.end > s.start), default=end - begin)
-        width = min(400, max(20, round((end - begin) / shortest * (digits + 1)))) if end > begin else 20
+    shortest = min((s.end - s.start for s in spans if s.end > s.start), default=end - begin)
+    needed = max(20, round((end - begin) / shortest * (digits + 2))) if end > begin else 20
+    width = min(needed, 400 if width is None else max(width, 20))
     scale = width / (end - begin) if end > begin else 1.0
+    narrowest = shortest * scale
+    out, notes = Text(no_wrap=True, overflow="crop"), []
+    if any(span.op.stage >= len(rows) for span in spans):
+        notes.append("lower case and light: a rank's later stages")
     label = len(f"rank {len(rows) - 1}")
-    out = Text(no_wrap=True, overflow="crop")
     for rank, row in enumerate(rows):
-        out.append(f"rank {rank}".ljust(label) + " ", style="bold")
-        column = 0
-        for span in row:
-            first, last = round((span.start - begin) * scale), round((span.end - begin) * scale)
-            out.append(" " * max(0, first - column))
-            cells = last - max(first, column)
-            number = str(span.op.microbatch)
-            content = span.op.kind + number if len(number) < cells else number
-            out.append(
-                content.ljust(cells)[:cells] if len(content) <= cells else " " * cells,
-                style=STYLES[span.op.kind][min(1, span.op.stage // len(rows))],
-            )
-            column = max(column, last)
-        out.append("\n")
-    out.append(" " * (label + 1))
+        if narrowest >= 1:
+            lines = _cells(row, len(rows), begin, scale, digits if narrowest > digits + 1 else None)
+        else:
+            lines = [_summary(row, len(rows), begin, width, scale)]
+        for i, line in enumerate(lines):
+            out.append(f"rank {rank}".ljust(label) if i == 0 else " " * label, style="bold")
+            out.append(" ").append_text(line).append("\n")
+    if narrowest < 1:
+        notes.append(f"a column is {1 / scale:.3g} of time: its ops in their proportion, . idle")
+    elif narrowest < digits:
+        notes.append("numbers: the last digit of the microbatch")
+    out.append(" " * label)
     for kind, name in NAMES.items():
         if any(span.op.kind == kind for span in spans):
-            out.append(f" {kind} ", style=STYLES[kind][0])
-            out.append(f" {name}  ")
+            out.append(" ").append(f" {kind} ", style=STYLES[kind][0]).append(f" {name} ")
+    for note in notes:
+        out.append("\n" + " " * (label + 1) + note)
     return out
+
+
+def _letter(op: Op, ranks: int) -> tuple[str, str]:
+    """Return the letter and the style of an op: lower case and light for a rank's later stages."""
+    later = op.stage >= ranks
+    return op.kind.lower() if later else op.kind, STYLES[op.kind][later]
+
+
+def _cells(row: Sequence[Span], ranks: int, begin: float, scale: float, digits: int | None) -> list[Any]:
+    """Return a rank's line of cells such as ``F0``; without ``digits``, a line of letters and one of numbers."""
+    from rich.text import Text
+
+    lines = [Text()] if digits is not None else [Text(), Text()]
+    column = 0
+    for span in row:
+        first, last = round((span.start - begin) * scale), round((span.end - begin) * scale)
+        cells = last - max(first, column)
+        letter, style = _letter(span.op, ranks)
+        number = str(span.op.microbatch)
+        contents = [letter + number] if digits is not None else [letter, number[-cells:] if cells > 0 else ""]
+        for line, content in zip(lines, contents):
+            line.append(" " * max(0, first - column))
+            line.append(content.ljust(cells)[: max(0, cells)], style=style)
+        column = max(column, last)
+    return lines
+
+
+def _summary(row: Sequence[Span], ranks: int, begin: float, width: int, scale: float) -> Any:
+    """Return a rank's line of letters, each kind as often as its share of the time; idle time is a dot."""
+    from rich.text import Text
+
+    line, owed, at = Text(), {(".", ""): 0.0}, 0
+    for column in range(width):
+        left, right = begin + column / scale, begin + (column + 1) / scale
+        while at < len(row) and row[at].end <= left:
+            at += 1
+        idle, k, here = 1.0, at, set()
+        while k < len(row) and row[k].start < right:
+            share = (min(row[k].end, right) - max(row[k].start, left)) * scale
+            letter = _letter(row[k].op, ranks)
+            owed[letter] = owed.get(letter, 0.0) + share
+            here.add(letter)
+            idle, k = idle - share, k + 1
+        if idle > 1e-9:
+            owed[".", ""] += idle
+            here.add((".", ""))
+        # The others of this column are owed to the next ones, so that over a few of them the shares are right.
+        most = max(sorted(here), key=lambda each: owed[each])
+        owed[most] -= 1
+        line.append(most[0], style=most[1])
+    return line
 
 
 def color(op: Op, stages: int, ranks: int) -> str:
@@ -105,6 +160,7 @@ def picture(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.legend_handler import HandlerTuple
         from matplotlib.patches import Patch
     except ImportError:
         raise ImportError("pictures need matplotlib: pip install matplotlib, or triax[plot]") from None
@@ -114,8 +170,11 @@ def picture(
     if titles is not None and len(titles) != len(times):
         raise ValueError(f"{len(titles)} titles for {len(times)} timelines: give one for each")
     longest = max(max(t.makespan for t in times), 1e-12)
-    ops = max((len(row) for t in times for row in t.rows), default=1)
-    width = min(40.0, max(9.0, 0.16 * ops))
+    spans = [span for t in times for row in t.rows for span in row if span.op.kind in COMPUTE]
+    lengths = sorted(span.end - span.start for span in spans if span.end > span.start) or [longest]
+    digits = len(str(max((span.op.microbatch for span in spans), default=0)))
+    # So that the number fits into three of four ops, in letters of 5 points.
+    width = min(40.0, max(9.0, 1.0 + longest / lengths[len(lengths) // 4] * 5 * (0.62 * digits + 0.2) / 72))
     heights = [0.34 * len(t.rows) + 0.55 for t in times]
     figure = Figure(figsize=(width, sum(heights) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -141,12 +200,29 @@ def picture(
         axis.set_yticks(range(len(one.rows)), [f"rank {r}" for r in range(len(one.rows))])
         axis.set_xlim(0, longest * 1.005)
         axis.spines[["top", "right"]].set_visible(False)
-        name = f"{titles[i]}   " if titles is not None else ""
+        name = f"{titles[i]}\n" if titles is not None else ""
         axis.set_title(f"{name}makespan {one.makespan:.4g}{unit}, bubble {one.bubble:.1%}", loc="left", fontsize=10)
     axes[-1].set_xlabel(f"time ({unit.strip()})" if unit.strip() else "time")
     seen = {span.op.kind for t in times for row in t.rows for span in row}
-    handles = [Patch(color=COLORS[k][0], label=name) for k, name in NAMES.items() if k in seen]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9)
+    later = any(span.op.stage >= len(t.rows) for t in times for row in t.rows for span in row)
+    shades = [tuple(Patch(color=c) for c in COLORS[k][: 1 + later]) for k in NAMES if k in seen]
+    handles: list[Any] = [*shades]
+    labels = [NAMES[k] for k in NAMES if k in seen]
+    if later:
+        handles.append(Patch(visible=False))
+        labels.append("dark: a rank's first stage, light: its last")
+    if any(collectives for t in times for collectives in t.collectives):
+        handles += [Patch(color=OTHER), Patch(color="black")]
+        labels += ["collective", "waiting for it"]
+    figure.legend(
+        handles,
+        labels,
+        handler_map={tuple: HandlerTuple(ndivide=None)},
+        loc="outside lower center",
+        ncols=max(1, len(handles)),
+        frameon=False,
+        fontsize=9,
+    )
     figure.savefig(path, dpi=130)
 
 

@@ -22,10 +22,34 @@ def plain(subject: object) -> list[str]:
 def test_text_is_the_pipeline_in_cells() -> None:
     lines = plain(text(make_schedule("1f1b", 2, 3)))
     assert [line.rstrip() for line in lines[:2]] == [
-        "rank 0 F0F1    B0  F2B1    B2",
-        "rank 1   F0B0  F1B1  F2B2",
+        "rank 0 F0 F1       B0    F2 B1       B2",
+        "rank 1    F0 B0    F1 B1    F2 B2",
     ]
     assert "forward" in lines[2] and "weight gradient" not in lines[2]
+
+
+def test_narrow_text_has_letters_above_numbers() -> None:
+    lines = plain(text(make_schedule("zb-v", 2, 2), width=20))
+    assert [line.rstrip() for line in lines[:4]] == [
+        "rank 0 F F  fi fi Iw Iw WW",
+        "       0 1  00 11 00 11 01",
+        "rank 1   Ff Ff iI iI wW wW",
+        "         00 11 00 11 00 11",
+    ]
+    assert "lower case and light: a rank's later stages" in lines[-1]
+
+
+@pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 16, 64), ("zb-v", 8, 32), ("gpipe", 3, 1000)])
+def test_a_long_schedule_is_summarised(name: str, pipe: int, microbatches: int) -> None:
+    times = timeline_of(make_schedule(name, pipe, microbatches))
+    lines = plain(text(times, width=72))
+    assert max(map(len, lines)) <= 80 and "a column is" in lines[-1]
+    for line, row in zip(lines, times.rows, strict=False):
+        letters = line[-72:]
+        busy = sum(span.end - span.start for span in row) / times.makespan
+        assert 1 - letters.count(".") / 72 == pytest.approx(busy, abs=0.1)
+        share = sum(span.end - span.start for span in row if span.op.kind == "F") / times.makespan
+        assert letters.upper().count("F") / 72 == pytest.approx(share, abs=0.1)
 
 
 def test_text_colours_each_kind() -> None:

@@ -274,6 +274,16 @@ def test_the_command_prints_one_json_object() -> None:
     assert found["bubble"] == pytest.approx(1.5 / 25.5)
 
 
+def test_the_command_has_a_size_and_fits_into_80_columns() -> None:
+    for name in TRAINING:
+        code, output = run(name)
+        assert code == 0 and max(map(len, output.splitlines())) <= 80, name
+        assert output.startswith(f"{name}: pipe 4, microbatches 8, chunks {RECIPES[name].chunks}, costs F 1, I 1, W 1")
+    assert "pipe 3, microbatches 6, chunks 1" in run("1f1b", "--pipe", "3")[1]
+    code, output = run("1f1b", "--pipe", "16", "--microbatches", "64", "--costs", "1,1,1,0.1")
+    assert code == 0 and max(map(len, output.splitlines())) <= 80 and "W 1, message 0.1" in output
+
+
 def test_the_command_compares_what_fits() -> None:
     code, output = run("--compare", "--pipe", "4", "--microbatches", "8", "--memory", "3", "--json")
     assert code == 0
@@ -299,7 +309,6 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["1f1b"], "--pipe 4 --microbatches 8"),
         ([], "Give one of a schedule's name"),
         (["zbv", "--pipe", "4", "--microbatches", "8"], "did you mean 'zb-v'?"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
