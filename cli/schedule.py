@@ -15,7 +15,7 @@ from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule
+from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
 from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
 
@@ -25,7 +25,10 @@ TUNED = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
 def schedule(
-    name: Annotated[str | None, typer.Argument(help=f"Name of the schedule: {', '.join(NAMES)}.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help=f"Name of the schedule: {', '.join(NAMES)}, or one of an installed package."),
+    ] = None,
     pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis. Default: 4, or the file's.")] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Microbatches per step. Default: twice --pipe, or the file's.")
@@ -59,7 +62,9 @@ def schedule(
     """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
     try:
         if [name is not None, compare, file is not None].count(True) != 1:
-            raise ValueError(f"Give one of a schedule's name, --compare and --file. The names are {', '.join(NAMES)}.")
+            raise ValueError(
+                f"Give one of a schedule's name, --compare and --file. The names are {', '.join(schedule_names())}."
+            )
         parsed = parse_costs(costs)
         if file is not None:
             chosen = read_schedule(file)
@@ -173,10 +178,18 @@ def _compare(
     keep_gathered: bool,
 ) -> None:
     rows: list[tuple[Schedule, Simulation]] = []
-    for name, recipe in RECIPES.items():
-        if name == "forward" or not (chunks is None or recipe.accepts(chunks)) or microbatches < recipe.least(pipe):
+    for name in schedule_names():
+        recipe = RECIPES.get(name)
+        if name in ("forward", "auto"):
             continue
-        chosen = _tuned(make_schedule(name, pipe, microbatches, chunks), costs)
+        if recipe and (not (chunks is None or recipe.accepts(chunks)) or microbatches < recipe.least(pipe)):
+            continue
+        try:
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks), costs)
+        except ValueError:
+            if recipe is None:  # a package's, which does not exist at this size
+                continue
+            raise
         result = simulate(chosen, costs, keep_gathered)
         if memory is None or max(result.peak_activations) <= memory + 1e-9:
             verify(chosen, memory)

@@ -20,7 +20,7 @@ from ..models.huggingface.config import from_hf, read_config
 from ..pipe.partition import uniform
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
-from ..pipe.schedules.choose import FILES, NAMES, make_schedule
+from ..pipe.schedules.choose import make_schedule, require_schedule
 from ..plan.layers import layers_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
@@ -318,8 +318,7 @@ def _batch_advice(file: TrainingFile, train: int | None, data: int) -> str | Non
 
 def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: BatchSizes, layers: int) -> Schedule:
     options = config.pipeline
-    if options.schedule not in NAMES and not options.schedule.endswith(FILES):
-        raise ConfigError(no_such("schedule", options.schedule, [name for name in NAMES if name != "forward"]))
+    require_schedule("schedule", options.schedule)
     if options.schedule == "forward":
         raise ConfigError("schedule is forward, which has no backward passes: give one for training, such as 1f1b")
     searched = [key for key in ("costs", "memory") if getattr(file.schedule, key) is not None]

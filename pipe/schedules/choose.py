@@ -1,8 +1,13 @@
-"""Choice of a schedule by name, by search (`auto`), or from a file: the public `make_schedule`."""
+"""Choice of a schedule by name, by search (`auto`), or from a file: the public `make_schedule`.
+
+Another package adds names by entry points: [project.entry-points."triax.schedules"] name = "package.module:function",
+where function(pipe, microbatches, chunks) returns a Schedule; chunks is None if the user gave none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
 from ...grid.errors import ConfigError, no_such
@@ -13,6 +18,7 @@ from .search import find_schedule
 
 NAMES = (*RECIPES, "auto")
 FILES = (".csv", ".json")  # endings of schedule files
+_GROUP = "triax.schedules"  # of other packages' entry points
 
 
 def make_schedule(
@@ -26,8 +32,8 @@ def make_schedule(
     """Make or read a schedule: a published one, ``auto`` (the best found for ``costs``), or a file.
 
     Args:
-        name: a published name (``triax.pipe.schedules.registry.RECIPES``), ``auto``, or a path that ends in .csv or
-            .json.
+        name: a published name (``triax.pipe.schedules.registry.RECIPES``), ``auto``, a path that ends in .csv or
+            .json, or the name of another package's entry point (group ``triax.schedules``).
         pipe: ranks of the pipe axis.
         microbatches: microbatches of a step.
         chunks: stages per rank; None: the schedule's default.
@@ -41,10 +47,27 @@ def make_schedule(
     if name == "auto":
         return find_schedule(pipe, microbatches, costs, pipe if memory is None else memory, chunks)
     if not name.endswith(FILES):
-        return named_schedule(name, pipe, microbatches, chunks)
+        installed = _installed(name)
+        if name not in installed.names:
+            return named_schedule(name, pipe, microbatches, chunks)
+        made = installed[name].load()(pipe, microbatches, chunks)
+        if not isinstance(made, Schedule):
+            raise TypeError(f"{installed[name].value} returned a {type(made).__name__}, but must return a Schedule")
+        require_size(made, name, pipe, microbatches, chunks)
+        return made
     schedule = read_schedule(Path(name))
     require_size(schedule, name, pipe, microbatches, chunks)
     return schedule
+
+
+def _installed(name: str | None = None) -> EntryPoints:
+    """Return other packages' schedules; none for a published name, which keeps its meaning."""
+    return EntryPoints() if name in NAMES else entry_points(group=_GROUP)
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return the names of all schedules: the published ones, ``auto``, and those of installed packages."""
+    return (*NAMES, *sorted(_installed().names - set(NAMES)))
 
 
 def require_schedule(where: str, name: str) -> None:
@@ -57,8 +80,8 @@ def require_schedule(where: str, name: str) -> None:
     Raises:
         ConfigError: it is none of them; the message has the nearest name.
     """
-    if name not in NAMES and not name.endswith(FILES):
-        raise ConfigError(no_such(where, name, NAMES))
+    if name not in NAMES and not name.endswith(FILES) and name not in (names := schedule_names()):
+        raise ConfigError(no_such(where, name, names))
 
 
 def require_size(schedule: Schedule, name: str, pipe: int, microbatches: int, chunks: int | None) -> None:

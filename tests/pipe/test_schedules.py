@@ -15,12 +15,14 @@ import typer
 from typer.testing import CliRunner
 
 from triax.cli.schedule import schedule as schedule_command
+from triax.engine import read_config
+from triax.grid.errors import ConfigError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import simulate
 from triax.pipe.program.verify import verify
-from triax.pipe.schedules.choose import make_schedule
+from triax.pipe.schedules.choose import make_schedule, schedule_names
 from triax.pipe.schedules.registry import RECIPES
 
 TRAINING = [name for name in RECIPES if name != "forward"]
@@ -290,6 +292,41 @@ def test_the_command_compares_what_fits() -> None:
     assert {row["name"] for row in json.loads(output)["schedules"]} == {"v-half", "v-min"}
     code, output = run("--compare", "--pipe", "4", "--microbatches", "8")
     assert code == 0 and all(name in output for name in TRAINING)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package on the path with a schedule ``mine`` for an even number of microbatches."""
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[triax.schedules]\nmine = mine_schedules:mine\nodd = mine_schedules:odd\n")
+    (tmp_path / "mine_schedules.py").write_text(
+        "import triax\n"
+        "def mine(pipe, microbatches, chunks):\n"
+        "    if microbatches % 2:\n"
+        "        raise ValueError('mine takes an even number of microbatches')\n"
+        "    return triax.make_schedule('interleaved', pipe, microbatches, chunks or 3)\n"
+        "def odd(pipe, microbatches, chunks):\n"
+        "    return 'F0'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_schedules_of_a_package_by_name(package: Path) -> None:
+    assert schedule_names()[-2:] == ("mine", "odd")
+    assert make_schedule("mine", 2, 4) == make_schedule("interleaved", 2, 4, 3)
+    assert read_config({"train_batch_size": 4, "pipeline": {"schedule": "mine"}}).pipeline.schedule == "mine"
+    with pytest.raises(ConfigError, match=r"there is no 'mien'; did you mean 'mine'\?"):
+        read_config({"train_batch_size": 4, "pipeline": {"schedule": "mien"}})
+    with pytest.raises(ValueError, match="mine takes an even number"):
+        make_schedule("mine", 2, 3)
+    with pytest.raises(TypeError, match="mine_schedules:odd returned a str, but must return a Schedule"):
+        make_schedule("odd", 2, 4)
+    (package / "mine-1.0.dist-info" / "entry_points.txt").write_text("[triax.schedules]\nmine = mine_schedules:mine\n")
+    assert "mine" not in run("--compare", "--pipe", "2", "--microbatches", "3")[1]
+    assert "interleaved" in run("mine", "--pipe", "2")[1]
 
 
 def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[no-untyped-def]
