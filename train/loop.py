@@ -119,7 +119,8 @@ class TrainingRun:
             loss = float(engine.train_batch())
             self.clock.tick()
             if engine.record_timeline:
-                report.pipeline(step, engine.timeline)
+                report.pipeline(step, engine.timeline, job.schedule)
+                self.clock.skip()
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
             report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step))

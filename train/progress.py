@@ -1,10 +1,11 @@
-"""Progress of a training run: a line on the terminal, and at its end report.html, loss.png and schedule.png."""
+"""Progress of a training run: a line on the terminal, schedule.png early, and report.html and loss.png at its end."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -60,10 +61,17 @@ class Reporter:
         elif step % self.every == 0 or step in (1, self.steps):
             self.say(line)
 
-    def pipeline(self, step: int, measured: Timeline | None) -> None:
-        """Note the times of a step's ops; the picture is of the step with the median time."""
+    def pipeline(self, step: int, measured: Timeline | None, schedule: Schedule) -> None:
+        """Note the times of a step's ops, and draw the first ones at once.
+
+        In the end the picture is of the step with the median time.
+        """
         if self.speaks and measured is not None:
             self._pipelines.append((measured.makespan, step, measured))
+            if len(self._pipelines) == 1 and step < self.steps and find_spec("matplotlib") is not None:
+                path = self.folder / "schedule.png"
+                draw_schedule(path, schedule, measured, f"step {step}")
+                self.say(f"picture {path}: the pipeline of step {step} as measured")
 
     def stop(self) -> None:
         """End the progress line."""

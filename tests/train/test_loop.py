@@ -14,9 +14,12 @@ from torch import Tensor
 
 from triax.data.token_data import TokenData
 from triax.grid.environment import read_environment
+from triax.pipe.program.simulate import timeline_of
+from triax.pipe.schedules.choose import make_schedule
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
+from triax.train.progress import Reporter
 
 from reference import gpt_logits
 from tokenized import folder
@@ -124,3 +127,18 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert validations(place, "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
     model = place / "runs" / "one" / "model"
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_the_first_picture_is_drawn_during_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    report, path = Reporter(tmp_path, True, steps=100, every=20), tmp_path / "schedule.png"
+    report.pipeline(10, None, schedule)
+    assert not path.exists()
+    report.pipeline(10, timeline_of(schedule), schedule)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out == f"picture {path}: the pipeline of step 10 as measured\n"
+    path.unlink()
+    report.pipeline(20, timeline_of(schedule), schedule)
+    Reporter(tmp_path, True, steps=10, every=20).pipeline(10, timeline_of(schedule), schedule)  # it ends here
+    Reporter(tmp_path, False, steps=100, every=20).pipeline(10, timeline_of(schedule), schedule)  # another rank
+    assert not path.exists()
