@@ -1,14 +1,16 @@
-# Everything starts here; `make` alone lists it. Only Python 3.11, make and a package registry are needed.
+# Everything starts here; `make` alone lists it. Only Python from 3.11 on, make and a package registry are needed.
 #
 #   make train ARGS="--steps 50"      options for the example
 #   make test ARGS="-k pool -x"       options for pytest
 #   make fuzz SECONDS=60 ARGS="--seed 2"
-#   make PYTHON=/opt/py/bin/python3   another Python for the environment (3.11 or newer)
+#   make PYTHON=/opt/py/bin/python3   another Python for the environment than the newest on the path
 #
 # Where pip should take torch's small CPU build (by default the registry's own, with CUDA on Linux):
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
 
-PYTHON ?= python3.11
+# The newest of those that run: a command may be there and stand for a Python that is not installed.
+PYTHON ?= $(shell for each in python3.14 python3.13 python3.12 python3.11 python3; do \
+	$$each -c "import sys; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1 && echo $$each && break; done)
 ARGS ?=
 SECONDS ?= 600
 
@@ -41,7 +43,8 @@ install: $(STAMP) ## .venv with the versions of constraints.txt, and the command
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "== $(VENV) is missing or older than $(if $?,$(firstword $?),its sources): installing"
-	@$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -c "" 2>/dev/null || { test -n "$(PYTHON)" && $(PYTHON) -m venv --clear $(VENV); } || \
+		{ echo "no Python from 3.11 on could make $(VENV): install one, or type make PYTHON=/path/to/python3" >&2; exit 2; }
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 

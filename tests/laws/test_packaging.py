@@ -277,6 +277,32 @@ def test_an_install_that_failed_is_not_taken_for_done(clone: Path) -> None:
     assert [PIP in line for line in asked(clone)] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    ("there", "taken"),
+    [
+        ({"python3.13": 127, "python3.12": 0, "python3.11": 0}, "python3.12"),  # pyenv's shims are there and do not run
+        ({"python3.11": 0, "python3": 0}, "python3.11"),
+        ({"python3": 0}, "python3"),
+        ({"python3": 1}, None),  # older
+    ],
+)
+def test_make_takes_the_newest_python_that_runs(clone: Path, there: dict[str, int], taken: str | None) -> None:
+    path = clone.parent / "path"
+    path.mkdir()
+    for tool in ("sh", "awk", "mkdir", "cp", "touch", "test"):
+        (path / tool).symlink_to(str(shutil.which(tool)))
+    for name, status in there.items():
+        (path / name).write_text(
+            f'#!/bin/sh\ncase "$*" in -c*version_info*) exit {status} ;; esac\n'
+            f'echo {name} >> "{clone}/log"\nexec "{clone}/fake-python" "$@"\n'
+        )
+        (path / name).chmod(0o755)
+    done = run(str(shutil.which("make")), "install", cwd=clone, PATH=str(path))
+    assert done.returncode == (0 if taken else 2), done.stderr
+    assert asked(clone)[:1] == ([taken] if taken else [])
+    assert taken or "make PYTHON=/path/to/python3" in done.stderr
+
+
 def test_options_reach_the_command(clone: Path) -> None:
     make(clone, "train", "ARGS=--steps 3")
     assert asked(clone)[-1] == "examples/train_gpt.py --pipe 2 --data 2 --tensor 2 --steps 3"
