@@ -33,10 +33,10 @@ QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bu
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all fuzz lint docs
+.PHONY: help install train check test test-all fuzz lint docs release-check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## .venv with the versions of constraints.txt, and the command .venv/bin/triax
 	@echo "installed: $(BIN)/triax, $$($(BIN)/python --version)"
@@ -74,6 +74,13 @@ docs: $(STAMP) ## the documentation site, in build/docs/html; a warning is an er
 	@echo "== building the documentation"
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -d build/docs/cache docs build/docs/html
 	@echo "open build/docs/html/index.html"
+
+release-check: $(STAMP) ## before a release: linters, every test, an hour of fuzzing, docs, and the wheel in an empty environment
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory test-all
+	$(MAKE) --no-print-directory fuzz SECONDS=3600
+	$(MAKE) --no-print-directory docs
+	$(BIN)/python tests/laws/release.py
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@echo "== linting"

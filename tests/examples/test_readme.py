@@ -237,8 +237,14 @@ def test_command_works(line: int, command: str, tmp_path: Path) -> None:
     check(command, tmp_path)
 
 
-def test_links_lead_somewhere() -> None:
-    assert broken_links(README.read_text()) == []
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(file: str) -> None:
+    assert broken_links((ROOT / file).read_text()) == []
+
+
+@pytest.mark.parametrize(("line", "command"), commands((ROOT / "CONTRIBUTING.md").read_text()))
+def test_a_contributors_command_works(line: int, command: str, tmp_path: Path) -> None:
+    check(command, tmp_path)
 
 
 # ---------------------------------------------------------------------------------- and the checks check

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from datetime import date
 from email import message_from_string
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
@@ -25,6 +27,7 @@ from triax.cli.main import app
 
 from import_reader import FOLDERS, library, needs_no_torch
 from paths import ROOT
+from versions import versions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 STUBS = [ROOT / "__init__.pyi", *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.pyi")))]
@@ -312,7 +315,58 @@ def test_options_reach_the_command(clone: Path) -> None:
 
 def test_every_target_is_explained(clone: Path) -> None:
     listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
-    assert listed == ["help", "install", "train", "check", "test", "test-all", "fuzz", "lint"]
+    assert listed == ["help", "install", "train", "check", "test", "test-all", "fuzz", "docs", "release-check", "lint"]
+
+
+def test_the_release_check_runs_everything(clone: Path) -> None:
+    make(clone, "install")
+    asked(clone)
+    planned = make(clone, "-n", "release-check").stdout
+    steps = (
+        "ruff check",
+        "mypy",
+        "exhaustive or not exhaustive",
+        "tests/laws/$program.py",
+        "sphinx-build",
+        "release.py",
+    )
+    at = [planned.find(step) for step in steps]
+    assert -1 not in at and at == sorted(at), planned
+    assert "3600 / 4" in planned
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert set(versions().values()) == {triax.__version__}
+
+
+def test_the_changelog_lists_versions_newest_first() -> None:
+    heads = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == "[Unreleased]"
+    dated = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - (\d{4}-\d\d-\d\d)", head) for head in heads[1:]]
+    assert dated and None not in dated
+    found = [tuple(map(int, each.groups()[:3])) for each in dated if each]
+    assert found == sorted(found, reverse=True)
+
+
+def test_the_citation_file_has_what_the_format_requires() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(cited) and cited["type"] == "software"
+    assert cited["license"] == PROJECT["project"]["license"] and isinstance(cited["date-released"], date)
+    assert all({"name"} == set(author) for author in cited["authors"])
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda file: file.stem
+)
+def test_issue_templates_are_forms(file: Path) -> None:
+    form = yaml.safe_load(file.read_text())
+    if file.stem == "config":
+        assert form == {"blank_issues_enabled": True}
+        return
+    assert {"name", "description", "body"} <= set(form)
+    names = [part["id"] for part in form["body"]]
+    assert len(names) == len(set(names))
+    assert all(part["type"] in ("textarea", "input") and part["attributes"]["label"] for part in form["body"])
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -1,0 +1,63 @@
+"""Program: the wheel in an empty environment, and the version in every place: `make release-check` runs it at its end.
+
+    python tests/laws/release.py
+
+It builds the wheel, makes an environment with this Python and nothing else, installs the wheel with its dependencies,
+and runs what a new user types first: the command's version, a schedule, and README.md's program on one and on two
+processes, which must print the same losses.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from paths import ROOT
+from readme_blocks import programs
+from versions import versions
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Run a command; return what it prints, or end with what it said."""
+    words = [str(word) for word in command]
+    print("==", *words, flush=True)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def main() -> None:
+    """Check the versions, then build, install and use the wheel."""
+    found = versions()
+    if len(set(found.values())) > 1:
+        sys.exit(f"the version is not the same everywhere: {found}")
+    version = found["pyproject.toml"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, ROOT, cwd=folder)
+        (wheel,) = folder.glob("*.whl")
+        venv.create(folder / "env", with_pip=True)
+        commands = folder / "env" / "bin"
+        install = ("-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+        run(commands / "python", *install, cwd=folder)
+        said = run(commands / "triax", "--version", cwd=folder)
+        if said.strip() != f"triax {version}":
+            sys.exit(f"the installed command says {said.strip()}, not triax {version}")
+        run(commands / "triax", "schedule", "zb-v", cwd=folder)
+        script, source = next(iter(programs((ROOT / "README.md").read_text()).items()))
+        (folder / script).write_text(source)
+        alone = run(commands / "python", script, cwd=folder)
+        together = run(commands / "torchrun", "--nproc-per-node", "2", script, "2", "1", "1", cwd=folder)
+        if alone != together or "step" not in alone:
+            sys.exit(f"one process printed\n{alone}and two\n{together}")
+    print(f"triax {version}: the wheel installs into an empty environment and works")
+
+
+if __name__ == "__main__":
+    main()
