@@ -15,14 +15,13 @@ import typer
 from typer.testing import CliRunner
 
 from triax.cli.schedule import schedule as schedule_command
-from triax.engine import read_config
 from triax.grid.errors import ConfigError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import simulate
 from triax.pipe.program.verify import verify
-from triax.pipe.schedules.choose import make_schedule, schedule_names
+from triax.pipe.schedules.choose import make_schedule, require_schedule, schedule_names
 from triax.pipe.schedules.registry import RECIPES
 
 TRAINING = [name for name in RECIPES if name != "forward"]
@@ -317,9 +316,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_schedules_of_a_package_by_name(package: Path) -> None:
     assert schedule_names()[-2:] == ("mine", "odd")
     assert make_schedule("mine", 2, 4) == make_schedule("interleaved", 2, 4, 3)
-    assert read_config({"train_batch_size": 4, "pipeline": {"schedule": "mine"}}).pipeline.schedule == "mine"
-    with pytest.raises(ConfigError, match=r"there is no 'mien'; did you mean 'mine'\?"):
-        read_config({"train_batch_size": 4, "pipeline": {"schedule": "mien"}})
+    require_schedule("pipeline.schedule", "mine")
+    with pytest.raises(ConfigError, match=r"pipeline\.schedule: there is no 'mien'; did you mean 'mine'\?"):
+        require_schedule("pipeline.schedule", "mien")
     with pytest.raises(ValueError, match="mine takes an even number"):
         make_schedule("mine", 2, 3)
     with pytest.raises(TypeError, match="mine_schedules:odd returned a str, but must return a Schedule"):
