@@ -34,15 +34,21 @@ TRAINING_FILES = (".yaml", ".yml", ".toml")
 
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A preset such as llama3-70b, a Hugging Face folder, a JSON file with its fields, or a training file."
         ),
-    ],
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: those of --layout.")] = None,
     machine: Annotated[
         str, typer.Option(help="a100-80g, h100-80g, h200, b200, cpu, or a .json or .toml file.")
     ] = "h100-80g",
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Time this machine for a minute, and write its description to this .json file, for --machine."
+        ),
+    ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step, over all replicas.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
@@ -64,6 +70,13 @@ def plan(
 ) -> None:
     """Print the fastest layouts of a training run that fit on a cluster."""
     try:
+        if measure is not None:
+            _measure(measure)
+            if model is None:
+                return
+            machine = str(measure)
+        if model is None:
+            raise ValueError("--model is missing. Give a preset such as llama3-8b, a folder, or a training file.")
         config, file = model_of(model)
         if file is not None:
             sequence, batch = sequence or file.training.sequence, batch or file.training.batch
@@ -98,6 +111,17 @@ def plan(
         raise
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _measure(path: Path) -> None:
+    """Time this machine, and write a machine file."""
+    if path.suffix != ".json":
+        raise ValueError(f"--measure is {path}, but it must end in .json.")
+    from ..train.measure import measure  # imports torch
+
+    found = measure(path.stem, say=lambda line: typer.echo(line, err=True))
+    path.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"{path}: {found.sources['measured']}")
 
 
 def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:

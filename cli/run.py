@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from ..grid.environment import given_threads
 from ..grid.errors import ConfigError
 from ..launcher.hosts import (
     Hosts,
@@ -327,8 +328,7 @@ def _threads(given: int | None) -> int | None:
 
     None means that each process gets an equal share of the host's cores.
     """
-    variable = os.environ.get("OMP_NUM_THREADS", "")
-    return int(variable) if given is None and variable.isdecimal() else given
+    return given_threads() if given is None else given
 
 
 def _exit(code: int) -> NoReturn:

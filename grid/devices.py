@@ -25,6 +25,18 @@ def gpu_descriptions() -> list[tuple[str, str]]:
     return found
 
 
+def gpu_sizes(device: torch.device) -> tuple[str, int, int]:
+    """Return a GPU's name, its bytes of memory and its number of multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.total_memory, properties.multi_processor_count
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed what was launched on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def usable_memory(device: torch.device) -> float:
     """Return the bytes that the tensors of a process may take.
 

@@ -218,3 +218,9 @@ def _first_host(env: Mapping[str, str]) -> str:
 def socket_interfaces() -> dict[str, str]:
     """Return the variables that name the network interface of gloo and NCCL, if they are set."""
     return {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+
+
+def given_threads() -> int | None:
+    """Return the number of threads per process that ``OMP_NUM_THREADS`` gives; None without it."""
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return int(variable) if variable.isdecimal() else None

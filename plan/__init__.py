@@ -5,8 +5,11 @@ layers.py           layers_of: parameters, products and attention sizes of each 
 memory.py           ModelMemory: bytes of each pipe rank by kind, on any layout
 parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
 machine.py          Machine: speed of products, memory and links, with sources; MACHINES
+measured.py         MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan --measure``
 collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
 cost.py             CostModel: seconds of a step on a layout, term by term
+cores.py            seconds of a schedule whose ranks share the cores of one machine
+traffic.py          bytes that each pipe rank sends in a step, by axis
 fit.py              the cost model's two fitted figures, and its errors on published tables
 search.py           Searcher: the fastest layouts that fit, by exact lower bounds
 tuning.py           Tuner: microbatch size and ZeRO stage of a configuration, confirmed by measured steps

@@ -47,14 +47,30 @@ class RankGroup(NamedTuple):
 
 
 def reduce_scatter(size: float, group: RankGroup, machine: Machine) -> float:
-    """Return the seconds of a reduce-scatter of ``size`` bytes over a ring, which an all-gather takes too."""
+    """Return the seconds of a reduce-scatter of ``size`` bytes over a ring."""
+    return _ring("reduce_scatter", size, group, machine)
+
+
+def all_gather(size: float, group: RankGroup, machine: Machine) -> float:
+    """Return the seconds of an all-gather of ``size`` bytes, of all ranks together, over a ring."""
+    return _ring("all_gather", size, group, machine)
+
+
+def _ring(name: str, size: float, group: RankGroup, machine: Machine) -> float:
     n = group.size
     if n == 1:
         return 0.0
+    if (found := _measured(name, (n - 1) / n * size, group, machine)) is not None:
+        return found
     return (n - 1) / n * size / group.ring_speed(machine) + _latency(group, machine)
 
 
-all_gather = reduce_scatter
+def _measured(name: str, sent: float, group: RankGroup, machine: Machine) -> float | None:
+    """Return the measured seconds of a collective in which each rank sends so many bytes, inside one machine."""
+    measured = machine.measured
+    if measured is None or name not in measured.collectives or group.link(machine) is not machine.links[0]:
+        return None
+    return measured.collective(name, group.size, sent)
 
 
 def all_reduce(size: float, group: RankGroup, machine: Machine) -> float:
@@ -62,6 +78,8 @@ def all_reduce(size: float, group: RankGroup, machine: Machine) -> float:
     n = group.size
     if n == 1:
         return 0.0
+    if (found := _measured("all_reduce", 2 * (n - 1) / n * size, group, machine)) is not None:
+        return found
     ring = 2 * reduce_scatter(size, group, machine)
     tree = 2 * size / group.ring_speed(machine) + 2 * math.log2(n) * group.link(machine).latency
     return min(ring, tree)
@@ -70,6 +88,8 @@ def all_reduce(size: float, group: RankGroup, machine: Machine) -> float:
 def all_to_all(size: float, group: RankGroup, machine: Machine) -> float:
     """Return the seconds until each rank has sent ``size`` bytes, 1/n of them to each of the n ranks."""
     n, seconds, inside = group.size, 0.0, 1
+    if n > 1 and (found := _measured("all_gather", (n - 1) / n * size, group, machine)) is not None:
+        return found
     for link in machine.links:  # what stays within a level and leaves the one below goes over this level's link
         members = group.within(link.ranks)
         if members > inside:

@@ -24,31 +24,41 @@ software's overhead | Narayanan et al. 2021 |
 | data | plan/formulas.zero_traffic | Rajbhandari et al. 2020, section 7 |
 | optimizer | Adam reads and writes 34 bytes a parameter in mixed precision | plan/formulas.model_states |
 | offload | gradients to the CPU and weights back; Adam at the speed of its memory | arXiv:2101.06840 |
+| overhead | Python of a layer, a microbatch and a step; where kernels are launched ahead, what they do not hide | \
+measured |
+| cores | waiting for a core that other ranks of the machine use | plan/cores.py |
+
+On a machine of ``triax plan --measure`` products, attention, elementwise kernels, collectives, AdamW and the overhead
+are those measured (plan/measured.py). Where ranks compute on shared cores, nothing hides a collective, because the
+transport computes too, and the schedule is simulated with equal shares of the cores (plan/cores.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
 from ..models.config import TransformerConfig
 from ..pipe.program.simulate import Costs, simulate
 from ..pipe.schedules.registry import RECIPES, named_schedule
-from .collectives import RankGroup, all_reduce, all_to_all, message, reduce_scatter
+from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
+from .cores import StageWork, makespan
 from .formulas import BYTES
 from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
+from .measured import MeasuredTimes, interpolated
 from .memory import ModelMemory
 from .parallel_layout import ParallelLayout
 
 KINDS = (
-    *("products", "attention", "elementwise", "recompute", "tensor", "context", "expert"),
-    *("pipe", "bubble", "data", "optimizer", "offload"),
+    *("products", "attention", "elementwise", "overhead", "recompute", "tensor", "context", "expert"),
+    *("pipe", "bubble", "cores", "data", "optimizer", "offload"),
 )
 BACKWARD_ATTENTION = 2.5 * 1.2  # FlashAttention's backward pass over its forward pass
 SCORE_BYTES = 9.0, 11.0  # of softmax and dropout, forward and backward; the products read and write the rest
@@ -66,6 +76,7 @@ class LayerTime(NamedTuple):
     tensor: tuple[float, float]
     context: tuple[float, float]
     expert: tuple[float, float]
+    overhead: tuple[float, float] = (0.0, 0.0)
 
     @property
     def forward(self) -> float:
@@ -144,7 +155,17 @@ class CostModel:
         self.types = list(dict.fromkeys(work.layers))
         self.kinds = [self.types.index(layer) for layer in work.layers]
         self._layers: dict[tuple[int, ...], LayerTime] = {}
-        self.memory = ModelMemory(work.config, work.precision, fused_attention=work.machine.fused_attention)
+        self.measured = work.machine.measured
+        self.on_cores = self.measured is not None and self.measured.cores > 0
+        if self.measured is not None and work.precision not in self.measured.products:
+            raise ValueError(
+                f"the machine {work.machine.name} was measured in {', '.join(self.measured.products)}, not in "
+                f"{work.precision}. Give --precision with one of them."
+            )
+        device = "cpu" if self.on_cores else "cuda"
+        self.memory = ModelMemory(
+            work.config, work.precision, fused_attention=work.machine.fused_attention, device=device
+        )
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -193,7 +214,13 @@ class CostModel:
                 sharded_products.add(product.weight.partition(".")[0])
                 column += times[2] if product.sharding == "column" else 0.0
         attention = self._attention(shape.attention, tokens, layout) if shape.attention else (0.0, 0.0)
-        moved = self._elementwise(shape, tokens, held, t)
+        if self.measured is None:
+            moved = self._elementwise(shape, tokens, held, t)
+            elementwise = moved[0] / machine.elementwise_speed, moved[1] / machine.elementwise_speed
+        else:
+            elementwise = self._kernels(self.measured, shape, tokens, held, t)
+        if self.on_cores:
+            column = 0.0  # the transport takes the core that computes the weight gradients
         # the tensor axis
         hidden = size * tokens * shape.hidden
         branches = len(sharded_products) if shape.kind == "block" else int(shape.kind in ("embedding", "head"))
@@ -215,11 +242,69 @@ class CostModel:
         return LayerTime(
             (forward, inputs, weights),
             attention,
-            (moved[0] / machine.elementwise_speed, moved[1] / machine.elementwise_speed),
+            elementwise,
             tensor,
             self._context(shape.attention, layout, attention) if shape.attention else (0.0, 0.0),
             self._expert(shape, layout, held) if experts else (0.0, 0.0),
+            self._overhead(shape, forward + attention[0] + elementwise[0], inputs + weights + attention[1]),
         )
+
+    def _overhead(self, shape: LayerShape, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds of Python of a layer that its kernels do not hide."""
+        if self.measured is None or shape.kind != "block":
+            return 0.0, 0.0
+        ahead, back = self.measured.layer(shape.name)
+        return (ahead, back) if self.on_cores else (max(0.0, ahead - forward), max(0.0, back - backward))
+
+    def _kernels(
+        self, measured: MeasuredTimes, shape: LayerShape, tokens: int, held: float, t: int
+    ) -> tuple[float, float]:
+        """Return the measured seconds of all kernels but products and attention, forward and backward."""
+        h, forward, backward = shape.hidden, 0.0, 0.0
+
+        def time(name: str, elements: float) -> tuple[float, float]:
+            return measured.kernel(self.work.precision, name, elements)
+
+        for weight in shape.weights:  # gradients are added to those of earlier microbatches
+            own = weight.numel / (t if weight.sharded(t) else 1)
+            backward += time("accumulate", own)[0]
+            if shape.kind == "block" and weight.name.endswith(".bias") and "norm" not in weight.name:
+                backward += time("bias", tokens * own)[0]
+        if shape.norms:
+            norm = time("layer_norm" if shape.norm == "layer" else "rms_norm", held * h)
+            forward, backward = forward + shape.norms * norm[0], backward + shape.norms * norm[1]
+        if shape.kind == "embedding":
+            looked = time("embedding", held * h)
+            return forward + looked[0], backward + looked[1]
+        if shape.kind == "positions":
+            return forward + time("add", held * h)[0], backward + time("bias", held * h)[0]
+        if shape.kind == "head":
+            loss = time("loss", tokens * math.ceil(shape.products[0].outputs / t))
+            return forward + loss[0], backward + loss[1]
+        if shape.kind != "block":
+            return forward, backward
+        assert shape.attention is not None and shape.feedforward is not None
+        sizes, mlp = shape.attention, shape.feedforward
+        residual = 2 * time("add", held * h)[0]
+        if shape.dropout:
+            dropped = time("dropout", held * h)
+            forward, backward = forward + 2 * dropped[0], backward + 2 * dropped[1]
+        queries, values = sizes.heads * sizes.query_dim / t, sizes.heads * sizes.value_dim / t
+        keys = sizes.kv_heads * (sizes.query_dim + sizes.value_dim) / t
+        output, projected = time("by_heads", tokens * values), time("by_heads", tokens * (queries + keys))
+        forward, backward = forward + residual + output[0], backward + residual + output[1] + projected[1]
+        if sizes.rotated:
+            rotated = time("rotated", tokens * (sizes.heads + sizes.kv_heads) / t * sizes.rotated)
+            forward, backward = forward + rotated[0], backward + rotated[1]
+        split = "mlp" in {product.weight.partition(".")[0] for product in shape.products if product.sharding != "none"}
+        each = tokens / t if split else held
+        width = each * (mlp.width * (mlp.per_token or 1) + mlp.shared)
+        activation = time("gated" if mlp.gated else "gelu", width)
+        forward, backward = forward + activation[0], backward + activation[1]
+        if mlp.experts:  # tokens are put in the order of their experts and back
+            ordered = time("by_heads", 2 * each * mlp.per_token * h)
+            forward, backward = forward + ordered[0], backward + ordered[1]
+        return forward, backward
 
     def _product_times(
         self, product: MatrixProduct, shape: LayerShape, layout: ParallelLayout, tokens: int, held: float, routed: bool
@@ -239,6 +324,10 @@ class CostModel:
             assert shape.feedforward is not None
             calls = max(1, shape.feedforward.experts // layout.expert)
             m = max(1, round(m * product.times / calls))
+        if self.measured is not None:
+            shares = self.measured.product(self.work.precision, m, k, n)
+            forward, inputs, weights = (2 * m * k * n * calls / (self.peak * share) for share in shares)
+            return forward, inputs, weights
         return (
             self.product(m, k, n, calls),
             self.product(m, n, k, calls),
@@ -253,6 +342,10 @@ class CostModel:
             window = min(sizes.window or sequence, sequence)
             keys = window * (1 - window / (2 * sequence))  # that a token sees, on average
             forward = 2 * tokens * keys * heads * (sizes.query_dim + sizes.value_dim)
+            if self.measured is not None:
+                dims = (sizes.query_dim + sizes.value_dim) / 2
+                shares = interpolated(self.measured.attention[self.work.precision], (window, dims))
+                return forward / (self.peak * shares[0]), forward / (self.peak * shares[1])
             forward /= self.peak * machine.attention_efficiency
             return forward, BACKWARD_ATTENTION * forward
         rows, calls = sequence // layout.context, layout.microbatch * heads
@@ -299,6 +392,8 @@ class CostModel:
         heads = math.ceil(sizes.kv_heads / layout.tensor)
         whole = self.bytes * layout.microbatch * self.work.sequence * heads * (sizes.query_dim + sizes.value_dim)
         once = reduce_scatter(whole, RankGroup(c, layout.tensor), self.machine)
+        if self.on_cores:
+            return once, 2 * once
         return max(0.0, once - attention[0]), max(0.0, 2 * once - attention[1])
 
     def _expert(self, shape: LayerShape, layout: ParallelLayout, held: float) -> tuple[float, float]:
@@ -320,12 +415,19 @@ class CostModel:
         Raises:
             ValueError: data x microbatch does not divide the batch, or the schedule does not exist for the layout.
         """
-        ranks, kinds = self._pipeline(layout, simulated)
-        self._finish(layout, ranks, kinds)
+        if self.on_cores:
+            kinds = self._step_on_cores(layout)
+        else:
+            ranks, kinds = self._pipeline(layout, simulated)
+            self._finish(layout, ranks, kinds)
+            if self.measured is not None:
+                kinds["overhead"] += self.measured.step
         return StepTime(sum(kinds.values()), {kind: kinds.get(kind, 0.0) for kind in KINDS})
 
     def passes(self, layout: ParallelLayout) -> float:
         """Return the seconds of a step up to its last backward pass: of all ZeRO stages, if the layout's is 0 or 1."""
+        if self.on_cores:
+            return layout.microbatches(self.work.batch) * max(sum(each[:4]) for each in self._stages(layout)[1])
         return sum(self._pipeline(layout)[1].values())
 
     def _pipeline(self, layout: ParallelLayout, simulated: bool = False) -> tuple[list[_RankTime], dict[str, float]]:
@@ -397,6 +499,86 @@ class CostModel:
             kinds = dict(zip(LayerTime._fields, parts, strict=True))
             kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
             found.append(_RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds))
+        return found
+
+    def _stages(self, layout: ParallelLayout) -> tuple[list[tuple[float, ...]], list[list[float]]]:
+        """Return ``_sums`` of each stage and of each pipe rank."""
+        place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
+        cuts = self.memory.cuts(len(place))
+        ranks = [[0.0] * (4 + len(LayerTime._fields)) for _ in range(layout.pipe)]
+        stages = []
+        for stage, rank in enumerate(place):
+            each = [self._sums(kind, layout) for kind in self.kinds[cuts[stage] : cuts[stage + 1]]]
+            stages.append(tuple(map(sum, zip(*each, strict=True))))
+            ranks[rank] = [a + b for a, b in zip(ranks[rank], stages[-1], strict=True)]
+        return stages, ranks
+
+    def _step_on_cores(self, layout: ParallelLayout) -> dict[str, float]:
+        """Return the seconds of a step by kind, on ranks that share the cores of one machine."""
+        measured, m, p, machine = self.measured, layout.microbatches(self.work.batch), layout.pipe, self.machine
+        assert measured is not None
+        schedule = named_schedule(layout.schedule, p, m, layout.chunks)
+        cuts, ranks = self.memory.cuts(len(schedule.placement)), range(p)
+        stages, sums = self._stages(layout)
+        counts = [[0] * len(self.types) for _ in ranks]
+        one = [tuple(int(kind == each) for each in range(len(self.types))) for kind in range(len(self.types))]
+        work = []
+        kinds = [dict(zip(LayerTime._fields, (m * part for part in rank[4:]), strict=True)) for rank in sums]
+        for stage, rank in enumerate(schedule.placement):
+            gather = scatter = 0.0
+            for kind in self.kinds[cuts[stage] : cuts[stage + 1]]:
+                counts[rank][kind] += 1
+                for count, group in self._held(one[kind], layout) if layout.zero >= 2 else ():  # a bucket a layer
+                    gather += all_gather(count * self.bytes, group, machine) if layout.zero == 3 else 0.0
+                    scatter += reduce_scatter(count * max(4, self.bytes), group, machine)
+            forward, inputs, weights, recompute = stages[stage][:4]
+            forward += measured.microbatch[0] + gather
+            inputs += recompute + measured.microbatch[1] + gather + scatter
+            work.append(StageWork(forward, inputs, weights))
+            its = kinds[rank]
+            its["data"] = its.get("data", 0.0) + m * (2 * gather + scatter)
+            its["recompute"] = its.get("recompute", 0.0) + m * recompute
+            its["overhead"] += m * sum(measured.microbatch)
+        ends, after = [0.0] * p, [(0.0, 0.0)] * p  # behind a rank's last op; behind all ranks' (data, optimizer)
+        for rank in ranks:
+            published = stepped = 0.0
+            for count, group in self._held(tuple(counts[rank]), layout):
+                wide = count * max(4, self.bytes)
+                if layout.zero < 2:
+                    ends[rank] += (reduce_scatter if layout.zero else all_reduce)(wide, group, machine)
+                published += all_gather(count * self.bytes, group, machine) if layout.zero in (1, 2) else 0.0
+                share = max(1.0, count / (group.size if layout.zero else 1))
+                stepped += share * interpolated(measured.optimizer, (share,))[0]
+                if layout.gpus > 1:  # the norm of all gradients
+                    stepped += measured.kernel("fp32", "square", share)[0]
+            after[rank] = published, stepped
+        ties = [
+            (rank, kind) for rank in ranks for kind, each in enumerate(self.types) if counts[rank][kind] and each.tie
+        ]
+        for rank, kind in ties if len({rank for rank, _ in ties}) > 1 else ():
+            numel = self.types[kind].parameters / layout.tensor
+            ends[rank] += all_reduce(numel * max(4, self.bytes), RankGroup(2, layout.gpus // p), machine)
+        tokens = layout.microbatch * self.work.sequence / layout.context
+        hidden = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
+        latency = message(0.0, 1, machine) if p > 1 else 0.0
+        moved = message(hidden, 1, machine) - latency if p > 1 else 0.0
+        busiest = max(ranks, key=lambda rank: ends[rank] + sum(kinds[rank].values()))
+        found = kinds[busiest]
+        found["data"] += ends[busiest]
+
+        def total(speed: Callable[[int], float]) -> float:
+            return makespan(schedule, work, ends, latency, moved, layout.gpus // p, speed)
+
+        alone = total(lambda processes: 1.0)
+        hops = [pair for pair in pairwise(schedule.placement) if pair[0] != pair[1]]
+        found["pipe"] = 2 * m * moved * sum(pair.count(busiest) for pair in hops)
+        found["bubble"] = max(0.0, alone - sum(found.values()))
+        shared = total(measured.speed)
+        data, optimizer = max(after, key=sum)
+        others = 1 / measured.speed(layout.gpus) - 1
+        found["cores"] = shared - alone + (data + optimizer) * others
+        found["data"], found["optimizer"] = found["data"] + data, optimizer
+        found["overhead"] += measured.step
         return found
 
     def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:

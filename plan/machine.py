@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..grid.errors import close, describe, nearest
+from .measured import MeasuredTimes
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Machine:
             software waits for it and the device then for its next kernels.
         host_bandwidth: bytes a second between a rank and the CPU's memory.
         host_memory_bandwidth: bytes a second of the CPU's memory, divided by the ranks of a node.
+        measured: times by size that ``triax plan --measure`` has found, which go before the efficiencies above.
         sources: field -> source of its figure.
     """
 
@@ -89,6 +91,7 @@ class Machine:
     message_overhead: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
+    measured: MeasuredTimes | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -167,6 +170,8 @@ def machine(name: str) -> Machine:
         raise ValueError(f"the machine file {path}: {error}") from None
 
 
+_PARTS = {"NetworkLink": NetworkLink, "MeasuredTimes": MeasuredTimes}
+_TABLES = {"Row": "tuple[float, ...]", "Table": "tuple[Row, ...]"}
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 
 
@@ -193,19 +198,22 @@ def _is_needed(each: Any) -> bool:
 
 def _value(kind: str, value: Any, place: str) -> Any:
     """Return a field's value as its annotation has it."""
+    kind = _TABLES.get(kind, kind)
     if kind.startswith("Mapping[str, "):
         if not isinstance(value, Mapping):
             raise ValueError(f"{place} = {describe(value)}: give a mapping.")
         inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
         return {name: _value(inner, each, f"{place}.{name}") for name, each in value.items()}
+    kind = kind.removesuffix(" | None")
+    if kind in _PARTS:
+        return None if value is None else _made(_PARTS[kind], value, f"{place}.")
     if kind.startswith("tuple["):
         if not isinstance(value, (list, tuple)) or (kind == "tuple[int, int]" and len(value) != 2):
             raise ValueError(
                 f"{place} = {describe(value)}: give a list{' of two' if kind == 'tuple[int, int]' else ''}."
             )
-        if kind == "tuple[int, int]":
-            return tuple(_value("int", each, f"{place}.{number}") for number, each in enumerate(value))
-        return tuple(_made(NetworkLink, each, f"{place}.{number}.") for number, each in enumerate(value))
+        inner = kind.removeprefix("tuple[").partition(",")[0]
+        return tuple(_value(inner, each, f"{place}.{number}") for number, each in enumerate(value))
     if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
         names = {"str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}
         raise ValueError(f"{place} = {describe(value)}: give {names[kind]}.")

@@ -245,10 +245,9 @@ class Searcher:
             bubble = min(self._bubble(name, v, passes, weights) for name, v in self.variants(layout, m))
         return (m * passes + (p - 1) * bubble) / p * _JUST_BELOW
 
-    @staticmethod
-    def _bubble(schedule: str, chunks: int, passes: float, weights: float) -> float:
+    def _bubble(self, schedule: str, chunks: int, passes: float, weights: float) -> float:
         """Return p / (p - 1) times a lower bound of a schedule's bubble."""
-        if schedule not in CLOSED_FORMS:
+        if schedule not in CLOSED_FORMS or self.model.on_cores:  # they are simulated
             return 0.0
         return max(0.0, passes - 2 * weights) if schedule == "zb-h1" else passes / chunks
 

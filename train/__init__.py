@@ -13,5 +13,6 @@ spikes.py: spikes of loss and gradient norm: warn, skip, rewind.
 requeue.py: Slurm's signal before the time limit.
 progress.py: progress line, report page and pictures.
 loop.py: one rank of a run: build, train, evaluate, save, export; ``Watch``, for what looks at each step.
+measure.py: ``triax plan --measure``: times of this machine, as a machine file.
 start.py: from a training file to ranks: its own, or those of torchrun, ``triax run`` or srun.
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from measured_machine import HERE
 from typer.testing import CliRunner
 
 from triax.cli.main import app
@@ -44,13 +45,19 @@ COMMANDS = [command for _, command in commands(TEXT)]
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(each, marks=pytest.mark.exhaustive) if "512" in each else each for each in COMMANDS],
+    [
+        pytest.param(each, marks=pytest.mark.exhaustive) if "512" in each or "--measure" in each else each
+        for each in COMMANDS
+    ],
 )
 def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     assert words[:2] == ["triax", "plan"]
+    if "--measure" not in words:
+        Path("here.json").write_text(json.dumps(HERE.to_dict()))
     assert run(*words[2:])
+    assert machine("here.json").measured is not None
 
 
 def test_the_docs_links_and_machine_file(tmp_path: Path) -> None:

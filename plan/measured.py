@@ -1,0 +1,94 @@
+"""Measured figures of a machine, as ``triax plan --measure`` writes them to its file: times of kernels by their size.
+
+A table's rows are sizes followed by figures. Between the measured sizes the logarithm of a figure is interpolated, by
+Shepard's method with the fourth power of the distance between the logarithms of the sizes (Shepard 1968).
+
+Where ranks compute on the cores of the machine, the times are those of one process alone, in seconds of a core;
+``plan/cores.py`` shares the cores among the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Row = tuple[float, ...]
+Table = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Times of a machine's kernels, collectives and of Python.
+
+    Attributes:
+        cores: processes that run at full speed at once, because the machine has as many cores (or as many times
+            ``threads``), which all its ranks share; 0: each rank has a processor of its own.
+        threads: threads of a process, with which everything was measured.
+        crowding: (processes that compute at once, and the speed of all together over that of as many processes alone,
+            but of no more than ``cores``).
+        products: dtype -> (m, k, n, and shares of the peak): forward (m, k) x (k, n), gradient of the inputs, gradient
+            of the weights.
+        attention: dtype -> (sequence, width of a head, and shares of the peak): forward, backward; causal operations.
+        kernels: dtype -> kernel -> (elements, and seconds an element): forward, backward.
+        optimizer: (parameters, seconds a parameter of AdamW).
+        collectives: collective -> (ranks, seconds, seconds a byte that a rank sends): seconds of a core, if they are
+            shared.
+        layers: class of a layer -> seconds of Python and the launch of kernels: forward, backward.
+        microbatch: seconds of Python for a microbatch on a stage, beside its layers: forward, backward.
+        step: seconds of Python for a step.
+    """
+
+    cores: int
+    threads: int
+    crowding: Table
+    products: Mapping[str, Table]
+    attention: Mapping[str, Table]
+    kernels: Mapping[str, Mapping[str, Table]]
+    optimizer: Table
+    collectives: Mapping[str, Table]
+    layers: Mapping[str, Row]
+    microbatch: Row
+    step: float
+
+    def product(self, dtype: str, m: float, k: float, n: float) -> Row:
+        """Return the shares of the peak of a product, of the gradients of its inputs and of its weights."""
+        return interpolated(self.products[dtype], (m, k, n))
+
+    def kernel(self, dtype: str, name: str, elements: float) -> tuple[float, float]:
+        """Return the seconds of a kernel on so many elements, forward and backward."""
+        forward, backward = interpolated(self.kernels[dtype][name], (max(1.0, elements),))
+        return forward * elements, backward * elements
+
+    def speed(self, processes: int) -> float:
+        """Return the speed of each of so many processes that compute at once, over that of a process alone."""
+        share = min(1.0, interpolated(self.crowding, (max(1, processes),))[0])
+        return share * min(1.0, self.cores / max(1, processes)) if self.cores else 1.0
+
+    def layer(self, name: str) -> Row:
+        """Return the seconds of Python of a layer; of a block that was not measured, those of the slowest one."""
+        return self.layers.get(name) or max(self.layers.values())
+
+    def collective(self, name: str, ranks: int, sent: float) -> float:
+        """Return the seconds of a collective in which each rank sends so many bytes."""
+        seconds, each = interpolated(self.collectives[name], (ranks,))
+        return seconds + sent * each
+
+
+def interpolated(table: Table, sizes: Sequence[float]) -> Row:
+    """Return the figures of a table at sizes between, or beyond, those of its rows.
+
+    >>> interpolated(((1.0, 10.0), (4.0, 1000.0)), (2.0,))
+    (100.0,)
+    """
+    count = len(sizes)
+    wanted = [math.log(size) for size in sizes]
+    total, sums = 0.0, [0.0] * (len(table[0]) - count)
+    for row in table:
+        distance = sum((math.log(size) - log) ** 2 for size, log in zip(row[:count], wanted, strict=True))
+        if distance < 1e-12:
+            return row[count:]
+        weight = distance**-2
+        total += weight
+        sums = [a + weight * math.log(max(value, 1e-30)) for a, value in zip(sums, row[count:], strict=True)]
+    return tuple(float(f"{math.exp(each / total):.12g}") for each in sums)

@@ -1,0 +1,557 @@
+"""``triax plan --measure FILE``: times of this machine's kernels, links and of Python, as a machine file, in a minute.
+
+One process times products, attention, norms and other kernels by size, AdamW, and the engine's Python (tiny models, in
+which nothing else takes time). Then ranks, 2, 4 and 8 of them or one for each GPU, time collectives and messages, and
+what becomes of a layer's speed while as many processes compute at once. A layer of a middle size is timed as a check.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..engine.initialize import initialize
+from ..engine.pipeline_engine import PipelineEngine
+from ..grid import Grid
+from ..grid.comm.axis import Axis
+from ..grid.devices import gpu_sizes, wait_for
+from ..grid.environment import given_threads
+from ..grid.grid import gpus
+from ..grid.random import Dropout
+from ..launcher.launch import cores as own_cores
+from ..launcher.launch import launch
+from ..models.config import GPTConfig, LlamaConfig, TransformerConfig
+from ..models.gpt import gpt_layers
+from ..models.layers import NextTokenLoss
+from ..models.llama import llama_layers
+from ..models.rope import Rope
+from ..pipe.module import PipelineModule
+from ..plan.cost import Work, step_time
+from ..plan.machine import Machine, NetworkLink
+from ..plan.measured import MeasuredTimes, Row, Table
+from ..plan.parallel_layout import ParallelLayout
+from ..tensor_parallel.norm import LayerNorm, RMSNorm
+from ..zero.norm import square
+
+Say = Callable[[str], None]
+Kernel = Callable[[int], tuple[Callable[[], Any], tuple[Tensor, ...]]]  # elements -> a function, and its inputs
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_RANKS = 8  # the most that are started on one machine
+_MODELS: dict[str, tuple[Any, Any]] = {"GPTBlock": (GPTConfig, gpt_layers), "LlamaBlock": (LlamaConfig, llama_layers)}
+
+
+def measure(name: str, say: Say = print) -> Machine:
+    """Time this machine, and return its description.
+
+    Args:
+        name: name of the description.
+        say: called with a line about each part.
+
+    Raises:
+        RuntimeError: the ranks that time the links failed.
+    """
+    on_gpu = gpus() > 0
+    device = torch.device("cuda" if on_gpu else "cpu")
+    before, threads = torch.get_num_threads(), given_threads() or 1
+    torch.set_num_threads(threads)
+    try:
+        alone = _Alone(device, say)
+        found = alone.run(("bf16", "fp32") if on_gpu else ("fp32", "bf16"))
+    finally:
+        torch.set_num_threads(before)
+    cores = 0 if on_gpu else max(1, own_cores() // threads)
+    say("links and crowding: starting ranks")
+    together = _together(min(_RANKS, gpus() or 1) if on_gpu else _RANKS, cores, threads)
+    measured = MeasuredTimes(
+        cores=cores,
+        threads=threads,
+        crowding=together["crowding"],
+        collectives=together["collectives"],
+        **found["measured"],
+    )
+    described = _description(name, device, measured, found["peak"], found["bandwidth"], alone.host_bandwidth())
+    torch.set_num_threads(threads)
+    try:
+        alone.check(described)
+    finally:
+        torch.set_num_threads(before)
+    return described
+
+
+def _description(
+    name: str, device: torch.device, measured: MeasuredTimes, peak: Mapping[str, float], bandwidth: float, host: float
+) -> Machine:
+    """Return the machine of measured figures."""
+    threads, cores = measured.threads, measured.cores
+    if cores:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory, units = whole // cores, 1
+        processor = f"{platform.processor() or platform.machine()}, {cores * threads} cores, {threads} threads a rank"
+        of = f"the machine's {whole / 2**30:.1f} GiB, divided by {cores} ranks that compute at once"
+    else:
+        processor, memory, units = gpu_sizes(device)
+        of = "of the device"
+    [(_, latency, each)] = measured.collectives.get("message", ((2.0, 1e-5, 1 / host),))
+    alone = "" if measured.collectives else "assumed, as there is one GPU: as fast as to the host; "
+    measurement = f"measured by triax plan --measure: {processor}, torch {torch.__version__}"
+    shared = "the transport computes on the ranks' cores, and hides behind nothing" if cores else "NCCL's own streams"
+    sources = {
+        "peak": f"the fastest product, {measurement}",
+        "memory": of,
+        "bandwidth": f"copy of 64 MiB, {measurement}",
+        "links": f"{alone}messages between two ranks of this machine, {measurement}",
+        "measured": f"{measurement}, PyTorch's collectives as triax calls them",
+        "overlap_gradients": shared,
+        "overlap_weights": "triax gathers weights between the steps",
+    }
+    return Machine(
+        name=name,
+        peak=peak,
+        memory=memory,
+        bandwidth=bandwidth,
+        links=(NetworkLink("node", 0, 1 / each, latency, 1.0),),
+        units=units,
+        tile=(1, 1),
+        product_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+        attention_efficiency=1.0,
+        fused_attention=True,
+        overlap_gradients=not cores,
+        overlap_weights=False,
+        host_bandwidth=host,
+        host_memory_bandwidth=bandwidth if cores else host,
+        measured=measured,
+        sources=sources,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+class _Alone:
+    """Measurements of one process on a device."""
+
+    def __init__(self, device: torch.device, say: Say) -> None:
+        self.device, self.say = device, say
+        self.small = device.type == "cpu"
+
+    def run(self, dtypes: tuple[str, ...]) -> dict[str, Any]:
+        """Return the figures of ``MeasuredTimes``, the peaks and the bandwidth."""
+        peak, products, attention, kernels = {}, {}, {}, {}
+        for name in dtypes:
+            self.say(f"{name}: products, attention, kernels")
+            dtype = _DTYPES[name]
+            speeds = self.products(dtype)
+            peak[name] = max(max(row[3:]) for row in speeds)
+            products[name] = tuple((*row[:3], *(each / peak[name] for each in row[3:])) for row in speeds)
+            attention[name] = tuple(
+                (*row[:2], *(each / peak[name] for each in row[2:])) for row in self.attention(dtype)
+            )
+            sizes = (2**20, 2**24, 2**27) if not self.small else (2**14, 2**17, 2**20)[: 3 if name == "fp32" else 2]
+            kernels[name] = {kernel: self.kernel(make, sizes) for kernel, make in self.kernels(dtype).items()}
+        self.say("AdamW and the engine's Python")
+        optimizer = self.optimizer()
+        layers, microbatch, step = self.python()
+        measured = {
+            "products": products,
+            "attention": attention,
+            "kernels": kernels,
+            "optimizer": optimizer,
+            "layers": layers,
+            "microbatch": microbatch,
+            "step": step,
+        }
+        copied = torch.empty(2**24, device=self.device)
+        to = torch.empty_like(copied)
+        bandwidth = 2 * 4 * copied.numel() / self.seconds(lambda: to.copy_(copied))
+        return {"measured": measured, "peak": peak, "bandwidth": bandwidth}
+
+    def seconds(self, run: Callable[[], object], least: float = 0.01, repeats: int = 5) -> float:
+        """Return the median of the seconds of a call, over repeats of at least ``least`` seconds each."""
+        run()
+        count, taken = 1, self._timed(run, 1)
+        while taken < least:
+            count = max(count + 1, min(1000 * count, round(1.2 * count * least / max(taken, 1e-6))))
+            taken = self._timed(run, count)
+        return median([taken, *(self._timed(run, count) for _ in range(repeats - 1))]) / count
+
+    def _timed(self, run: Callable[[], object], count: int) -> float:
+        wait_for(self.device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            run()
+        wait_for(self.device)
+        return time.perf_counter() - begin
+
+    def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
+
+    def products(self, dtype: torch.dtype) -> list[Row]:
+        """Return (m, k, n, operations a second forward, of the gradient of the inputs, of that of the weights)."""
+        lengths, widths = ((64, 256, 1024), (64, 256, 1024)) if self.small else ((512, 2048, 8192), (1024, 4096, 16384))
+        if self.small and dtype != torch.float32:  # a CPU may be slow
+            lengths, widths = (64, 512), (64, 512)
+        found = []
+        tiny = self._random(1, 8, dtype=dtype), self._random(8, 8, dtype=dtype)
+        call = self.seconds(lambda: F.linear(tiny[0], tiny[1]))  # counts among Python's figures
+        for m, k, n in itertools.product(lengths, widths, widths):
+            x, w, dy = (self._random(*shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n)))
+            runs = (partial(F.linear, x, w), partial(torch.matmul, dy, w), partial(torch.matmul, dy.t(), x))
+            times = [self.seconds(run, 0.005, 3) for run in runs]
+            found.append((float(m), float(k), float(n), *(2 * m * k * n / max(t - call, t / 2) for t in times)))
+        return found
+
+    def attention(self, dtype: torch.dtype) -> list[Row]:
+        """Return (sequence, width of a head, operations a second forward, backward), of causal attention."""
+        found = []
+        lengths = (1024, 4096) if not self.small else (64, 256, 1024) if dtype == torch.float32 else (128, 512)
+        for length, width in itertools.product(lengths, (32, 64, 128)):
+            heads = max(1, 2048 // length) * (1 if self.small else 16)
+            q, k, v = (self._random(1, heads, length, width, dtype=dtype).requires_grad_() for _ in range(3))
+            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            forward, backward = self._both(attend, (q, k, v))
+            operations = 2 * heads * length * (length / 2) * 2 * width
+            found.append((float(length), float(width), operations / forward, operations / backward))
+        return found
+
+    def _both(self, run: Callable[[], Any], inputs: tuple[Tensor, ...]) -> tuple[float, float]:
+        """Return the seconds of a function's forward pass and of its backward pass, 0 if it has no inputs."""
+        forward = self.seconds(run, 0.005, 3)
+        if not inputs:
+            return forward, 0.0
+        found = run()
+        outputs = [found] if isinstance(found, Tensor) else [each for each in found if each.requires_grad]
+        dys = [torch.randn_like(each) for each in outputs]
+        return forward, self.seconds(lambda: torch.autograd.grad(outputs, inputs, dys, retain_graph=True), 0.005, 3)
+
+    def kernel(self, make: Kernel, sizes: tuple[int, ...]) -> Table:
+        """Return (elements, seconds an element forward, backward), without the launch."""
+        launch = self._both(*make(64))
+        rows = []
+        for elements in sizes:
+            times = self._both(*make(elements))
+            each = ((mine - its) / elements for mine, its in zip(times, launch, strict=True))
+            rows.append((float(elements), *(max(value, 1e-14) for value in each)))
+        return tuple(rows)
+
+    def kernels(self, dtype: torch.dtype) -> dict[str, Kernel]:
+        """Return the kernels: number of elements -> a function, and the tensors of which it gives gradients."""
+        grid, width = Grid(), 64
+
+        def rows(elements: int, last: int = width) -> Tensor:
+            return self._random(elements // last, last, dtype=dtype).requires_grad_()
+
+        def norm(kind: Any) -> Kernel:
+            def make(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+                last = min(256, elements)
+                module = kind(last, grid=grid).to(self.device, dtype)
+                x = rows(elements, last)
+                return lambda: module(x), (x, *module.parameters())
+
+            return make
+
+        def gelu(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x = rows(elements)
+            return lambda: F.gelu(x, approximate="tanh"), (x,)
+
+        def gated(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x = rows(2 * elements, 2 * width)
+
+            def run() -> Tensor:
+                gate, up = x.chunk(2, -1)
+                return F.silu(gate) * up
+
+            return run, (x,)
+
+        def add(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x, y = rows(elements), rows(elements)
+            return lambda: x + y, (x,)
+
+        def accumulate(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x, y = rows(elements), rows(elements).detach()
+            return lambda: y.add_(x.detach()), ()
+
+        def squared(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x = rows(elements).detach().view(-1)
+            return lambda: square(x), ()
+
+        def bias(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x = rows(elements).detach()
+            return lambda: x.sum(0), ()
+
+        def by_heads(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x = self._random(1, max(1, elements // 256), 4, 64, dtype=dtype).requires_grad_()
+            return lambda: x.transpose(1, 2).contiguous(), (x,)
+
+        def rotated(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            q, k = (self._random(1, 4, max(1, elements // 512), 64, dtype=dtype).requires_grad_() for _ in range(2))
+            rope = Rope(64)
+            return lambda: rope(q, k), (q, k)
+
+        def dropped(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            x = self._random(1, elements // width, width, dtype=dtype).requires_grad_()
+            module = Dropout(0.1)
+            return lambda: module(x), (x,)
+
+        def loss(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            vocabulary = min(1024, elements)
+            x = rows(elements, vocabulary)
+            labels = torch.randint(vocabulary, (x.shape[0],), device=self.device)
+            function = NextTokenLoss(grid, vocabulary)
+            return lambda: function(x[None], labels[None]), (x,)
+
+        def embedding(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+            table = self._random(1024, 256, dtype=dtype).requires_grad_()
+            ids = torch.randint(1024, (max(1, elements // 256),), device=self.device)
+            return lambda: F.embedding(ids, table), (table,)
+
+        return {
+            "layer_norm": norm(LayerNorm),
+            "rms_norm": norm(RMSNorm),
+            "gelu": gelu,
+            "gated": gated,
+            "add": add,
+            "accumulate": accumulate,
+            "square": squared,
+            "bias": bias,
+            "by_heads": by_heads,
+            "rotated": rotated,
+            "dropout": dropped,
+            "loss": loss,
+            "embedding": embedding,
+        }
+
+    def optimizer(self) -> Table:
+        """Return (parameters, seconds a parameter of a gradient's division by the batch and of AdamW)."""
+        rows = []
+        for count in (2**16, 2**20, 2**23) if self.small else (2**22, 2**26):
+            weight = torch.nn.Parameter(self._random(count))
+            weight.grad = self._random(count)
+            adam = torch.optim.AdamW([weight], fused=True)
+
+            def step(adam: Any = adam, gradient: Tensor = weight.grad) -> None:
+                gradient.mul_(0.5)
+                adam.step()
+
+            rows.append((float(count), self.seconds(step) / count))
+        return tuple(rows)
+
+    def python(self) -> tuple[dict[str, Row], Row, float]:
+        """Return Python's seconds of layers, of a microbatch and of a step, from steps of tiny models on one process.
+
+        With L layers and M microbatches, an op takes L x layer + microbatch, and a step M x ops + step.
+        """
+        layers: dict[str, Row] = {}
+        for name in _MODELS:
+            steps: list[float] = []
+            ops: dict[int, Row] = {}
+            for count in (2, 8):
+                engine, batch = small_engine(name, self.device, count)
+                ops[count] = op_seconds(engine, batch)
+                engine.record_timeline = False
+                steps.append(self.seconds(partial(engine.train_batch, itertools.repeat(batch)), 0.02))
+            layers[name] = tuple((a - b) / 6 for a, b in zip(ops[8], ops[2], strict=True))
+            microbatch = tuple(a - 2 * b for a, b in zip(ops[2], layers[name], strict=True))
+            step = steps[0] - 4 * sum(ops[2])
+        return layers, tuple(max(each, 1e-7) for each in microbatch), max(step, 1e-7)
+
+    def check(self, machine: Machine) -> None:
+        """Say how far off the description is in a step of a model of a middle size, which it was not made from."""
+        width, sequence = (256, 128) if self.small else (2048, 2048)
+        for name in _MODELS:
+            engine, batch = small_engine(name, self.device, 4, width, sequence)
+            found = self.seconds(partial(engine.train_batch, itertools.repeat(batch)), 0.05, 3)
+            work = Work(_config(name, 4, width, sequence), machine, 4, sequence, "fp32")
+            wanted = step_time(work, ParallelLayout()).seconds
+            self.say(
+                f"check: 4 layers of a {name}, width {width}, 4 microbatches of {sequence} tokens take "
+                f"{1e3 * found:.1f} ms, by the description {1e3 * wanted:.1f} ms"
+            )
+
+    def host_bandwidth(self) -> float:
+        """Return the bytes a second between the device and the CPU's memory."""
+        there = torch.empty(2**24, pin_memory=self.device.type == "cuda")
+        here = torch.empty(2**24, device=self.device)
+        return 4 * there.numel() / self.seconds(lambda: here.copy_(there))
+
+
+def small_engine(
+    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8
+) -> tuple[PipelineEngine, tuple[Tensor, Tensor]]:
+    """Return an engine of a model with 4 microbatches, and one of them; by default nothing but Python takes time."""
+    config = _config(name, layers, width, sequence)
+    grid = Grid()
+    model = PipelineModule(_MODELS[name][1](config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
+    engine = initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+    )[0]
+    ids = torch.zeros((1, sequence), dtype=torch.long, device=device)
+    return engine, (ids, ids)
+
+
+def _config(name: str, layers: int, width: int, sequence: int) -> TransformerConfig:
+    heads = max(2, width // 64)
+    sizes = {"vocab_size": width, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    if name == "LlamaBlock":
+        sizes |= {"intermediate_size": 4 * width, "num_key_value_heads": heads}
+    found: TransformerConfig = _MODELS[name][0](max_position_embeddings=sequence, **sizes)
+    return found
+
+
+def op_seconds(engine: PipelineEngine, batch: tuple[Tensor, Tensor]) -> Row:
+    """Return the medians of the seconds of forward and of backward ops, over 10 steps behind 3 others."""
+    engine.record_timeline = True
+    found: dict[str, list[float]] = {"F": [], "B": []}
+    for number in range(13):
+        engine.train_batch(itertools.repeat(batch))
+        assert engine.timeline is not None
+        for span in engine.timeline.rows[0] if number > 2 else ():
+            found[span.op.kind].append(span.end - span.start)
+    return tuple(median(each) for each in found.values())
+
+
+# -------------------------------------------------------------------------------------------------- several ranks
+
+
+def _together(ranks: int, cores: int, threads: int) -> dict[str, Any]:
+    """Return ``crowding`` and ``collectives`` of ``MeasuredTimes``."""
+    if ranks == 1:
+        return {"crowding": ((1.0, 1.0),), "collectives": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "links.json"
+        if code := launch(time_links, cores, str(path), ranks=ranks, threads=threads):
+            raise RuntimeError(f"the {ranks} ranks that time the links failed with code {code}.")
+        found = json.loads(path.read_text())
+    return {
+        "crowding": tuple(map(tuple, found["crowding"])),
+        "collectives": {name: tuple(map(tuple, rows)) for name, rows in found["collectives"].items()},
+    }
+
+
+def time_links(cores: int, path: str) -> None:
+    """Time collectives of 2, 4, ... ranks, and how a layer's speed falls while as many processes compute. On each rank.
+
+    Args:
+        cores: processes that run at full speed at once; 0: each rank has a processor of its own.
+        path: file that rank 0 writes.
+    """
+    world = Grid(timeout=120)
+    sizes = [size for size in (2, 4, 8) if size <= world.size]
+    found: dict[str, Any] = {"crowding": _crowding(world, cores) if cores else [(1.0, 1.0)], "collectives": {}}
+    for size in sizes:
+        grid = Grid(pipe=world.size // size, data=size, timeout=120)
+        share = min(1.0, cores / size) if cores else 1.0  # of a core, while all ranks of the collective compute
+        for name, run in _collectives(grid.data).items():
+            if name == "message" and size > 2:
+                continue
+            times = []
+            for elements in (2**7, 2**20 if cores else 2**24):
+                tensor = torch.ones(elements, device=grid.device)
+                times.append((elements, _in_group(world, grid, run, tensor)))
+            (few, latency), (many, seconds) = times
+            sent = 4.0 * (many - few) * _SENT[name](size)
+            row = (float(size), latency * share, max(seconds - latency, 1e-9) / sent * share)
+            found["collectives"].setdefault(name, []).append(row)
+
+    if world.rank == 0:
+        Path(path).write_text(json.dumps(found))
+
+
+_SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank sends, over those of the tensor
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "message": lambda n: 1.0,
+}
+
+
+def _collectives(axis: Axis) -> dict[str, Callable[[Tensor], None]]:
+    """Return functions of a tensor, of which the ranks of an axis call one at the same time."""
+
+    def all_gather(tensor: Tensor) -> None:
+        axis.all_gather(torch.empty_like(tensor), tensor.view(axis.size, -1)[axis.rank]).wait()
+
+    def reduce_scatter(tensor: Tensor) -> None:
+        axis.reduce_scatter(torch.empty(tensor.numel() // axis.size, device=tensor.device), tensor).wait()
+
+    def message(tensor: Tensor) -> None:  # there and back
+        if axis.rank == 0:
+            axis.send(tensor, 1, 7).wait()
+            axis.receive(tensor, 1, 7).wait()
+        else:
+            axis.receive(tensor, 0, 7).wait()
+            axis.send(tensor, 0, 7).wait()
+
+    return {
+        "all_reduce": lambda tensor: axis.all_reduce(tensor).wait(),
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "message": message,
+    }
+
+
+def _in_group(world: Grid, grid: Grid, run: Callable[[Tensor], None], tensor: Tensor) -> float:
+    """Return the seconds of a collective of the first group, while the other ranks wait; the same on every rank."""
+    world.world.barrier()
+    seconds = torch.zeros(1, dtype=torch.float64, device=grid.device)
+    if grid.pipe.rank == 0:
+        times = []
+        count = 20 if tensor.numel() < 2**16 else 4
+        for _ in range(6):
+            grid.data.barrier()
+            begin = time.perf_counter()
+            for _ in range(count):
+                run(tensor)
+            wait_for(grid.device)
+            times.append((time.perf_counter() - begin) / count)
+        seconds += median(times[1:])
+        grid.data.all_reduce(seconds, op="max")
+    world.world.all_reduce(seconds, op="max")
+    return float(seconds) / (2 if run.__name__ == "message" else 1)
+
+
+def _crowding(world: Grid, cores: int) -> list[Row]:
+    """Return (processes, their speed together over that of ``min(processes, cores)`` alone), of a layer's products."""
+    x, w = torch.randn(256, 256), torch.randn(1024, 256)
+
+    def work() -> None:
+        y = F.linear(x, w)
+        F.gelu(y, approximate="tanh")
+        _ = y @ w, y.t() @ x
+
+    rates = []
+    sizes = sorted({1, cores, *(size for size in (2, 4, 8) if size <= world.size)})
+    for size in (each for each in sizes if each <= world.size):
+        best = []
+        for _ in range(3):
+            world.world.barrier()
+            done = torch.zeros(1, dtype=torch.float64)
+            if world.rank < size:
+                begin, count = time.perf_counter(), 0
+                while (now := time.perf_counter()) - begin < 0.4:
+                    work()
+                    count += 1
+                done += count / (now - begin)
+            world.world.all_reduce(done)
+            best.append(float(done))
+        rates.append((float(size), median(best)))
+    return [(size, rate / rates[0][1] / min(size, cores)) for size, rate in rates]
