@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import same
 from .comm.axis import Axis
+from .comm.host_axis import HostAxis
 from .comm.observed_axis import Observer, observe, unobserve
 from .comm.simulated import is_simulated
 from .comm.store_barrier import store_barrier
@@ -114,6 +116,7 @@ class Grid:
         self._number, self._barriers = 0, 0
         self.traffic = Traffic()
         self._observers: list[Observer] = []
+        self._axis_type: type[Axis] = Axis
         self.activity = Activity()
         self._watch: HangWatch | None = None
 
@@ -126,7 +129,10 @@ class Grid:
             else:
                 self._store = dist.distributed_c10d._get_default_store()
         world = dist.group.WORLD if self.size > 1 else None
-        self.world = Axis("world", range(self.size), self.rank, world, self.traffic)
+        self.world: Axis = Axis("world", range(self.size), self.rank, world, self.traffic)
+        if self._gpus_are_shared():
+            self._axis_type = HostAxis
+            self.world = HostAxis("world", range(self.size), self.rank, world, self.traffic)
         self._require_same_sizes()
         self.mesh = self._mesh()
         self.pipe, self.data, self.context, self.tensor = (self._axis(name) for name in AXES)
@@ -339,6 +345,21 @@ class Grid:
                 "sizes and order"
             )
 
+    def _gpus_are_shared(self) -> bool:
+        """Return whether any GPU has several ranks, which NCCL refuses. Collective, in host memory."""
+        if self.size == 1 or self.device.type != "cuda":
+            return False
+        found = self.world.all_gather_json(str(torch.cuda.get_device_properties(self.device).uuid))
+        most = max(map(found.count, found))
+        if most > 1 and self.rank == 0:
+            logging.getLogger("triax").warning(
+                "%s ranks share a GPU: NCCL refuses that, so their tensors pass through host memory, which is slow. "
+                "Start %s processes, one for each GPU, unless this is a test",
+                most,
+                len(set(found)),
+            )
+        return most > 1
+
     def _mesh(self) -> DeviceMesh | None:
         if self.size == 1:
             return None
@@ -359,14 +380,14 @@ class Grid:
             return self._alone(name)
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)
         group = self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None
-        return Axis(name, ranks, self.rank, group, self.traffic)
+        return self._axis_type(name, ranks, self.rank, group, self.traffic)
 
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
         mine = None
         for ranks in groups:
             group = _group(ranks, timedelta(seconds=self.timeout), name) if len(ranks) > 1 else None
             if self.rank in ranks:
-                mine = Axis(name, ranks, self.rank, group, self.traffic)
+                mine = self._axis_type(name, ranks, self.rank, group, self.traffic)
         if mine is not None:
             self._connect(mine)
             for observer in self._observers:

@@ -26,13 +26,19 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     pool().close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="of tests/device; cpu: to see that they are right"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exhaustive sweeps run when `-m` says something, or when they are asked for by name (`file.py::test`)."""
+    """Exhaustive sweeps and tests of a device run when `-m` says something, or by their names (`file.py::test`)."""
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return
-    sweeps = [item for item in items if item.get_closest_marker("exhaustive")]
-    config.hook.pytest_deselected(items=sweeps)
-    items[:] = [item for item in items if item not in sweeps]
+    others = [item for item in items if item.get_closest_marker("exhaustive") or item.get_closest_marker("device")]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:

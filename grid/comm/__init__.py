@@ -1,6 +1,7 @@
 """Communication of the grid: one ``Axis`` with all collectives, its observers, and pending operations.
 
 - ``axis.py``: ``Axis``, a process group with its collectives and messages
+- ``host_axis.py``: ``HostAxis``, for ranks that share a GPU: by way of host memory
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
 - ``traffic.py``: counters of the bytes sent, by axis and collective
 - ``observed_axis.py``: ``ObservedAxis``, which reports each operation to observers

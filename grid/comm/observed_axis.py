@@ -1,6 +1,6 @@
 """Axes that call observers when a collective or a message begins and when it ends.
 
-An axis has the class ``ObservedAxis`` while it has observers, and the class ``Axis`` otherwise. Without observers a
+An axis has the class ``ObservedAxis`` while it has observers, and its own class otherwise. Without observers a
 collective therefore has no extra cost.
 """
 
@@ -54,25 +54,27 @@ class ObservedAxis(Axis):
     """An axis that reports each operation to its observers.
 
     Attributes:
+        plain: the class of the axis without observers: ``Axis`` or ``HostAxis``.
         observers: in the order in which they were added.
         label: (name of the communicated tensor, Horovod's name of the phase, e.g. ``NEGOTIATE_ALLREDUCE``) that the
             timeline writes beside each operation that begins now. ``labeled`` sets it.
     """
 
+    plain: type[Axis]
     observers: tuple[Observer, ...]
     label: tuple[str, str] = ("", "")
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
         """Observed ``Axis.all_reduce``."""
-        return self._observed("all_reduce", nbytes(tensor), Axis.all_reduce, tensor, op, async_op)
+        return self._observed("all_reduce", nbytes(tensor), tensor, op, async_op)
 
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Observed ``Axis.all_gather``."""
-        return self._observed("all_gather", nbytes(output), Axis.all_gather, output, tensor, async_op)
+        return self._observed("all_gather", nbytes(output), output, tensor, async_op)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Observed ``Axis.reduce_scatter``."""
-        return self._observed("reduce_scatter", nbytes(tensor), Axis.reduce_scatter, output, tensor, async_op)
+        return self._observed("reduce_scatter", nbytes(tensor), output, tensor, async_op)
 
     def all_to_all(
         self,
@@ -85,33 +87,33 @@ class ObservedAxis(Axis):
     ) -> Pending:
         """Observed ``Axis.all_to_all``."""
         splits = {"receive": receive, "send": send}
-        return self._observed("all_to_all", nbytes(tensor), Axis.all_to_all, output, tensor, async_op, **splits)
+        return self._observed("all_to_all", nbytes(tensor), output, tensor, async_op, **splits)
 
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """Observed ``Axis.broadcast``."""
-        return self._observed("broadcast", nbytes(tensor), Axis.broadcast, tensor, source, async_op)
+        return self._observed("broadcast", nbytes(tensor), tensor, source, async_op)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Observed ``Axis.send``."""
-        return self._observed("send", nbytes(tensor), Axis.send, tensor, to, tag)
+        return self._observed("send", nbytes(tensor), tensor, to, tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
         """Observed ``Axis.receive``."""
-        return self._observed("receive", nbytes(tensor), Axis.receive, tensor, source, tag)
+        return self._observed("receive", nbytes(tensor), tensor, source, tag)
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Observed ``Axis.all_gather_json``. The size is reported as 0, because it is not known."""
-        values: list[Any] = self._observed("all_gather_json", 0, Axis.all_gather_json, value)
+        values: list[Any] = self._observed("all_gather_json", 0, value)
         return values
 
     def barrier(self) -> None:
         """Observed ``Axis.barrier``."""
-        self._observed("barrier", 0, Axis.barrier)
+        self._observed("barrier", 0)
 
-    def _observed(self, op: str, size: int, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _observed(self, op: str, size: int, *args: Any, **named: Any) -> Any:
         begun = [(observer, observer.begin(self, op, size)) for observer in self.observers]
         before = self.traffic.bytes(self.name, op)
-        result = method(self, *args, **named)
+        result = getattr(self.plain, op)(self, *args, **named)
         operation = _Operation(result, begun, self.traffic.bytes(self.name, op) - before)
         if hasattr(result, "wait") and not isinstance(result, Done):
             return operation
@@ -141,10 +143,11 @@ def observe(axis: Axis, observer: Observer) -> None:
     """Report an axis's operations to an observer from now on. An axis of size 1 has none."""
     if axis.size == 1:
         return
-    before = axis.observers if isinstance(axis, ObservedAxis) else ()
-    axis.__class__ = ObservedAxis
-    assert isinstance(axis, ObservedAxis)
-    axis.observers = (*before, observer)
+    if not isinstance(axis, ObservedAxis):
+        plain, axis.__class__ = type(axis), ObservedAxis
+        assert isinstance(axis, ObservedAxis)
+        axis.plain, axis.observers = plain, ()
+    axis.observers = (*axis.observers, observer)
     observer.attach(axis)
 
 
@@ -153,7 +156,7 @@ def unobserve(axis: Axis, observer: Observer) -> None:
     if isinstance(axis, ObservedAxis):
         axis.observers = tuple(other for other in axis.observers if other is not observer)
         if not axis.observers:
-            axis.__class__ = Axis  # type: ignore[assignment]
+            axis.__class__ = axis.plain  # type: ignore[assignment]
 
 
 @contextmanager

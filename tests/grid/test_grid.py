@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import triax
+from triax import LayerSpec, PipelineModule
 from triax.grid import Grid, Topology
+from triax.grid.comm import host_axis
 from triax.grid.comm.axis import Axis
+from triax.grid.comm.host_axis import HostAxis
+from triax.grid.comm.observed_axis import Observer, observe, unobserve
 from triax.grid.comm.store_barrier import store_barrier
 
 from toys import error_text
@@ -95,9 +102,34 @@ def test_one_process_needs_no_process_group(ranks: Any) -> None:
 # ---------------------------------------------------------------------------------------------- collectives
 
 
-def collectives_on_rank() -> None:
+class Names(Observer):
+    """Observer that keeps the names of the operations."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def begin(self, axis: Any, op: str, size: int) -> None:
+        self.seen.append(op)
+
+
+def copied() -> Any:
+    """Context in which tensors of the CPU are taken for tensors of a GPU, to test the copies without one."""
+    return patch.object(host_axis, "is_on_host", lambda tensor: False)
+
+
+def collectives_on_rank(by_host: bool) -> None:
+    with copied() if by_host else nullcontext():
+        collectives(by_host)
+
+
+def collectives(by_host: bool) -> None:
     """Each collective against what it should give, plain and asynchronous, in the dtypes that training uses."""
-    axis = Grid(data=1, tensor=4).tensor
+    grid = Grid(data=1, tensor=4)
+    axis: Axis = grid.tensor
+    if by_host:
+        axis = HostAxis("tensor", axis.ranks, grid.rank, axis.group)
+        names = Names()
+        observe(axis, names)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
         for async_op in (False, True):
             x = torch.arange(8).to(dtype) + axis.rank
@@ -123,11 +155,52 @@ def collectives_on_rank() -> None:
     for work in works:
         work.wait()
     assert received.tolist() == [before, before]
+    output, rows = torch.zeros(4), torch.arange(4.0) + 10 * axis.rank
+    for async_op in (False, True):
+        axis.all_to_all(output, rows, async_op).wait()
+        assert output.tolist() == [10 * source + axis.rank for source in range(4)]
     axis.barrier()
+    if by_host:  # observed, it was still an axis by way of the host
+        unobserve(axis, names)
+        assert type(axis) is HostAxis and {"all_reduce", "send", "receive", "all_to_all"} < set(names.seen)
 
 
-def test_collectives(ranks: Any) -> None:
-    ranks(4, collectives_on_rank)
+@pytest.mark.parametrize("by_host", [False, True])
+def test_collectives(ranks: Any, by_host: bool) -> None:
+    """``HostAxis`` is what ranks that share a GPU have."""
+    ranks(4, collectives_on_rank, by_host)
+
+
+def trained_on_rank(by_host: bool) -> tuple[list[float], type[Axis]]:
+    """Losses of three steps on 2 stages x 2 replicas in ZeRO stage 3, and the class of the axes."""
+    with patch.object(Grid, "_gpus_are_shared", lambda self: by_host), copied() if by_host else nullcontext():
+        return trained(Grid(pipe=2, data=2, timeout=60))
+
+
+def trained(grid: Grid) -> tuple[list[float], type[Axis]]:
+    layers = [LayerSpec(nn.Linear, 6, 6), torch.tanh, LayerSpec(nn.Linear, 6, 6), torch.tanh]
+    engine = triax.initialize(
+        model=PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, seed=3),
+        config={
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3},
+        },
+    )[0]
+    made = torch.Generator().manual_seed(grid.data.rank)
+    batches = [(torch.randn(2, 6, generator=made), torch.randn(2, 6, generator=made)) for _ in range(6)]
+    found = iter(batches)
+    return [engine.train_batch(found).item() for _ in range(3)], type(grid.pipe)
+
+
+def test_a_step_by_way_of_the_host_is_the_same_step(ranks: Any) -> None:
+    """Bitwise, in a pipeline with ZeRO: only the way of the bytes differs."""
+    plain = ranks(4, trained_on_rank, False)
+    assert all(kind is Axis for _, kind in plain)
+    by_host = ranks(4, trained_on_rank, True)
+    assert all(kind is HostAxis for _, kind in by_host)
+    assert [losses for losses, _ in by_host] == [losses for losses, _ in plain]
 
 
 def exchange_on_rank() -> None:
