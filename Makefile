@@ -33,7 +33,7 @@ QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bu
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all fuzz lint docs release-check
+.PHONY: help install train check test test-all test-device fuzz lint docs release-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,13 @@ test: $(STAMP) ## the tests, without the exhaustive sweeps
 test-all: $(STAMP) ## every test, the exhaustive sweeps too
 	@echo "== testing, exhaustive sweeps too"
 	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
+
+# A machine with a GPU may have its own Python and torch, and no registry: then nothing is installed.
+GIVEN := $(filter environment command,$(firstword $(origin PYTHON)))
+test-device: $(if $(GIVEN),,$(STAMP)) ## the tests on a GPU; PYTHON=python3 make test-device installs nothing and runs with that Python
+	@echo "== testing on a device"
+	@mkdir -p $(AS_TRIAX) && ln -sfn "$(CURDIR)" $(AS_TRIAX)/triax
+	PYTHONPATH="$(AS_TRIAX):$$PYTHONPATH" $(if $(GIVEN),$(PYTHON),$(BIN)/python) -m pytest -m device tests/device $(ARGS)
 
 fuzz: $(STAMP) ## before a release: random compositions, configurations, training files and faults, a quarter of SECONDS each
 	@failed=0; for program in fuzz fuzz_config fuzz_train_files faults; do \
