@@ -1,0 +1,373 @@
+"""The guides run: every program of a page by a command of that page, on ranks of the pool, with the output it shows.
+
+- A command `python x.py ...` or `torchrun --nproc-per-node N x.py ...` runs a program of the page.
+- A ```text block right after commands is what each of them prints.
+- A command `triax ...` has these options.
+- Messages that a page quotes are those that triax prints; keys and functions that it names are there.
+
+test_site.py follows the links of all pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.pipelining.schedules as torch_schedules
+import yaml
+from torch import nn
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import triax
+from triax.cli.main import app
+from triax.config.resolved import keys
+from triax.pipe.schedules.registry import RECIPES
+from triax.train.schema import TrainingFile
+
+from paths import DOCS, ROOT
+from processes import program
+from readme_blocks import Block, blocks, commands, programs
+
+FOLDERS = ("guides", "moving-from", "extending", "inside")
+PAGES = [page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.md"))]
+# Commands that run in the sweep: further grids of a program that runs on one of several ranks by default.
+SLOW = {
+    *("stages.py 2 1f1b", "stages.py 4 zb-h1", "4 titan.py 1", "bilinear.py 1 4", "bilinear.py 1 2", "signed.py 1"),
+    "compare.py 2 1 1",
+}
+INSTALLED = {"npz_export.py"}  # a package: the last tests of this file
+FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
+
+
+def shown(text: str) -> list[tuple[str, str | None]]:
+    """(command, what it prints as the page shows it) for every command of a page."""
+    found: list[tuple[str, str | None]] = []
+    listed = blocks(text)
+    for at, block in enumerate(listed):
+        if block.language not in ("sh", "console"):
+            continue
+        after: Block | None = listed[at + 1] if at + 1 < len(listed) else None
+        output = after.text if after is not None and after.language == "text" else None
+        fenced = f"```{block.language}\n{block.text}```\n"
+        found += [(command, output) for _, command in commands(fenced)]
+    return found
+
+
+def to_run(page: Path) -> list[str]:
+    """The programs of a page that no other one imports."""
+    found = programs(page.read_text())
+    imported = {name for name in found if any(f"from {name[:-3]} import" in source for source in found.values())}
+    return sorted(set(found) - INSTALLED - imported)
+
+
+def run_beside(words: list[str], folder: str) -> str:
+    """Run a program, which may import another one of its page."""
+    sys.path.insert(0, folder)
+    try:
+        return program(words, folder)
+    finally:
+        sys.path.remove(folder)
+
+
+RUN = [
+    pytest.param(page, command, output, id=f"{page.stem}: {command}")
+    if not any(slow in command for slow in SLOW)
+    else pytest.param(page, command, output, id=f"{page.stem}: {command}", marks=pytest.mark.exhaustive)
+    for page in PAGES
+    for command, output in shown(page.read_text())
+    if command.split()[0] in ("python", "torchrun")
+]
+
+
+@pytest.mark.parametrize(("page", "command", "output"), RUN)
+def test_a_program_prints_what_its_page_shows(
+    ranks: Any, page: Path, command: str, output: str | None, tmp_path: Path
+) -> None:
+    for name, source in programs(page.read_text()).items():
+        (tmp_path / name).write_text(source)
+    launcher, *words = shlex.split(command)
+    size = 1
+    if launcher == "torchrun":
+        assert words[0] == "--nproc-per-node"
+        size, words = int(words[1]), words[2:]
+    first, *others = ranks(size, run_beside, words, str(tmp_path))
+    assert not any(others)  # rank 0 speaks for all
+    if output is not None:
+        assert first == output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_a_page_names_what_is_there(page: Path) -> None:
+    text = page.read_text()
+    typed = [shlex.split(command, comments=True) for command, _ in shown(text)]
+    run = {word for words in typed for word in words if words[0] in ("python", "torchrun")}
+    assert [name for name in to_run(page) if name not in run] == [], "no command of the page runs it"
+    for words in typed:
+        if words[0] == "triax":
+            check_options(words)
+        else:
+            assert words[0] in {"python", "torchrun"} | FOREIGN, f"teach this test to check {words[0]}"
+    for block in blocks(text):
+        if block.language == "yaml":
+            values = yaml.safe_load(block.text)
+            if "training" in values:
+                TrainingFile.model_validate(values)
+        else:
+            assert block.language in ("python", "sh", "console", "text", "toml"), block.language
+
+
+def check_options(words: list[str]) -> None:
+    """Every option is one of this command of `triax`."""
+    command: Any = get_command(app)
+    at = 1
+    while hasattr(command, "commands"):
+        command, at = command.commands[words[at]], at + 1
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words[at:]:
+        if word.endswith(".py"):
+            break  # the script's own options follow
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{shlex.join(words[:at])} has no {word}"
+
+
+# ------------------------------------------------------------------------------------------ the messages of pipeline.md
+
+
+class Unsendable(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        class Output:
+            pass
+
+        return Output()
+
+
+def messages() -> list[str]:
+    """The errors of wrong calls of a pipeline, on two ranks."""
+    grid, found = triax.Grid(pipe=2), []
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+
+    def model(last: type[nn.Module] = nn.Identity, loss: Any = nn.functional.mse_loss, **options: Any) -> Any:
+        layers = [triax.LayerSpec(nn.Linear, 4, 4), triax.LayerSpec(last), *[triax.LayerSpec(nn.Linear, 4, 4)] * 2]
+        return triax.PipelineModule(layers, grid=grid, loss_fn=loss, partition="uniform", **options)
+
+    def engine(schedule: str, **options: Any) -> triax.PipelineEngine:
+        return triax.initialize(model=model(**options), config={**config, "pipeline": {"schedule": schedule}})[0]
+
+    x = torch.zeros(2, 4)
+    pair, trained = (x, x), engine("1f1b")
+    detached = engine("1f1b", loss=lambda outputs, labels: outputs.detach().sum())
+    wrong = [
+        lambda: engine("zb-v", chunks=1),
+        lambda: engine("dualpipe-v", chunks=2),
+        lambda: model(chunks=3),
+        lambda: trained.train_batch(iter([pair])),
+        lambda: trained.train_batch([pair, pair]),  # type: ignore[arg-type]
+        lambda: trained.train_batch(iter([x, x])),
+        lambda: detached.train_batch(iter([pair, pair])),
+    ]
+    for call in wrong:
+        with pytest.raises(Exception) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def unsendable() -> str:
+    grid = triax.Grid(pipe=2)
+    layers = [triax.LayerSpec(nn.Linear, 4, 4), triax.LayerSpec(Unsendable), triax.LayerSpec(nn.Linear, 4, 4)]
+    model = triax.PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, partition=[0, 2, 3])
+    engine, *_ = triax.initialize(
+        model=model,
+        config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )
+    with pytest.raises(RuntimeError) as error:
+        engine.train_batch(iter([(torch.zeros(2, 4), torch.zeros(2, 4))]))
+    return str(error.value)
+
+
+def test_the_messages_of_the_pipelines_page_are_triaxs(ranks: Any) -> None:
+    page = (DOCS / "guides" / "pipeline.md").read_text().partition("## Messages")[2]
+    quoted = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    printed = [*(text for rank in ranks(2, messages) for text in rank), *ranks(2, unsendable)]
+    assert len(quoted) == 8
+    assert [each for each in quoted if not any(each in text for text in printed)] == []
+
+
+# --------------------------------------------------------------------------------- the messages of troubleshooting.md
+
+
+TROUBLE = (DOCS / "guides" / "troubleshooting.md").read_text()
+
+
+class Broken(nn.Linear):
+    """A layer that runs out of memory in its fourth pass."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+def trouble() -> list[str]:
+    grid, found = triax.Grid(pipe=2), []
+
+    def train(layer: type[nn.Module], loss: Any, lr: float = 0.1) -> None:
+        layers = [triax.LayerSpec(layer, 4, 4), triax.LayerSpec(nn.Linear, 4, 4)]
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "SGD", "params": {"lr": lr}},
+            "pipeline": {"schedule": "gpipe"},
+        }
+        model = triax.PipelineModule(layers, grid=grid, loss_fn=loss)
+        engine, *_ = triax.initialize(model=model, config=config)
+        labels = [torch.zeros(2, 4), torch.full((2, 4), torch.nan), *[torch.zeros(2, 4)] * 2]
+        engine.train_batch(iter([(torch.zeros(2, 4), each) for each in labels]))
+
+    square = nn.functional.mse_loss
+    wrong = [
+        lambda: train(nn.Linear, square),
+        lambda: train(nn.Linear, lambda outputs, labels: (outputs.sum(), torch.zeros(()))),
+        lambda: train(nn.Linear, square, lr=0.2 if grid.rank else 0.1),
+        lambda: train(Broken, square),
+    ]
+    for call in wrong:
+        with pytest.raises(Exception) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def test_the_messages_of_troubleshooting_are_triaxs(ranks: Any) -> None:
+    nan, empty, differs, memory = ranks(2, trouble)[0]
+    (quoted,) = re.findall(r"^the loss is nan.*$", TROUBLE, re.MULTILINE)
+    assert nan.startswith(quoted)
+    (quoted,) = re.findall(r"`(the batch has no loss, .*?)`", TROUBLE)
+    assert empty.startswith(quoted)
+    (quoted,) = re.findall(r"`(optimizer.params.lr is .*?)`", TROUBLE)
+    assert re.search(re.escape(quoted).replace(r"\.\.\.", ".*"), differs), differs
+    (quoted,) = re.findall(r"`(rank 0 .*? failed at .*?)`", TROUBLE)
+    assert quoted in memory
+    # What hangs or is killed is in tests/laws/test_failures.py; the words are compared with those of the code.
+    code = "".join((ROOT / path).read_text() for path in ("grid/hang_watch.py", "launcher/launch.py"))
+    for words in (
+        *("hangs: it is ", "between two calls of the engine", "every rank waits for another"),
+        *("does not answer: it was stopped, or its host is gone", "left with exit status ", "ended without an error"),
+        "killed from outside, or by the kernel if memory ran out",
+    ):
+        assert words in TROUBLE and words in code, words
+
+
+# ------------------------------------------------------------------------------------------------- names and tables
+
+
+def definitions(path: Path) -> set[str]:
+    """The functions, classes and methods of a file: `Class.method`."""
+
+    def inside(node: ast.AST, prefix: str) -> set[str]:
+        found = set()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                found |= {prefix + child.name} | inside(child, f"{prefix}{child.name}.")
+        return found
+
+    return inside(ast.parse(path.read_text()), "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_linked_functions_are_in_their_files(page: Path) -> None:
+    linked = re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", page.read_text())
+    assert linked or page.stem not in ("microbatch", "gradient", "checkpoint")
+    assert [name for name, path in linked if name not in definitions(page.parent / path)] == []
+
+
+def rows(text: str, head: str) -> list[list[str]]:
+    """The cells of a table whose first line is given."""
+    lines = text.partition(f"{head}\n")[2].splitlines()[1:]
+    stop = next((at for at, line in enumerate(lines) if not line.startswith("|")), len(lines))
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[:stop]]
+
+
+def test_megatrons_table_names_keys_that_are_there() -> None:
+    text = (DOCS / "moving-from" / "megatron.md").read_text()
+    in_file, in_config = ({key for key, _ in keys(TrainingFile)}, {key for key, _ in keys()})
+    table = rows(text, "| Megatron-LM | training file | `config=` of `triax.initialize`, or Python |")
+    assert len(table) > 25
+    for _, file, config in table:
+        for known, cell in ((in_file, file), (in_config, config)):
+            for name in re.findall(r"`([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)`", cell):
+                method = name.removeprefix("engine.")
+                assert (
+                    name in known
+                    or any(key.startswith(f"{name}.") for key in known)
+                    or (method != name and hasattr(triax.PipelineEngine, method))
+                    or name in {"interleaved", "weight_decay", "betas"}  # a schedule; arguments of an optimizer
+                ), name
+
+
+def test_torchs_schedules_have_these_names() -> None:
+    text = (DOCS / "moving-from" / "torchtitan-fsdp2.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `ScheduleGPipe`")]
+    theirs, ours = row.strip("| ").split(" | ")
+    assert all(hasattr(torch_schedules, name) for name in re.findall(r"`(\w+)`", theirs))
+    assert set(re.findall(r"`([\w-]+)`", ours)) <= set(RECIPES)
+
+
+def test_the_picture_of_the_folders_is_that_of_the_law() -> None:
+    drawn = runpy.run_path(str(DOCS / "inside" / "structure.py"))
+    assert drawn["draw"]() == (DOCS / "inside" / "structure.svg").read_text(), "python docs/inside/structure.py"
+
+
+# ---------------------------------------------------------------------------------------- packages with entry points
+
+
+def installed(page: str, folder: str) -> None:
+    """Install the page's package into a folder, as pip does: its module, and metadata with its entry points."""
+    (made,) = (tomllib.loads(block.text) for block in blocks(page) if block.language == "toml")
+    info = Path(folder, f"{made['project']['name'].replace('-', '_')}-1.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {made['project']['name']}\nVersion: 1.0\n")
+    ((group, points),) = made["project"]["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    (module,) = made["tool"]["setuptools"]["py-modules"]
+    Path(folder, f"{module}.py").write_text(programs(page)[f"{module}.py"])
+    sys.path.insert(0, folder)
+
+
+def exported(page: str, folder: str) -> None:
+    installed(page, folder)
+    run, out = str(Path(folder, "run")), str(Path(folder, "out"))
+    engine, *_ = triax.initialize(model=nn.BatchNorm1d(3), config={"train_micro_batch_size_per_gpu": 1})
+    engine.save_checkpoint(run)
+    for options, dtype in (([], "float32"), (["--dtype", "float16"], "float16")):
+        done = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", *options])
+        assert done.exit_code == 0, done.output
+        arrays, state = np.load(Path(out, "model.npz")), engine.module_state_dict()
+        assert set(arrays.files) == set(state)
+        for name, tensor in state.items():
+            assert arrays[name].dtype == (dtype if tensor.is_floating_point() else "int64")
+            np.testing.assert_array_equal(arrays[name], tensor.detach().numpy())
+    refused = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", "--dtype", "bfloat16"])
+    assert refused.exit_code != 0 and "NumPy has no bfloat16" in str(refused.exception or refused.output)
+
+
+def test_a_package_adds_a_format_of_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, exported, (DOCS / "extending" / "checkpoint-format.md").read_text(), str(tmp_path))
