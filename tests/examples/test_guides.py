@@ -369,5 +369,20 @@ def exported(page: str, folder: str) -> None:
     assert refused.exit_code != 0 and "NumPy has no bfloat16" in str(refused.exception or refused.output)
 
 
+def scheduled(page: str, folder: str) -> None:
+    installed(page, folder)
+    assert triax.make_schedule("late-weights", 2, 4).orders[0][-1] == ("W", 0, 3)
+    model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 2, 2)] * 2, loss_fn=nn.functional.mse_loss)
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 4, "pipeline": {"schedule": "late-weights"}}
+    engine, *_ = triax.initialize(model=model, config=config | {"optimizer": {"type": "SGD"}})
+    assert engine.program.schedule.name == "late-weights"
+    done = CliRunner().invoke(app, ["schedule", "late-weights", "--pipe", "4", "--microbatches", "8"])
+    assert done.exit_code == 0 and "late-weights" in done.output
+
+
 def test_a_package_adds_a_format_of_checkpoints(ranks: Any, tmp_path: Path) -> None:
     ranks(1, exported, (DOCS / "extending" / "checkpoint-format.md").read_text(), str(tmp_path))
+
+
+def test_a_package_adds_a_schedule(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, scheduled, (DOCS / "extending" / "schedule.md").read_text(), str(tmp_path))
