@@ -8,10 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..compat.huggingface.auto_values import trainer_values
-from ..config.config import batch_sizes
-from ..config.json_comments import read
-from ..config.resolved import json_schema, markdown
 from ..grid.errors import ConfigError
 
 
@@ -26,6 +22,8 @@ def config(
     """Check a configuration, and print it with every default and all three batch sizes filled in."""
     if sum((file is not None, schema, table)) != 1:
         raise ConfigError("Give one of a FILE to check, --schema and --table.")
+    from ..config.resolved import json_schema, markdown
+
     if schema:
         typer.echo(json.dumps(json_schema(), indent=2))
     elif table:
@@ -37,6 +35,9 @@ def config(
 
 def _check(file: Path, data: int) -> None:
     """Check a file and print it resolved. What a Trainer fills in stays "auto", and is explained."""
+    from ..compat.huggingface.auto_values import trainer_values
+    from ..config.config import batch_sizes
+    from ..config.json_comments import read
     from ..engine.setup.check import read_config, resolve_config  # needs torch
 
     source = read(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -13,15 +13,11 @@ from rich.text import Text
 
 from ..grid.errors import ConfigError
 from ..plan.formulas import BYTES, STATES, ModelStates, model_states
-from ..plan.machine import machine as machine_of
-from ..plan.memory import ModelMemory, RankMemory, StateOptions
-from ..plan.page import figure
-from ..plan.parallel_layout import ParallelLayout
-from ..plan.picture import COLORS
-from ..train.explain import layout_of_job, memory_of_job
-from ..train.file import read_training_file
-from ..train.job import resolve
 from .plan import TRAINING_FILES, model_of, parse_layout
+
+if TYPE_CHECKING:
+    from ..plan.memory import ModelMemory, RankMemory
+    from ..plan.parallel_layout import ParallelLayout
 
 _FILL = 4  # microbatches for each pipe rank, if no batch is given: more hold no more, but under gpipe
 
@@ -68,6 +64,8 @@ def memory(
     as_json: Annotated[bool, typer.Option("--json", help="Of a model: print one JSON object, with bytes.")] = False,
 ) -> None:
     """Print the memory of each pipe rank of a model on a grid, activations included; or of a number of parameters."""
+    from ..plan.machine import machine as machine_of
+
     if (model is None) == (parameters is None):
         raise ConfigError("Give one of a MODEL, such as llama3-8b, and --parameters, such as 7.5e9.")
     try:
@@ -97,6 +95,12 @@ def _run(
     model: str, text: str, batch: int | None, sequence: int | None, precision: str | None, optimizer: str | None
 ) -> _Counted:
     """Return what is to be counted, from a training file or from a model and the options."""
+    from ..plan.memory import ModelMemory, StateOptions
+    from ..plan.parallel_layout import ParallelLayout
+    from ..train.explain import layout_of_job, memory_of_job
+    from ..train.file import read_training_file
+    from ..train.job import resolve
+
     given = {key: values[0] for key, values in parse_layout(text).items()}
     if model.endswith(TRAINING_FILES):
         if batch or sequence or precision or optimizer or given:
@@ -115,6 +119,10 @@ def _run(
 
 def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float | None) -> None:
     """Print a table, and a bar of each pipe rank, whose letters are the kinds."""
+    from ..plan.memory import RankMemory
+    from ..plan.page import figure
+    from ..plan.picture import COLORS
+
     console = Console()
     kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
     title = f"{model} on {run.layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"

@@ -6,29 +6,23 @@ import json
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..grid.errors import ConfigError, nearest, no_such
-from ..models.config import DecoderConfig, GPTConfig, LlamaConfig, TransformerConfig
-from ..models.huggingface.config import from_hf
-from ..pipe.schedules.registry import RECIPES
-from ..plan.cost import Work
-from ..plan.machine import machine as machine_of
-from ..plan.page import figure, page
-from ..plan.parallel_layout import RECOMPUTATION, ParallelLayout
-from ..plan.picture import COLORS, name_of, picture
-from ..plan.search import Search, Searcher, Space, to_dict
-from ..train.file import read_training_file
-from ..train.job import model_config
-from ..train.schema import ModelSection, TrainingFile, count, seconds
 
-_KEYS = [each.name for each in fields(ParallelLayout)]
+# All else is imported where it is used: `triax --help` needs none of it.
+if TYPE_CHECKING:
+    from ..models.config import TransformerConfig
+    from ..plan.cost import Work
+    from ..plan.parallel_layout import ParallelLayout
+    from ..plan.search import Search, Searcher
+    from ..train.schema import TrainingFile
+
 TRAINING_FILES = (".yaml", ".yml", ".toml")
 
 
@@ -69,6 +63,13 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the fastest layouts of a training run that fit on a cluster."""
+    from ..plan.cost import Work
+    from ..plan.machine import machine as machine_of
+    from ..plan.page import page
+    from ..plan.picture import picture
+    from ..plan.search import Searcher, Space
+    from ..train.schema import count, seconds
+
     try:
         if measure is not None:
             _measure(measure)
@@ -126,6 +127,10 @@ def _measure(path: Path) -> None:
 
 def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
     """Return a model's configuration, and the training file that it comes from."""
+    from ..train.file import read_training_file
+    from ..train.job import model_config
+    from ..train.schema import ModelSection
+
     path = Path(name)
     if path.suffix in TRAINING_FILES:
         file, _ = read_training_file(path)
@@ -142,6 +147,9 @@ def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
 
 def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
     """Return the configuration of Hugging Face's fields; without ``model_type``, a GPT or a Llama by its fields."""
+    from ..models.config import DecoderConfig, GPTConfig, LlamaConfig
+    from ..models.huggingface.config import from_hf
+
     names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     names |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "ffn_dim": "intermediate_size"}
     if values.get("model_type") and not (values["model_type"] == "gpt2" and "n_embd" not in values):
@@ -176,11 +184,15 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
     Raises:
         ValueError: an unknown key or value; the message names the nearest.
     """
+    from ..pipe.schedules.registry import RECIPES
+    from ..plan.parallel_layout import RECOMPUTATION, ParallelLayout
+
+    keys = [each.name for each in fields(ParallelLayout)]
     given: dict[str, list[Any]] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         key, equals, value = part.partition("=")
-        if key not in _KEYS:
-            raise ValueError(no_such("--layout", key, _KEYS))
+        if key not in keys:
+            raise ValueError(no_such("--layout", key, keys))
         words = {"schedule": [name for name in RECIPES if name != "forward"], "recompute": list(RECOMPUTATION)}
         if key in words:
             if value not in words[key]:
@@ -208,6 +220,8 @@ def _gpus(given: dict[str, list[Any]]) -> int:
 
 def _result(found: Search, work: Work) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
+    from ..plan.search import to_dict
+
     layouts = [to_dict(planned, work) for planned in found.layouts]
     return {
         "layouts": layouts,
@@ -219,6 +233,8 @@ def _result(found: Search, work: Work) -> dict[str, Any]:
 
 def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) -> None:
     """Say what is short and the nearest change; of a given layout, go on with what it would take."""
+    from ..plan.search import Searcher, Space
+
     space, work, limit = searcher.space, searcher.work, searcher.limit
     if found.nearest is None:
         raise ValueError(
@@ -244,6 +260,8 @@ def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) ->
 
 def _change(searcher: Searcher) -> str:
     """Return the nearest change with which a layout fits: more GPUs, fewer keys given, or more memory."""
+    from ..plan.search import Searcher, Space
+
     space, work = searcher.space, searcher.work
     if space.given:
         free = Searcher(work, Space(space.gpus, {}, searcher.limit)).run(1).layouts
@@ -258,6 +276,8 @@ def _change(searcher: Searcher) -> str:
 
 def _days(work: Work, found: Search, tokens: int | None, given: float | None) -> list[str]:
     """Return lines about the time of the whole run."""
+    from ..plan.page import figure
+
     step, each = found.layouts[0].time.seconds, work.batch * work.sequence
     lines = []
     if tokens is not None:
@@ -274,6 +294,10 @@ def _days(work: Work, found: Search, tokens: int | None, given: float | None) ->
 
 def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_json: bool) -> None:
     """Compare two layouts, term by term."""
+    from ..plan.page import figure
+    from ..plan.picture import name_of
+    from ..plan.search import Searcher, Space, to_dict
+
     found = []
     for text in pair:
         given = parse_layout(text)
@@ -306,6 +330,9 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
 
 def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     """Print the table, and the bars of the best layout."""
+    from ..plan.page import figure
+    from ..plan.picture import name_of
+
     console = Console()
     table = Table()
     table.add_column("layout", overflow="fold")
@@ -331,6 +358,9 @@ def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
 
 def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | None) -> None:
     """Print one bar of colored parts, and its key."""
+    from ..plan.page import figure
+    from ..plan.picture import COLORS
+
     width, total = min(console.width, 100) - 2, sum(kinds.values())
     whole = total if limit is None else max(total, limit)
     bar, key, end, used = Text(), Text(), 0.0, 0
@@ -350,6 +380,8 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
 
 def _write(path: Path, model: str, file: TrainingFile | None, work: Work, layout: ParallelLayout) -> None:
     """Write a training file of a layout; other keys are those of the training file that was given."""
+    import yaml
+
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
     content: dict[str, Any] = {} if file is None else file.model_dump(mode="json", by_alias=True, exclude_unset=True)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ..monitor.report.write import write_report
-
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run, with metrics.jsonl, run.json or timeline.json.")],
@@ -17,4 +15,6 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic."""
+    from ..monitor.report.write import write_report
+
     typer.echo(f"{write_report(run, output)}")

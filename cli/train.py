@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ..config.resolved import markdown
 from ..grid.errors import ConfigError
-from ..train.explain import explain, text
-from ..train.file import read_training_file
-from ..train.job import Job, resolve
-from ..train.schema import WHOLE, TrainingFile
+
+if TYPE_CHECKING:
+    from ..train.job import Job
 
 
 def train(
@@ -45,8 +43,15 @@ def train(
     if table or file is None:
         if not table or file is not None:
             raise ConfigError("Give a FILE to train, or --table.")
+        from ..config.resolved import markdown
+        from ..train.schema import WHOLE, TrainingFile
+
         typer.echo(markdown(TrainingFile, WHOLE))
         return
+    from ..train.explain import explain, text
+    from ..train.file import read_training_file
+    from ..train.job import resolve
+
     run, source = read_training_file(file, changes or [])
     if (as_json and not explained) or (processes is not None and not (explained or dry)):
         raise ConfigError(f"{'--json' if as_json else '--processes'} belongs to --explain: add it.")
