@@ -64,7 +64,7 @@ BACKWARD_ATTENTION = 2.5 * 1.2  # FlashAttention's backward pass over its forwar
 SCORE_BYTES = 9.0, 11.0  # of softmax and dropout, forward and backward; the products read and write the rest
 LOGIT_BYTES = 22.0, 28.0  # fp32 cross entropy: cast, maximum, exponentials, sum; softmax minus one-hot, scaled, cast
 ADAM_BYTES = 34.0  # gradient twice (norm, update), master and two moments read and written, weight written
-CLOSED_FORMS = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1")
+CLOSED_FORMS = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
 
 
 class LayerTime(NamedTuple):
@@ -441,14 +441,15 @@ class CostModel:
             if simulated or layout.schedule not in CLOSED_FORMS or not self._closed(layout, m, busiest):
                 kinds["bubble"] = max(0.0, self._makespan(layout, m, busiest) - m * busiest.busy)
             else:
-                others = sum(rank.idle(layout.schedule) * rank.count for rank in ranks) - busiest.idle(layout.schedule)
-                kinds["bubble"] = others / v
+                others = sum(rank.idle(layout) * rank.count for rank in ranks) - busiest.idle(layout)
+                kinds["bubble"] = others
         return ranks, kinds
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
         """Return True if the schedule's closed form holds."""
-        if layout.schedule == "zb-h1":
-            return m >= layout.pipe and busiest.weights <= min(busiest.forward, busiest.inputs)
+        if layout.schedule in ("zb-h1", "zb-h2", "zb-v"):
+            enough = m >= (layout.pipe if layout.schedule == "zb-h1" else 2 * layout.pipe)
+            return enough and busiest.weights <= min(busiest.forward, busiest.inputs)
         return layout.schedule not in ("interleaved", "looped-bfs") or m % layout.pipe == 0
 
     def _makespan(self, layout: ParallelLayout, m: int, rank: _RankTime) -> float:
@@ -702,9 +703,23 @@ class _RankTime:
         """Seconds of a microbatch."""
         return self.forward + self.inputs + self.weights
 
-    def idle(self, schedule: str) -> float:
+    def idle(self, layout: ParallelLayout) -> float:
         """Return the seconds that other ranks wait for this one at the start and the end of a step."""
-        return self.busy - 2 * self.weights if schedule == "zb-h1" else self.busy
+        return idle(layout.schedule, layout.chunks, self.forward, self.inputs, self.weights)
+
+
+def idle(schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
+    """Return 1/(pipe - 1) of the idle time of a schedule with a closed form, if all ranks take these seconds.
+
+    With enough microbatches, and weight gradients no longer than the other passes if the schedule splits them off.
+    """
+    if schedule == "zb-h1":
+        return max(0.0, forward + inputs - weights)
+    if schedule == "zb-h2":
+        return max(forward, forward + inputs - 2 * weights, inputs - forward)
+    if schedule == "zb-v":
+        return max(inputs / 2, inputs - weights, forward - inputs / 2, forward - weights)
+    return (forward + inputs + weights) / chunks
 
 
 def step_time(work: Work, layout: ParallelLayout) -> StepTime:

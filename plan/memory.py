@@ -695,6 +695,10 @@ def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[
         return [[(min(pipe - rank, microbatches),)] for rank in range(pipe)]
     if schedule == "zb-h1":
         return [[(min(pipe, microbatches),)]] * pipe
+    if schedule == "zb-h2" and microbatches >= 2 * pipe:
+        return [[(2 * pipe - 1,)]] * pipe
+    if schedule == "zb-v" and microbatches >= 2 * pipe:
+        return [[(2 * pipe - rank, rank), (2 * pipe - rank - 1, rank + 1)] for rank in range(pipe)]
     if schedule == "interleaved" and (microbatches < pipe or microbatches % pipe == 0):
         return [_interleaved_in_flight(pipe, chunks, microbatches, rank) for rank in range(pipe)]
     return counts_in_flight(named_schedule(schedule, pipe, _until_steady(schedule, pipe, microbatches), chunks))

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..pipe.schedules.registry import RECIPES
-from .cost import CLOSED_FORMS, CostModel, StepTime, Work, utilization
+from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
 from .memory import FRAGMENTS, RankMemory
 from .parallel_layout import RECOMPUTATION, ParallelLayout
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
 _JUST_BELOW = 1 - 1e-8  # a bound is another sum of the same numbers, and times are compared in nine digits
 
@@ -99,8 +99,8 @@ class Searcher:
         self.limit = work.machine.memory if space.memory is None else space.memory
         self.experts = max((layer.feedforward.experts for layer in work.layers if layer.feedforward), default=0)
         self.blocks = [index for index, layer in enumerate(work.layers) if layer.kind == "block"]
-        self._variants: dict[tuple[int, int, bool, bool], list[tuple[str, int]]] = {}
-        self._bases: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._variants: dict[tuple[int, int, bool, int], list[tuple[str, int]]] = {}
+        self._bases: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._fewest: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[Any, ...], float] = {}
 
@@ -140,13 +140,14 @@ class Searcher:
     def variants(self, layout: ParallelLayout, m: int) -> list[tuple[str, int]]:
         """Return the schedules and chunks of a node."""
         p, each = layout.pipe, len(self.blocks) // layout.pipe
-        key = (p, each, m % p == 0, m >= p)
+        key = (p, each, m % p == 0, min(m // p, 2))
         if key in self._variants:
             return self._variants[key]
         found: list[tuple[str, int]] = []
         schedules = self.space.given.get("schedule", SCHEDULES)
         asked = "schedule" in self.space.given and "chunks" in self.space.given
         closed = {"interleaved": m % p == 0, "looped-bfs": m % p == 0, "zb-h1": m >= p}
+        closed |= dict.fromkeys(("zb-h2", "zb-v"), m >= 2 * p)
         if p == 1:
             found = [("1f1b", 1)] if "1f1b" in schedules or set(schedules) - {"1f1b"} else []
             found = found if 1 in self._free("chunks", [1]) else []
@@ -218,8 +219,8 @@ class Searcher:
 
     # -------------------------------------------------------------------------------------------------- the bounds
 
-    def _passes(self, layout: ParallelLayout) -> tuple[float, float]:
-        """Return the seconds of a microbatch's passes through the whole model, and of its weight gradients."""
+    def _passes(self, layout: ParallelLayout) -> tuple[float, float, float]:
+        """Return the seconds of a microbatch's forward pass, input gradients and weight gradients of the whole model."""
         key = (layout.microbatch, layout.context, layout.tensor, layout.expert)
         found = self._bases.get(key)
         if found is None:
@@ -228,28 +229,31 @@ class Searcher:
                 *(1, layout.expert, layout.context, layout.tensor, layout.expert, layout.microbatch),
                 sequence_parallel=sharded,
             )
-            passes = weights = 0.0
-            for kind, count in Counter(self.model.kinds).items():
-                layer = self.model.layer(kind, layout)
-                passes += count * (layer.forward + layer.backward + layer.products[2])
-                weights += count * layer.products[2]
-            found = self._bases[key] = (passes, weights)
+            layers = [(count, self.model.layer(kind, layout)) for kind, count in Counter(self.model.kinds).items()]
+            found = self._bases[key] = (
+                sum(count * layer.forward for count, layer in layers),
+                sum(count * layer.backward for count, layer in layers),
+                sum(count * layer.products[2] for count, layer in layers),
+            )
         return found
 
     def _time_bound(self, layout: ParallelLayout, m: int) -> float:
         """Return a lower bound of the seconds of all layouts of a node."""
-        passes, weights = self._passes(layout)
-        p = layout.pipe
+        times, p = self._passes(layout), layout.pipe
         bubble = 0.0
         if p > 1:
-            bubble = min(self._bubble(name, v, passes, weights) for name, v in self.variants(layout, m))
-        return (m * passes + (p - 1) * bubble) / p * _JUST_BELOW
+            bubble = min(self._bubble(name, v, *times) for name, v in self.variants(layout, m))
+        return (m * sum(times) + (p - 1) * bubble) / p * _JUST_BELOW
 
-    def _bubble(self, schedule: str, chunks: int, passes: float, weights: float) -> float:
-        """Return p / (p - 1) times a lower bound of a schedule's bubble."""
+    def _bubble(self, schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
+        """Return p / (p - 1) times a lower bound of a schedule's bubble: recomputation and messages make passes longer."""
         if schedule not in CLOSED_FORMS or self.model.on_cores:  # they are simulated
             return 0.0
-        return max(0.0, passes - 2 * weights) if schedule == "zb-h1" else passes / chunks
+        if schedule == "zb-h2":  # of the closed forms what grows with each pass
+            return max(forward, forward + inputs - 2 * weights)
+        if schedule == "zb-v":
+            return max(forward / 2, inputs / 2, max(forward, inputs) - weights)
+        return idle(schedule, chunks, forward, inputs, weights)
 
     def _states_bound(self, layout: ParallelLayout, zero: int, offload: bool) -> float:
         """Return a lower bound of the bytes of model states: those of 1/pipe of the model."""
@@ -294,6 +298,8 @@ class Searcher:
         flight = min(p, m) * chunks
         if schedule == "interleaved":
             flight = min(m * chunks, flight + p - 1)  # chunks' forwards before the first backward
+        elif schedule == "zb-h2":
+            flight = min(2 * p - 1, m)
         elif schedule not in CLOSED_FORMS:
             flight = 1  # some hold less than 1F1B
         return flight * fewest * kept * (1 + FRAGMENTS)
@@ -349,10 +355,10 @@ class Searcher:
         layout, m, p = node.layout, node.microbatches, node.layout.pipe
         states = [(self._states_bound(layout, *stage), stage) for stage in self.stages(layout)]
         fixed = self.memory.reserve
-        passes, weights = self._passes(layout)
+        times = self._passes(layout)
         least = min((bound for bound, _ in states), default=math.inf)
         for schedule, chunks in self.variants(layout, m):
-            shortest = (m * passes + (p - 1) * self._bubble(schedule, chunks, passes, weights)) / p * _JUST_BELOW
+            shortest = (m * sum(times) + (p - 1) * self._bubble(schedule, chunks, *times)) / p * _JUST_BELOW
             for recompute in recomputes:
                 worst = best[-1][1].time.seconds if len(best) == top else math.inf
                 if shortest > worst:

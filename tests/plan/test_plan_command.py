@@ -64,7 +64,7 @@ def test_the_docs_links_and_machine_file(tmp_path: Path) -> None:
     assert [path for path in broken_links(TEXT) if not (DOCS / path).exists()] == []
     *configurations, text = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
-    assert machine(str(tmp_path / "mine.json")).overlap_gradients
+    assert machine(str(tmp_path / "mine.json")).overlap_pipelined_gradients
     auto, tuning = map(parse_config, map(json.loads, configurations))
     assert auto.tunes_microbatch and not auto.tunes_stage and tuning.tunes_microbatch and tuning.tunes_stage
     assert not auto.notes() and not tuning.notes()
