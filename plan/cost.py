@@ -14,7 +14,7 @@ arXiv:2307.08691, section 4.1 |
 figure 3 |
 | elementwise | bytes read and written / memory speed | the same, section 4.1, with the reads |
 | tensor | all-gather and reduce-scatter of 2 s b h bytes for each branch; backward, one of each hidden by the weight \
-gradients | tensor_parallel/column.py |
+gradients, unless they are passes of their own, which gather their input again | tensor_parallel/column.py |
 | context | K and V around the ring, twice as much backward, behind the core of attention | arXiv:2310.01889 |
 | expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
 | recompute | the forward pass (full), or the core of attention (selective) | Korthikanti et al. 2022 |
@@ -64,6 +64,7 @@ BACKWARD_ATTENTION = 2.5 * 1.2  # FlashAttention's backward pass over its forwar
 SCORE_BYTES = 9.0, 11.0  # of softmax and dropout, forward and backward; the products read and write the rest
 LOGIT_BYTES = 22.0, 28.0  # fp32 cross entropy: cast, maximum, exponentials, sum; softmax minus one-hot, scaled, cast
 ADAM_BYTES = 34.0  # gradient twice (norm, update), master and two moments read and written, weight written
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")  # weight gradients are passes of their own
 CLOSED_FORMS = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
 
 
@@ -166,6 +167,8 @@ class CostModel:
         self.memory = ModelMemory(
             work.config, work.precision, fused_attention=work.machine.fused_attention, device=device
         )
+        # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
+        self._shown: dict[tuple[int, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -197,10 +200,10 @@ class CostModel:
         key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert, sharded)
         found = self._layers.get(key)
         if found is None:
-            found = self._layers[key] = self._layer(self.types[kind], layout, sharded)
+            found = self._layers[key] = self._layer(self.types[kind], layout, sharded, key)
         return found
 
-    def _layer(self, shape: LayerShape, layout: ParallelLayout, sharded: bool) -> LayerTime:
+    def _layer(self, shape: LayerShape, layout: ParallelLayout, sharded: bool, key: tuple[int, ...]) -> LayerTime:
         t, machine, size = layout.tensor, self.machine, self.bytes
         tokens = layout.microbatch * self.work.sequence // layout.context
         held = tokens / t if sharded else float(tokens)  # tokens of the hidden states that a rank holds
@@ -234,11 +237,14 @@ class CostModel:
             loss = 3 * all_reduce(4.0 * tokens, group, machine)
             hidden_reduce = once if sharded else all_reduce(hidden, group, machine)
             tensor = ((once if sharded else 0.0) + loss, max(0.0, hidden_reduce - column))
+            self._shown[key] = min(hidden_reduce, column), once if sharded else 0.0
         elif sharded:
             tensor = (2 * branches * once, branches * once + max(0.0, branches * once - column))
+            self._shown[key] = min(branches * once, column), branches * once
         else:
             reduce = branches * all_reduce(hidden, group, machine)
             tensor = (reduce, max(0.0, reduce - column))
+            self._shown[key] = min(reduce, column), 0.0
         return LayerTime(
             (forward, inputs, weights),
             attention,
@@ -584,15 +590,18 @@ class CostModel:
 
     def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:
         """Return a layer's forward pass, input gradients, weight gradients and recomputation, and its times by kind."""
-        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert)
-        found = self._totals.get((*key, layout.sequence_parallel, layout.recompute))
+        split = layout.schedule in SPLIT and not self.on_cores
+        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert, bool(layout.sequence_parallel))
+        found = self._totals.get((*key, layout.recompute, split))
         if found is None:
             time, recompute = self.layer(kind, layout), 0.0
             if self.types[kind].kind == "block":
                 recompute = {"none": 0.0, "selective": time.attention[0], "full": time.forward}[layout.recompute]
-            parts = (sum(part) for part in time)
-            found = (time.forward, time.backward, time.products[2], recompute, *parts)
-            self._totals[*key, layout.sequence_parallel, layout.recompute] = found
+            inputs, weights = self._shown.get(key, (0.0, 0.0)) if split else (0.0, 0.0)
+            parts = {name: sum(part) for name, part in zip(LayerTime._fields, time, strict=True)}
+            parts["tensor"] += inputs + weights
+            found = (time.forward, time.backward + inputs, time.products[2] + weights, recompute, *parts.values())
+            self._totals[*key, layout.recompute, split] = found
         return found
 
     def ranks(self, p: int, v: int, zigzag: bool = False) -> list[tuple[tuple[int, ...], int]]:

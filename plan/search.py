@@ -27,7 +27,13 @@ from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
 from .memory import FRAGMENTS, RankMemory
 from .parallel_layout import RECOMPUTATION, ParallelLayout
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
+SCHEDULES = (
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+)  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
 _JUST_BELOW = 1 - 1e-8  # a bound is another sum of the same numbers, and times are compared in nine digits
 
@@ -220,7 +226,7 @@ class Searcher:
     # -------------------------------------------------------------------------------------------------- the bounds
 
     def _passes(self, layout: ParallelLayout) -> tuple[float, float, float]:
-        """Return the seconds of a microbatch's forward pass, input gradients and weight gradients of the whole model."""
+        """Return the seconds of the model's forward pass, input and weight gradients, for one microbatch."""
         key = (layout.microbatch, layout.context, layout.tensor, layout.expert)
         found = self._bases.get(key)
         if found is None:
@@ -246,7 +252,7 @@ class Searcher:
         return (m * sum(times) + (p - 1) * bubble) / p * _JUST_BELOW
 
     def _bubble(self, schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
-        """Return p / (p - 1) times a lower bound of a schedule's bubble: recomputation and messages make passes longer."""
+        """Return p / (p - 1) times a lower bound of a schedule's bubble; recomputation and messages only add to it."""
         if schedule not in CLOSED_FORMS or self.model.on_cores:  # they are simulated
             return 0.0
         if schedule == "zb-h2":  # of the closed forms what grows with each pass

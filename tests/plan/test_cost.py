@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.registry import named_schedule
 from triax.plan.collectives import RankGroup, all_reduce, all_to_all, reduce_scatter
-from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, step_time, utilization
+from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, idle, step_time, utilization
 from triax.plan.machine import MACHINES
 from triax.plan.parallel_layout import ParallelLayout
 
@@ -34,6 +35,8 @@ def work(batch: int = 64, config: Any = GPT, machine: Any = H100, sequence: int 
         ("interleaved", 4),
         ("looped-bfs", 2),
         ("zb-h1", 1),
+        ("zb-h2", 1),
+        ("zb-v", 2),
     ],
 )
 @pytest.mark.parametrize(("pipe", "m"), [(2, 4), (4, 8), (8, 32)])
@@ -41,10 +44,24 @@ def test_closed_forms_of_bubbles_equal_the_simulator(schedule: str, chunks: int,
     """On a model without ends, whose stages are all alike."""
     model = CostModel(work(m))
     block = model.types.index(model.work.layers[5])
-    model._ranks[pipe, chunks, False] = [(tuple(32 // pipe * (i == block) for i in range(len(model.types))), pipe)]
+    counts = tuple(32 // pipe * (i == block) for i in range(len(model.types)))
+    model._ranks[pipe, chunks, schedule == "zb-v"] = [(counts, pipe)]
     layout = ParallelLayout(pipe=pipe, schedule=schedule, chunks=chunks, zero=1)
     closed, simulated = model.step(layout), model.step(layout, simulated=True)
     assert math.isclose(closed.seconds, simulated.seconds, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def test_closed_forms_of_split_backward_passes_hold_for_any_times(schedule: str, chunks: int) -> None:
+    draw = random.Random(0)
+    for pipe, m in ((2, 4), (3, 7), (4, 8), (5, 16), (6, 13)):
+        made = named_schedule(schedule, pipe, m, chunks)
+        for _ in range(8):
+            forward, inputs = draw.uniform(0.5, 2), draw.uniform(0.5, 4)
+            weights = draw.uniform(0.1, min(forward, inputs))
+            waits = simulate(made, Costs(forward, inputs, weights)).makespan - m * (forward + inputs + weights)
+            expected = (pipe - 1) * idle(schedule, chunks, forward, inputs, weights)
+            assert waits == pytest.approx(expected, abs=1e-9), (pipe, m, forward, inputs, weights)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "v-half"])
@@ -128,6 +145,20 @@ def test_tensor_parallel_collectives_of_a_block(sequence_parallel: bool) -> None
     hidden_by = sum(model.product(p.inputs, 2048, p.outputs // 8, output=8) for p in column if p.sharding == "column")
     exposed = 2 * once + max(0.0, 2 * once - hidden_by) if sequence_parallel else max(0.0, 2 * both - hidden_by)
     assert math.isclose(block.tensor[1], exposed)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_deferred_weight_gradients_hide_no_collective(sequence_parallel: bool) -> None:
+    """Under ZB-H1 the input gradients wait for their reduction, and the weight gradients for the gathered input."""
+    model = CostModel(work())
+    number = model.types.index(model.work.layers[5])
+    model._ranks[2, 1, False] = [(tuple(16 * (kind == number) for kind in range(len(model.types))), 2)]
+    layout = ParallelLayout(pipe=2, data=2, tensor=8, sequence_parallel=sequence_parallel)
+    joint, split = (model.step(replace(layout, schedule=name)).kinds["tensor"] for name in ("1f1b", "zb-h1"))
+    size = 2.0 * 2048 * 4096
+    once, both = reduce_scatter(size, RankGroup(8), H100), all_reduce(size, RankGroup(8), H100)
+    assert split == pytest.approx(32 * 16 * (10 * once if sequence_parallel else 4 * both))
+    assert joint == pytest.approx(32 * 16 * sum(model.layer(number, layout).tensor)) and joint < split
 
 
 def test_zero_reduces_and_gathers_the_bytes_of_its_formula() -> None:
