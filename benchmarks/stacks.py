@@ -83,7 +83,7 @@ class Embedding(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        return self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
 
 
 class Block(nn.Module):

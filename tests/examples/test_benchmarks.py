@@ -157,3 +157,14 @@ def test_compression_makes_its_table(tmp_path: Path) -> None:
     assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
     none, narrow = (line for line in lines if line.startswith(("| none |", "| bf16 |")))
     assert "| 1/1.0 |" in none and "| 1/2.0 |" in narrow
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [("--size", "smoke"), ("--overhead",)])
+def test_device_compares(options: tuple[str, ...]) -> None:
+    """On the CPU. Weights were those of the bare loop within bf16's rounding, or it would have failed."""
+    report = json.loads(run("device.py", "--device", "cpu", *options, "--rounds", "2", "--steps", "2", "--json"))
+    rows = {row["name"]: row for row in report["rows"]}
+    assert report["flops"] > 0 and report["product_flops"] > 0
+    for name, row in rows.items():
+        assert row["problem"] == "not installed" if name.startswith("DeepSpeed") and row["problem"] else len(row["times"]) == 2

@@ -1,0 +1,324 @@
+"""Speed on one GPU: a GPT in bf16 with fp32 masters, triax beside the bare PyTorch loop and DeepSpeed, in turns.
+
+    python benchmarks/device.py                               # 1.3 billion parameters
+    python benchmarks/device.py --size 2.7b --microbatch 8 --only bare train_batch
+    python benchmarks/device.py --compile                     # each block compiled, in every contender
+    python benchmarks/device.py --overhead                    # microseconds of a step whose layers take next to none
+    python benchmarks/device.py --device cpu --size smoke     # to see that it runs
+
+Utilisation is model FLOPs (Narayanan et al. 2021, equation 3 without recomputation) over time, as a share of the rate
+of the best plain bf16 matrix product of the same run. Before any of it all contenders have trained the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from limits import ratios, spread
+from measuring import in_turn
+from rich.console import Console
+from rich.table import Table
+from stacks import Batch, Stack
+from torch import Tensor, nn
+
+import triax
+
+SIZES = {  # heads of 128 elements, which flash attention likes best
+    "smoke": Stack(entries=2, width=32, microbatch=2, heads=2, length=16, vocabulary=64),
+    "0.4b": Stack(entries=24, width=1024, microbatch=8, heads=8, length=2048, vocabulary=50304),
+    "1.3b": Stack(entries=24, width=2048, microbatch=8, heads=16, length=2048, vocabulary=50304),
+    "2.7b": Stack(entries=32, width=2560, microbatch=8, heads=20, length=2048, vocabulary=50304),
+}
+SMALL = Stack(entries=8, width=64, microbatch=1)  # of --overhead
+PRODUCTS = (4096, 8192, 16384)
+LR, CLIP = 1e-4, 1.0
+CHECKED, TOLERANCE = 3, 2e-2  # steps, and how far weights in bf16 may be apart after them
+
+Step = Callable[[], object]
+Made = tuple[Step, Callable[[], dict[str, Tensor]]]  # a step, and the weights in fp32
+
+
+@dataclass
+class Row:
+    """Figures of one contender."""
+
+    name: str
+    problem: str = ""  # why it did not run
+    times: list[float] = field(default_factory=list)  # of each round: seconds a step
+    held: int = 0  # bytes between steps
+    peak: int = 0  # bytes that a step takes beyond them
+
+
+@dataclass
+class Job:
+    """The model, its batch, and what all contenders do alike."""
+
+    stack: Stack
+    microbatches: int
+    device: torch.device
+    compiled: bool
+
+    def model(self) -> nn.Sequential:
+        """The model in fp32 on the device, its blocks compiled if asked."""
+        made = self.stack.whole().to(self.device)
+        for entry in made if self.compiled else ():
+            entry.compile()
+        return made
+
+    def batch(self) -> Batch:
+        pairs = self.stack.batch(self.microbatches)
+        return [
+            tuple(t.to(self.device, torch.bfloat16 if t.is_floating_point() else None) for t in pair) for pair in pairs
+        ]
+
+    def config(self, **zero: Any) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": self.stack.microbatch,
+            "gradient_accumulation_steps": self.microbatches,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+            "zero_optimization": zero,
+        }
+
+    def flops(self) -> float:
+        """Model FLOPs of a step: 96 B s l h^2 (1 + s / 6h + V / 16lh), without recomputation three quarters of it."""
+        stack = self.stack
+        if not stack.heads:
+            return 6.0 * stack.entries * stack.width**2 * stack.microbatch * self.microbatches
+        layers, width, length = stack.entries, stack.width, stack.length
+        extra = length / (6 * width) + stack.vocabulary / (16 * layers * width) * 4 / 3
+        return 72.0 * stack.microbatch * self.microbatches * length * layers * width**2 * (1 + extra)
+
+
+def bare(job: Job) -> Made:
+    """Plain loop: bf16 weights, fp32 masters and gradients, clipping, fused AdamW."""
+    model, batch = job.model(), job.batch()
+    names = [name for name, _ in model.named_parameters()]
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    parameters = list(model.bfloat16().parameters())
+    optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
+    sums = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, sums, strict=True):
+        master.grad = gradient
+
+    def step() -> None:
+        torch._foreach_zero_(sums)
+        for x, y in batch:
+            (job.stack.loss(model(x), y) / len(batch)).backward()
+            torch._foreach_add_(sums, [parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+        nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+
+    return step, lambda: dict(zip(names, masters, strict=True))
+
+
+def train_batch(job: Job, stage: int) -> Made:
+    """A ``PipelineModule`` of one stage."""
+    grid = triax.Grid(device=job.device)
+    model = triax.PipelineModule(list(job.model()), grid=grid, loss_fn=job.stack.loss)
+    engine = triax.initialize(model=model, config=job.config(stage=stage))[0]
+    batch = job.batch()
+    return lambda: engine.train_batch(iter(batch)), lambda: {
+        name.removeprefix("layers."): value for name, value in engine.gather().items()
+    }
+
+
+def module(job: Job, stage: int) -> Made:
+    """A plain module, and DeepSpeed's loop."""
+    engine = triax.initialize(model=job.model(), config=job.config(stage=stage), grid=triax.Grid(device=job.device))[0]
+    return _loop(engine, job), engine.gather
+
+
+def deepspeed(job: Job, stage: int) -> Made:
+    """DeepSpeed's engine of a plain module.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError("not installed")
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"})
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed as ds
+
+    ds.init_distributed("nccl" if job.device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+    made = job.model()
+    config = {**job.config(stage=stage), "train_batch_size": job.stack.microbatch * job.microbatches}
+    engine = ds.initialize(model=made, model_parameters=made.parameters(), config=config)[0]
+    return _loop(engine, job), lambda: dict(engine.module.named_parameters())
+
+
+def _loop(engine: Any, job: Job) -> Step:
+    batch = job.batch()
+
+    def step() -> None:
+        for x, y in batch:
+            engine.backward(job.stack.loss(engine(x), y))
+            engine.step()
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[Job], Made]] = {
+    "bare": bare,
+    "triax train_batch, stage 0": lambda job: train_batch(job, 0),
+    "triax train_batch, stage 1": lambda job: train_batch(job, 1),
+    "triax train_batch, stage 3": lambda job: train_batch(job, 3),
+    "triax plain module, stage 1": lambda job: module(job, 1),
+    "DeepSpeed, stage 1": lambda job: deepspeed(job, 1),
+}
+
+
+def main() -> None:
+    options = parse()
+    device = torch.device(options.device)
+    stack = SMALL if options.overhead else SIZES[options.size]
+    if options.microbatch:
+        stack = replace(stack, microbatch=options.microbatch)
+    job = Job(stack, options.microbatches, device, options.compile)
+    rate = product_rate(device, options.products)
+    rows = measure(job, options)
+    about = {"torch": torch.__version__, "device": name_of(device), "product_flops": rate, "flops": job.flops()}
+    if options.json:
+        print(json.dumps({**about, "rows": [vars(row) for row in rows]}, indent=1))
+    else:
+        show(rows, job, rate, options)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", choices=list(SIZES), default="1.3b", help="parameters of the model")
+    parser.add_argument("--microbatch", type=int, help="samples; by default the size's own")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
+    parser.add_argument("--overhead", action="store_true", help="a model that costs next to nothing")
+    parser.add_argument("--only", nargs="+", help="contenders whose name begins with, or holds, one of these")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="of each contender in a round")
+    parser.add_argument("--products", type=int, nargs="+", help="sizes of the square products of the rate")
+    parser.add_argument("--json", action="store_true", help="one object instead of a table")
+    return parser.parse_args()
+
+
+def product_rate(device: torch.device, sizes: list[int] | None) -> float:
+    """The best rate of a bf16 matrix product on random values, in FLOP/s."""
+    best = 0.0
+    for size in sizes or (PRODUCTS if device.type == "cuda" else (256,)):
+        a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+        clocked(device, partial(torch.mm, a, b), 3)
+        best = max(best, 2 * size**3 / clocked(device, partial(torch.mm, a, b), 10))
+    return best
+
+
+def clocked(device: torch.device, work: Callable[[], object], repeats: int) -> float:
+    """Seconds that the device takes for a piece of work, the mean of several in a row."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - begin) / repeats
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def allocated(device: torch.device, peak: bool = False) -> int:
+    """Bytes of tensors on a GPU, now or at their peak; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+
+
+def measure(job: Job, options: argparse.Namespace) -> list[Row]:
+    """Build every contender, compare what they learn, and time them in turn."""
+    rows: list[Row] = []
+    running: list[tuple[Row, Step]] = []
+    expected: dict[str, Tensor] = {}
+    for name, make in CONTENDERS.items():
+        if options.only and not any(wanted in name for wanted in options.only):
+            continue
+        row, before = Row(name), allocated(job.device)
+        rows.append(row)
+        try:
+            step, weights = make(job)
+        except ImportError as error:
+            row.problem = str(error)
+            continue
+        for _ in range(CHECKED):
+            step()
+        found = {key: value.detach().float().cpu() for key, value in weights().items()}
+        expected = expected or found
+        for key, value in found.items():
+            torch.testing.assert_close(
+                value, expected[key], rtol=TOLERANCE, atol=CHECKED * 2 * LR, msg=f"{name}: {key} differs"
+            )
+        del found
+        gc.collect()
+        row.held = allocated(job.device) - before
+        if job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(job.device)
+        now = allocated(job.device)
+        step()
+        synchronize(job.device)
+        row.peak = allocated(job.device, peak=True) - now
+        running.append((row, step))
+    for row, step in in_turn(running, options.rounds):
+        step()
+        row.times.append(clocked(job.device, step, options.steps))
+    return rows
+
+
+def show(rows: list[Row], job: Job, rate: float, options: argparse.Namespace) -> None:
+    """Print a table."""
+    parameters = sum(parameter.numel() for parameter in job.stack.build(1).parameters()) * job.stack.entries
+    title = f"{parameters / 1e9:.2f} billion parameters in blocks, {job.microbatches} x {job.stack.microbatch} samples"
+    title += f" of {job.stack.length} tokens, bf16{', compiled' if job.compiled else ''}; {name_of(job.device)}, "
+    table = Table(title=title + f"torch {torch.__version__}; plain product {rate / 1e12:.0f} TFLOP/s")
+    unit, factor = ("us", 1e6) if options.overhead else ("ms", 1e3)
+    table.add_column("contender")
+    for column in (f"step, {unit}", "of bare", "TFLOP/s", "of product", "held, GiB", "step, GiB"):
+        table.add_column(column, justify="right")
+    first = next((row for row in rows if row.times), None)
+    for row in rows:
+        if not row.times or first is None:
+            table.add_row(row.name, row.problem)
+            continue
+        achieved = job.flops() / median(row.times)
+        table.add_row(
+            row.name,
+            f"{median(row.times) * factor:.1f}",
+            spread(ratios(first.times, row.times)),
+            f"{achieved / 1e12:.1f}",
+            f"{achieved / rate:.3f}",
+            f"{row.held / 2**30:.1f}",
+            f"{row.peak / 2**30:.1f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
