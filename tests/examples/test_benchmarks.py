@@ -166,5 +166,5 @@ def test_device_compares(options: tuple[str, ...]) -> None:
     report = json.loads(run("device.py", "--device", "cpu", *options, "--rounds", "2", "--steps", "2", "--json"))
     rows = {row["name"]: row for row in report["rows"]}
     assert report["flops"] > 0 and report["product_flops"] > 0
-    for name, row in rows.items():
-        assert row["problem"] == "not installed" if name.startswith("DeepSpeed") and row["problem"] else len(row["times"]) == 2
+    assert all(len(row["times"]) == 2 for row in rows.values() if not row["problem"])
+    assert {name for name, row in rows.items() if row["problem"]} <= {"DeepSpeed, stage 1"}
