@@ -6,7 +6,6 @@ pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
 named_parameters.py   parameters with their whole-model names
-local_updates.py      replica strategy of local SGD, DiLoCo and asynchronous DiLoCo
 observer.py           records, prints and traces steps
 instrument.py         autocast, profilers and loggers around an engine's methods
 snapshot/             saving and loading: from an engine to a Snapshot and back

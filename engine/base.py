@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
+from ..grid.dtypes import dtype_of
 from ..grid.errors import ConfigError
 from ..grid.replica_grid import ReplicaGrid
 from ..moe.auxiliary_steps import AuxiliarySteps
@@ -28,11 +30,11 @@ from ..monitor.trace import comms_logger as comms
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
+from ..zero.local_sgd.local_replicas import LocalReplicas
 from ..zero.protocols import MakeOptimizer
 from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
-from .local_updates import LocalReplicas
 from .named_parameters import named_parameters
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
@@ -114,7 +116,17 @@ class Engine:
         self.replicas: SynchronousReplicas | LocalReplicas = SynchronousReplicas(self.grid)
         self.replica_state: ReplicaState | None = None
         if isinstance(self._step_grid, ReplicaGrid):
-            self.replicas = local = LocalReplicas(self, self._step_grid)
+            assert self.config.local_updates is not None
+            engine = weakref.proxy(self)  # which holds its replica strategy
+            self.replicas = local = LocalReplicas(
+                self.config.local_updates,
+                self._step_grid,
+                self.data_axis,
+                self.optimizer,
+                self.lr_scheduler,
+                dtype_of(self.config.communication_data_type),
+                lambda: int(engine.global_steps),
+            )
             self.replica_state = ReplicaCheckpoints(self, local)
 
     @property

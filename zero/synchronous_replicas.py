@@ -1,4 +1,4 @@
-"""Replica strategy of synchronous data parallelism. The engine has that of local SGD and DiLoCo."""
+"""Replica strategy of synchronous data parallelism. ``local_sgd/`` has that of local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..grid import Grid
 class SynchronousReplicas:
     """Replica strategy of data parallelism: gradients are summed in every step, so weights are always equal.
 
-    ``engine.local_updates.LocalReplicas`` has the same methods.
+    ``local_sgd.local_replicas.LocalReplicas`` has the same methods.
 
     Args:
         grid: the engine's grid.

@@ -16,9 +16,9 @@ from torch import Tensor
 from ...checkpoint.matching import Shape
 from ...checkpoint.protocol import OUTER, REPLICA, WEIGHTS, Snapshot
 from ...checkpoint.reader import LoadOptions
+from ...zero.local_sgd.local_replicas import LocalReplicas
 from ...zero.local_sgd.mean_state import MeanStateShards
 from ...zero.state_shards import StateShards
-from ..local_updates import LocalReplicas
 from .capture import Checkpointed, add_tensors, all_parameters, optimizer_numbers, run_state
 from .restore import read_optimizer, read_weights, same_optimizer_state, set_optimizer, set_schedule
 

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -867,7 +868,8 @@ def timed(folder: str) -> bool:
         for step in range(4):
             module_step(engine, step)
     if engine.grid.data.rank == 0:
-        assert Path(trace).exists() and "step 4: wall clock of 2 steps" in printed.getvalue()
+        assert Path(trace).exists() and "step 2: wall clock of 2 steps" in printed.getvalue()
+        assert re.search(r"step 4: [\d.]+ ms a step: ", printed.getvalue())
         (there / "0").touch()
     return bool(engine.leave())
 

@@ -9,21 +9,41 @@ grid too, because they sum gradients over the replicas.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..config.schema import Config
-from ..grid import Grid
-from ..grid.dtypes import dtype_of
-from ..grid.errors import AgreedError, ConfigError
-from ..grid.replica_grid import ReplicaGrid
-from ..zero.data_axis import ZeroDataAxis
-from ..zero.local_sgd.async_diloco import AsyncOuterOptimizer
-from ..zero.local_sgd.outer_optimizer import NesterovStep, OuterOptimizer
+from ...grid import Grid
+from ...grid.errors import AgreedError, ConfigError
+from ...grid.replica_grid import ReplicaGrid
+from ..data_axis import ZeroDataAxis
+from .async_diloco import AsyncOuterOptimizer
+from .outer_optimizer import NesterovStep, OuterOptimizer
+
+
+class LocalUpdatesOptions(Protocol):
+    """Options of local updates, with the names of the configuration's section ``local_updates``.
+
+    ``outer`` is the learning rate and the momentum of the outer step.
+    """
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def start_step(self) -> int: ...
+    @property
+    def average_optimizer(self) -> bool: ...
+    @property
+    def meet_early(self) -> bool | None: ...
+    @property
+    def outer(self) -> tuple[float, float]: ...
+    @property
+    def staleness(self) -> int: ...
 
 
 class LocalReplicas:
@@ -35,8 +55,12 @@ class LocalReplicas:
     ``gather`` returns the weights of this replica.
 
     Args:
-        engine: an engine with a section ``local_updates`` in its configuration.
-        grid: the grid of this replica, on which the engine's data axis is laid out.
+        section: the options.
+        grid: the grid of this replica, on which the data axis is laid out.
+        data_axis: weights and optimizer of this replica.
+        optimizer, lr_scheduler: those that take the steps; None if there is none.
+        dtype: dtype in which differences of weights are sent; None: their own.
+        steps_taken: returns the number of steps so far.
 
     Attributes:
         outer: the weights after the last synchronization, and the outer optimizer.
@@ -49,18 +73,22 @@ class LocalReplicas:
         left: True if this replica has left the training.
     """
 
-    def __init__(self, engine: Any, grid: ReplicaGrid) -> None:
-        config: Config = engine.config
-        data_axis: ZeroDataAxis = engine.data_axis
-        assert config.local_updates is not None
-        self.section, self.grid = config.local_updates, grid
-        self._engine: Any = weakref.proxy(engine)  # the engine holds its replica strategy
-        self._data_axis = data_axis
+    def __init__(
+        self,
+        section: LocalUpdatesOptions,
+        grid: ReplicaGrid,
+        data_axis: ZeroDataAxis,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: LRScheduler | None,
+        dtype: torch.dtype | None,
+        steps_taken: Callable[[], int],
+    ) -> None:
+        self.section, self.grid, self._data_axis, self._steps_taken = section, grid, data_axis, steps_taken
         self.steps_since_sync = self.steps = self.steps_restored = 0
         self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
-        if engine.optimizer is None:
+        if optimizer is None:
             raise ConfigError("local_updates needs an optimizer, and there is none: set optimizer, or leave it out")
-        if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "local_updates does not work with ReduceLROnPlateau, because each replica has its own loss: use a "
                 "schedule that follows steps"
@@ -77,7 +105,6 @@ class LocalReplicas:
                 f"local_updates.average_optimizer averages optimizer states element by element, which {name} does not "
                 "allow: leave it out"
             )
-        dtype = dtype_of(config.communication_data_type)
         whole = grid.full_grid
         if self.section.type == "async_diloco":
             posts = whole.subgroup("data", range(whole.data.size), purpose=" local")
@@ -92,7 +119,7 @@ class LocalReplicas:
     @property
     def steps_together(self) -> bool:
         """True if the next step sums gradients over all replicas, because it comes before ``start_step``."""
-        return bool(self._engine.global_steps < self.section.start_step)
+        return self._steps_taken() < self.section.start_step
 
     @property
     def collective_grid(self) -> Grid:
