@@ -15,6 +15,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.mixtral import MixtralConfig, mixtral_layers
 
 from toys import mean_loss
 
@@ -57,14 +58,14 @@ def noisy(grid: Grid, most: int = 10**9) -> PipelineModule:
     return PipelineModule([LayerSpec(Noisy, most)] * 4, grid=grid, loss_fn=mean_loss, partition="uniform")
 
 
-def train(model: Any, data: Any, config: dict[str, Any], *grid: int, steps: int = 3, **others: Any) -> dict[str, Any]:
+def train(model: Any, samples: Any, config: dict[str, Any], *grid: int, **axes: int) -> dict[str, Any]:
     """Train, and return what was found, the losses, the weights, and the bytes counted in the last step."""
     torch.manual_seed(5)
     config = {"train_batch_size": 32, "optimizer": ADAM, **config}
-    engine, _, loader, _ = triax.initialize(model=model(Grid(*grid)), training_data=data(), config=config, **others)
+    engine, _, loader, _ = triax.initialize(model=model(Grid(*grid, **axes)), training_data=samples(), config=config)
     assert loader is engine.training_dataloader
     engine.record_memory = True
-    losses = [float(engine.train_batch()) for _ in range(steps)]
+    losses = [float(engine.train_batch()) for _ in range(3)]
     held = engine.memory_report()["held"]
     return {
         "batch": tuple(engine.get_batch_info()),
@@ -100,6 +101,35 @@ def test_ranks_agree_and_train_as_with_the_size_by_hand(ranks: Any) -> None:
     by_hand = {AUTO: 2, "zero_optimization": {"stage": 1}}
     for found, wanted in ranks(4, on_ranks, by_hand | {AUTO: "auto"}, by_hand, 2, 2, 1):
         assert found["batch"] == (32, 2, 8)  # four microbatches for each stage
+        require_equal(found, wanted)
+
+
+def moe(grid: Grid) -> PipelineModule:
+    config = MixtralConfig.preset("mixtral-tiny")
+    return PipelineModule(mixtral_layers(config), grid=grid, loss_fn=GPTLoss(grid, vocab_size=config.vocab_size))
+
+
+def both(model: Any, config: dict[str, Any], axes: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What "auto" trains, and what the size that it found trains."""
+    found = train(model, tokens, {**config, AUTO: "auto"}, **axes)
+    return found, train(model, tokens, {**config, AUTO: found["batch"][1]}, **axes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "config", "axes"),
+    [
+        (moe, {"zero_optimization": {"stage": 2}}, {"data": 2, "expert": 2}),
+        (gpt, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, {"data": 2}),
+        (gpt, {"fp16": {"enabled": True, "initial_scale_power": 4}}, {"data": 2}),
+        (gpt, {"pipeline": {"schedule": "zb-v"}}, {"pipe": 2}),
+        (gpt, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, {"data": 2}),
+        (gpt, {"gradient_compression": {"type": "topk", "ratio": 0.1}}, {"data": 2}),
+        (gpt, {"lora": {"rank": 4}}, {"data": 2}),
+    ],
+)
+def test_measured_steps_change_nothing(ranks: Any, model: Any, config: dict[str, Any], axes: dict[str, int]) -> None:
+    for found, wanted in ranks(2, both, model, config, axes):
         require_equal(found, wanted)
 
 
