@@ -513,7 +513,7 @@ class CostModel:
         place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
         cuts = self.memory.cuts(len(place))
         ranks = [[0.0] * (4 + len(LayerTime._fields)) for _ in range(layout.pipe)]
-        stages = []
+        stages: list[tuple[float, ...]] = []
         for stage, rank in enumerate(place):
             each = [self._sums(kind, layout) for kind in self.kinds[cuts[stage] : cuts[stage + 1]]]
             stages.append(tuple(map(sum, zip(*each, strict=True))))

@@ -27,6 +27,18 @@ def test_errors_on_rows_that_were_not_fitted(table: PublishedTable) -> None:
     assert sum(rest) / len(rest) < 0.04 and max(rest) < 0.08
 
 
+def test_errors_on_runs_that_came_after_the_fit() -> None:
+    """Megatron-LM's README: 175B on 96 to 4,608 H100 (47 % to 42 % of the peak), and on 1,024 A100, without chunks."""
+    h100 = [
+        PublishedRun("175B", 96, 12288, 96, 8, 6, gpus, 1152, 0, 0, mfu * 989)
+        for gpus, mfu in ((96, 0.47), (4608, 0.42))
+    ]
+    a100 = [PublishedRun("175B", 96, 12288, 96, 8, 16, 1024, 1536, 1, 1, 138)]
+    for table, rows, most in ((MEGATRON_CORE, h100, 0.03), (NARAYANAN, a100, 0.08)):
+        found = errors(replace(table, rows=tuple(rows), fitted=()), machine(table.machine))
+        assert max(map(abs, found)) < most
+
+
 def source_options(row: PublishedRun) -> list[ParallelLayout]:
     """List the layouts that the program of Narayanan et al. 2021 admits (Megatron-LM, examples/sc21, August 2021).
 
