@@ -11,11 +11,13 @@ test_site.py follows the links of all pages.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import shlex
 import sys
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from triax.pipe.schedules.registry import RECIPES
 from triax.train.schema import TrainingFile
 
 from paths import DOCS, ROOT
-from processes import program
+from processes import TRIAX, free_port, program, started
 from readme_blocks import Block, blocks, commands, programs
 
 FOLDERS = ("guides", "moving-from", "extending", "inside")
@@ -333,6 +335,39 @@ def test_torchs_schedules_have_these_names() -> None:
 def test_the_picture_of_the_folders_is_that_of_the_law() -> None:
     drawn = runpy.run_path(str(DOCS / "inside" / "structure.py"))
     assert drawn["draw"]() == (DOCS / "inside" / "structure.svg").read_text(), "python docs/inside/structure.py"
+
+
+@pytest.mark.exhaustive  # two launchers, as in two pods
+@pytest.mark.parametrize("launcher", ["triax run", "torchrun"])
+def test_the_command_of_the_pods_starts_their_ranks(launcher: str, tmp_path: Path) -> None:
+    (manifest,) = (
+        yaml.safe_load(block.text)
+        for block in blocks((DOCS / "guides" / "clusters.md").read_text())
+        if block.language == "yaml"
+    )
+    (command,) = {
+        container["args"][0]
+        for pod in manifest["spec"]["pytorchReplicaSpecs"].values()
+        for container in pod["template"]["spec"]["containers"]
+    }
+    assert command.startswith("triax run ")
+    (tmp_path / "train.py").write_text(
+        "import triax\ngrid = triax.Grid(tensor=2)\ngrid.world.barrier()\nprint(grid.rank, grid, flush=True)\n"
+    )
+    own = shlex.join([*TRIAX, "run"])
+    command = command.replace("triax run", f"{own} --tee all") if launcher == "triax run" else "torchrun train.py"
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    pets = {"NNODES": 2, "NPROC_PER_NODE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with ExitStack() as pods:
+        started_pods = []
+        for rank in range(2):
+            environment = {f"PET_{name}": str(value) for name, value in {**pets, "NODE_RANK": rank}.items()}
+            words = ("sh", "-c", command)
+            started_pods.append(pods.enter_context(started(*words, cwd=tmp_path, env={**os.environ, **environment})))
+        printed = [pod.communicate(timeout=120) for pod in started_pods]
+    assert [pod.returncode for pod in started_pods] == [0, 0], printed
+    text = "".join(out + err for out, err in printed)
+    assert all(re.search(rf"\b{rank} .*data.*2.*tensor.*2", text) for rank in range(4)), text
 
 
 # ---------------------------------------------------------------------------------------- packages with entry points
