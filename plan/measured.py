@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Row = tuple[float, ...]
 Table = tuple[Row, ...]
@@ -32,8 +33,7 @@ class MeasuredTimes:
         attention: dtype -> (sequence, width of a head, and shares of the peak): forward, backward; causal operations.
         kernels: dtype -> kernel -> (elements, and seconds an element): forward, backward.
         optimizer: (parameters, seconds a parameter of AdamW).
-        collectives: collective -> (ranks, seconds, seconds a byte that a rank sends): seconds of a core, if they are
-            shared.
+        collectives: collective -> (ranks, bytes that a rank sends, seconds): seconds of a core, if they are shared.
         layers: class of a layer -> seconds of Python and the launch of kernels: forward, backward.
         microbatch: seconds of Python for a microbatch on a stage, beside its layers: forward, backward.
         step: seconds of Python for a step.
@@ -70,9 +70,23 @@ class MeasuredTimes:
         return self.layers.get(name) or max(self.layers.values())
 
     def collective(self, name: str, ranks: int, sent: float) -> float:
-        """Return the seconds of a collective in which each rank sends so many bytes."""
-        seconds, each = interpolated(self.collectives[name], (ranks,))
-        return seconds + sent * each
+        """Return the seconds of a collective in which each rank sends so many bytes.
+
+        Linear between the measured bytes, and behind the last of them. Between numbers of ranks the logarithm is.
+        """
+        sizes: dict[float, list[tuple[float, float]]] = {}
+        for number, size, seconds in self.collectives[name]:
+            sizes.setdefault(number, []).append((size, seconds))
+        table = tuple((number, _linear(points, sent)) for number, points in sizes.items())
+        return interpolated(table, (ranks,))[0]
+
+
+def _linear(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the value at x of the straight lines through points, given in order."""
+    for (low, start), (high, stop) in pairwise(points):
+        if x < high or (high, stop) == points[-1]:
+            return max(start, start + (x - low) / (high - low) * (stop - start)) if x > low else start
+    return points[0][1]
 
 
 def interpolated(table: Table, sizes: Sequence[float]) -> Row:

@@ -105,7 +105,8 @@ def _description(
     else:
         processor, memory, units = gpu_sizes(device)
         of = "of the device"
-    [(_, latency, each)] = measured.collectives.get("message", ((2.0, 1e-5, 1 / host),))
+    messages = measured.collectives.get("message", ((2.0, 0.0, 1e-5), (2.0, host, 1.0)))
+    latency, each = messages[0][2], (messages[-1][2] - messages[0][2]) / (messages[-1][1] - messages[0][1])
     alone = "" if measured.collectives else "assumed, as there is one GPU: as fast as to the host; "
     measurement = f"measured by triax plan --measure: {processor}, torch {torch.__version__}"
     shared = "the transport computes on the ranks' cores, and hides behind nothing" if cores else "NCCL's own streams"
@@ -123,7 +124,7 @@ def _description(
         peak=peak,
         memory=memory,
         bandwidth=bandwidth,
-        links=(NetworkLink("node", 0, 1 / each, latency, 1.0),),
+        links=(NetworkLink("node", 0, 1 / max(each, 1e-13), latency, 1.0),),
         units=units,
         tile=(1, 1),
         product_efficiency=1.0,
@@ -463,15 +464,10 @@ def time_links(cores: int, path: str) -> None:
         for name, run in _collectives(grid.data).items():
             if name == "message" and size > 2:
                 continue
-            times = []
-            for elements in (2**7, 2**20 if cores else 2**24):
-                tensor = torch.ones(elements, device=grid.device)
-                times.append((elements, _in_group(world, grid, run, tensor)))
-            (few, latency), (many, seconds) = times
-            sent = 4.0 * (many - few) * _SENT[name](size)
-            row = (float(size), latency * share, max(seconds - latency, 1e-9) / sent * share)
-            found["collectives"].setdefault(name, []).append(row)
-
+            for elements in (2**7, 2**13, 2**17, 2**20) if cores else (2**7, 2**17, 2**22, 2**26):
+                seconds = _in_group(world, grid, run, torch.ones(elements, device=grid.device))
+                row = (float(size), 4.0 * elements * _SENT[name](size), seconds * share)
+                found["collectives"].setdefault(name, []).append(row)
     if world.rank == 0:
         Path(path).write_text(json.dumps(found))
 
@@ -515,7 +511,7 @@ def _in_group(world: Grid, grid: Grid, run: Callable[[Tensor], None], tensor: Te
     seconds = torch.zeros(1, dtype=torch.float64, device=grid.device)
     if grid.pipe.rank == 0:
         times = []
-        count = 20 if tensor.numel() < 2**16 else 4
+        count = 20 if tensor.numel() < 2**16 else 3
         for _ in range(6):
             grid.data.barrier()
             begin = time.perf_counter()

@@ -13,6 +13,7 @@ from measured_machine import HERE
 from triax.models.config import GPTConfig
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.registry import named_schedule
+from triax.plan.collectives import RankGroup, all_gather, all_reduce, message
 from triax.plan.cores import StageWork, makespan
 from triax.plan.cost import CostModel, Work
 from triax.plan.machine import machine
@@ -35,6 +36,15 @@ def test_between_two_sizes_the_logarithm_of_a_figure_is_interpolated() -> None:
     assert interpolated(table, (100.0, 100.0)) == pytest.approx((10.0,))
     assert interpolated(table, (10.0, 10.0)) == (1.0,)
     assert 1.0 < interpolated(table, (30.0, 100.0))[0] < 10.0
+
+
+def test_a_collective_is_linear_in_the_bytes_and_between_two_numbers_of_ranks() -> None:
+    assert HERE.measured is not None
+    times = [HERE.measured.collective("all_gather", 2, size) for size in (0, 1e3, 5.005e5, 1e6, 2e6)]
+    assert times == pytest.approx([1e-4, 1e-4, 5.5e-4, 1e-3, 1e-3 + 9e-4 * 1e6 / 0.999e6])
+    assert 1e-4 < HERE.measured.collective("all_gather", 4, 0) < 3e-4
+    assert message(1e6, 1, HERE) == pytest.approx(1e-3)
+    assert all_gather(2e6, RankGroup(2), HERE) == all_reduce(1e6, RankGroup(2), HERE) == pytest.approx(1e-3)
 
 
 def test_a_machine_file_keeps_what_was_measured(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _KERNELS = (
     "gated",
     "rotated",
 )
-_LINK = ((2.0, 1e-4, 1e-9), (8.0, 3e-4, 2e-9))
+_LINK = ((2.0, 1e3, 1e-4), (2.0, 1e6, 1e-3), (8.0, 1e3, 3e-4), (8.0, 1e6, 2e-3))
 MEASURED = MeasuredTimes(
     cores=2,
     threads=1,
