@@ -212,15 +212,16 @@ def predict(row: dict[str, Any], file: str) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest errors, and Spearman's rank correlation."""
-    errors: dict[str, float] = {}
-    for name, some in (("up to 2", [1, 2]), ("more", [4, 8])):
-        found = [abs(row["ratio"] - 1) for row in rows if row["processes"] in some]
-        errors |= {f"worst error, {name} processes": max(found)} if found else {}
+    """Return mean and worst errors by number of processes, and Spearman's rank correlation."""
+    found = {}
+    for processes in sorted({row["processes"] for row in rows}):
+        errors = [abs(row["ratio"] - 1) for row in rows if row["processes"] == processes]
+        found[f"{processes} processes, mean error"] = sum(errors) / len(errors)
+        found[f"{processes} processes, worst error"] = max(errors)
     orders = [ranks([row[key] for row in rows]) for key in ("predicted", "median")]
     squares = sum((a - b) ** 2 for a, b in zip(*orders, strict=True))
     n = len(rows)
-    return {**errors, "rank correlation": 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0}
+    return {**found, "rank correlation": 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0}
 
 
 def ranks(values: Iterable[float]) -> list[int]:
@@ -233,7 +234,7 @@ def ranks(values: Iterable[float]) -> list[int]:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title=f"a step of {BATCH} sequences, fp32")
-    table.add_column("layout")
+    table.add_column("layout", overflow="fold")
     for head in ("predicted, ms", "median, ms", "quartiles", "ratio", "held", "sent"):
         table.add_column(head, justify="right")
     for row in sorted(rows, key=lambda row: row["processes"]):
