@@ -41,6 +41,7 @@ from triax.plan.cost import CostModel, Work
 from triax.plan.machine import machine
 from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
+from triax.plan.picture import name_of
 from triax.plan.traffic import sent_bytes
 
 BATCH, WARM_UP = 8, 2
@@ -240,7 +241,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in sorted(rows, key=lambda row: row["processes"]):
         low, _, high = (1e3 * each for each in quantiles(row["times"], n=4))
         table.add_row(
-            f"{row['processes']}  {row['model']} {row['layout']}",
+            f"{row['processes']}  {row['model']} {name_of(row['fields'])}",
             *(f"{1e3 * row['predicted']:.0f}", f"{1e3 * row['median']:.0f}", f"{low:.0f} to {high:.0f}"),
             *(f"{row['ratio']:.2f}", *("=" if row[key] else "differs" for key in ("held_equal", "sent_equal"))),
         )
