@@ -134,7 +134,6 @@ def test_schedules_run_as_a_program_without_torch(unpacked: Path) -> None:
 def test_schedules_are_made_verified_and_simulated_without_torch(unpacked: Path) -> None:
     script = """
 import triax
-from triax.cli.main import app
 schedule = triax.make_schedule("1f1b", 4, 8)
 triax.verify(schedule)
 triax.simulate(schedule)
