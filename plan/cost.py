@@ -156,6 +156,7 @@ class CostModel:
         self.types = list(dict.fromkeys(work.layers))
         self.kinds = [self.types.index(layer) for layer in work.layers]
         self._layers: dict[tuple[int, ...], LayerTime] = {}
+        self._speeds: dict[int, float] = {}
         self.measured = work.machine.measured
         self.on_cores = self.measured is not None and self.measured.cores > 0
         if self.measured is not None and work.precision not in self.measured.products:
@@ -433,8 +434,18 @@ class CostModel:
     def passes(self, layout: ParallelLayout) -> float:
         """Return the seconds of a step up to its last backward pass: of all ZeRO stages, if the layout's is 0 or 1."""
         if self.on_cores:
-            return layout.microbatches(self.work.batch) * max(sum(each[:4]) for each in self._stages(layout)[1])
+            assert self.measured is not None
+            m, each = layout.microbatches(self.work.batch), layout.chunks * sum(self.measured.microbatch)
+            ranks = [m * (sum(rank[:4]) + each) for rank in self._stages(layout)[1]]
+            return max(*ranks, sum(ranks) * layout.gpus / layout.pipe / self.speed_of_all(layout.gpus))
         return sum(self._pipeline(layout)[1].values())
+
+    def speed_of_all(self, processes: int) -> float:
+        """Return the most that processes on shared cores compute together, over what one computes alone."""
+        assert self.measured is not None
+        if processes not in self._speeds:
+            self._speeds[processes] = max(count * self.measured.speed(count) for count in range(1, processes + 1))
+        return self._speeds[processes]
 
     def _pipeline(self, layout: ParallelLayout, simulated: bool = False) -> tuple[list[_RankTime], dict[str, float]]:
         """Return the times of the pipe ranks, and the busiest one's seconds by kind up to the last backward pass."""

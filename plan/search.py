@@ -249,7 +249,15 @@ class Searcher:
         bubble = 0.0
         if p > 1:
             bubble = min(self._bubble(name, v, *times) for name, v in self.variants(layout, m))
-        return (m * sum(times) + (p - 1) * bubble) / p * _JUST_BELOW
+        return self._at_least(layout, m, times, bubble)
+
+    def _at_least(self, layout: ParallelLayout, m: int, times: tuple[float, float, float], bubble: float) -> float:
+        """Return a lower bound of a step's seconds from those of ``_passes`` and ``_bubble``."""
+        p, least = layout.pipe, m * sum(times)
+        found = (least + (p - 1) * bubble) / p
+        if self.model.on_cores:  # all ranks together compute no faster than the cores
+            found = max(found, least * layout.gpus / p / self.model.speed_of_all(layout.gpus))
+        return found * _JUST_BELOW
 
     def _bubble(self, schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
         """Return p / (p - 1) times a lower bound of a schedule's bubble; recomputation and messages only add to it."""
@@ -358,13 +366,13 @@ class Searcher:
         recomputes: Sequence[str],
     ) -> None:
         """Put those layouts of a node among the best that belong there."""
-        layout, m, p = node.layout, node.microbatches, node.layout.pipe
+        layout, m = node.layout, node.microbatches
         states = [(self._states_bound(layout, *stage), stage) for stage in self.stages(layout)]
         fixed = self.memory.reserve
         times = self._passes(layout)
         least = min((bound for bound, _ in states), default=math.inf)
         for schedule, chunks in self.variants(layout, m):
-            shortest = (m * sum(times) + (p - 1) * self._bubble(schedule, chunks, *times)) / p * _JUST_BELOW
+            shortest = self._at_least(layout, m, times, self._bubble(schedule, chunks, *times))
             for recompute in recomputes:
                 worst = best[-1][1].time.seconds if len(best) == top else math.inf
                 if shortest > worst:
