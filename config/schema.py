@@ -226,6 +226,11 @@ class Config(Section):
                 f"data_types.grad_accum_dtype {wanted} does nothing: gradients are accumulated in the dtype of the "
                 f"master weights, {masters}; communication_data_type sets the dtype in which replicas sum them"
             )
+        if self.autotuning.enabled and not (self.tunes_microbatch or self.tunes_stage):
+            notes.append(
+                "autotuning does nothing, because microbatches and the ZeRO stage are given: leave out "
+                "train_micro_batch_size_per_gpu (or gradient_accumulation_steps), or zero_optimization.stage"
+            )
         if self.histograms.every is not None and not self.monitored:
             notes.append("histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb")
         return notes

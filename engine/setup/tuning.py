@@ -34,12 +34,12 @@ def find_sizes(
 ) -> TunedRun | None:
     """Return the run whose sizes are to be found, of arguments of ``initialize``; None if they are given."""
     tunes, enabled = config.tunes_microbatch, config.autotuning.enabled
-    if isinstance(model, PipelineModule) and (tunes or enabled):
+    if isinstance(model, PipelineModule) and (tunes or config.tunes_stage):
         if not tunes or data is not None or model_of(model.specs) is not None:
             return TunedRun(model, config, optimizer, data, collate, schedule)
         if enabled:
             raise ConfigError("autotuning measures steps, but there are no samples: pass initialize(training_data=...)")
-    elif enabled:
+    elif enabled and not isinstance(model, PipelineModule):
         raise ConfigError(
             f"autotuning measures steps of a PipelineModule, but a step of a {type(model).__name__} is the script's "
             "own: leave autotuning out, and write train_micro_batch_size_per_gpu and zero_optimization.stage"

@@ -79,6 +79,11 @@ ACCEPTED: list[tuple[dict[str, Any], set[str]]] = [
     ({"tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": True}}, {"tensor_parallel"}),
     ({"elasticity": {"enabled": False}, "autotuning": {"enabled": False}}, set()),
     ({"autotuning": {"enabled": True, "fast": False, "arg_mappings": {"a": "--a"}}}, {"autotuning"}),
+    ({"autotuning": {"enabled": True}}, set()),
+    (
+        {"autotuning": {"enabled": True}, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}},
+        {"autotuning"},
+    ),
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
