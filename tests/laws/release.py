@@ -2,13 +2,14 @@
 
     python tests/laws/release.py
 
-It builds the wheel, makes an environment with this Python and nothing else, installs the wheel with its dependencies,
-and runs what a new user types first: the command's version, a schedule, and README.md's program on one and on two
-processes, which must print the same losses.
+It builds the wheel of the last commit, makes an environment with this Python and nothing else, and installs the wheel
+with its dependencies. There it runs what a new user types first: the command's version, a schedule, and README.md's
+program on one and on two processes, which must print the same losses.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,11 @@ def main() -> None:
     version = found["pyproject.toml"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, ROOT, cwd=folder)
+        # From a copy: a build in the checkout would take up what an earlier one left there.
+        run("git", "-C", ROOT, "archive", "--output", folder / "commit.tar", "HEAD", cwd=folder)
+        shutil.unpack_archive(folder / "commit.tar", folder / "commit", filter="data")
+        build = ("-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder)
+        run(sys.executable, *build, folder / "commit", cwd=folder)
         (wheel,) = folder.glob("*.whl")
         venv.create(folder / "env", with_pip=True)
         commands = folder / "env" / "bin"
