@@ -28,10 +28,10 @@ COLORS = {
 OTHER = "#d9d9d9"
 # kind -> (style of the first chunk, of the others) in a terminal, in colors that every terminal has
 STYLES = {
-    "F": ("white on blue", "black on bright_blue"),
-    "B": ("white on green", "black on bright_green"),
-    "I": ("white on red", "black on bright_red"),
-    "W": ("white on bright_black", "black on white"),
+    "F": ("bright_white on blue", "black on bright_cyan"),
+    "B": ("bright_white on green", "black on bright_green"),
+    "I": ("bright_white on red", "black on bright_red"),
+    "W": ("bright_white on bright_black", "black on white"),
 }
 
 
