@@ -16,7 +16,7 @@ from import_reader import ARROWS  # noqa: E402  # found by the line above
 
 SUBJECTS = {
     "grid": "ranks, process groups, collectives, layouts of parameters, randomness",
-    "pipe": "stages, schedules, programs",
+    "pipe": "stages and schedules",
     "tensor_parallel": "layers in shards",
     "context": "parts of a sequence",
     "moe": "mixtures of experts",

@@ -11,6 +11,7 @@ test_site.py follows the links of all pages.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import runpy
@@ -128,9 +129,14 @@ def test_a_page_names_what_is_there(page: Path) -> None:
             assert block.language in ("python", "sh", "console", "text", "toml"), block.language
 
 
+@functools.cache
+def whole_command() -> Any:
+    return get_command(app)
+
+
 def check_options(words: list[str]) -> None:
     """Every option is one of this command of `triax`."""
-    command: Any = get_command(app)
+    command: Any = whole_command()
     at = 1
     while hasattr(command, "commands"):
         command, at = command.commands[words[at]], at + 1
