@@ -330,6 +330,17 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
                 ), name
 
 
+def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
+    text = (DOCS / "moving-from" / "megatron.md").read_text()
+    (run,) = [block.text for block in blocks(text) if block.language == "yaml"]
+    (shown,) = [block.text for block in blocks(text) if block.text.startswith("grid ")]
+    file = tmp_path / "llama.yaml"  # with the shape of the folder
+    file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
+    done = CliRunner().invoke(app, ["train", str(file), "--explain", "--processes", "64"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert [line for line in shown.splitlines() if line not in done.output.splitlines()] == []
+
+
 def test_torchs_schedules_have_these_names() -> None:
     text = (DOCS / "moving-from" / "torchtitan-fsdp2.md").read_text()
     (row,) = [line for line in text.splitlines() if line.startswith("| `ScheduleGPipe`")]
