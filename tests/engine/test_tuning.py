@@ -58,7 +58,7 @@ def noisy(grid: Grid, most: int = 10**9) -> PipelineModule:
     return PipelineModule([LayerSpec(Noisy, most)] * 4, grid=grid, loss_fn=mean_loss, partition="uniform")
 
 
-def train(model: Any, samples: Any, config: dict[str, Any], *grid: int, **axes: int) -> dict[str, Any]:
+def train(model: Any, samples: Any, config: dict[str, Any], *grid: int, **axes: Any) -> dict[str, Any]:
     """Train, and return what was found, the losses, the weights, and the bytes counted in the last step."""
     torch.manual_seed(5)
     config = {"train_batch_size": 32, "optimizer": ADAM, **config}
