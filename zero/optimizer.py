@@ -19,6 +19,8 @@ from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from .sub_groups import SubGroups, is_elementwise, is_number
 
+_AT_ONCE = 2**22  # elements of new weights in flight, by default: what is sent and not received takes memory
+
 # A shard is a flat range that starts and ends anywhere: only optimizers that work element by element can step it.
 # (Adafactor and LBFGS need whole tensors. LAMB and Muon combine the shards of each: layerwise.py.)
 ELEMENTWISE = (
@@ -273,12 +275,12 @@ class RangeStepper:
 def publish(buckets: Sequence[Bucket], allgather_bucket_size: int | None) -> None:
     """Send the new weights of all buckets to every replica.
 
-    At most ``allgather_bucket_size`` elements are sent at once, but at least one bucket; with None, all buckets are.
+    At most ``allgather_bucket_size`` elements are sent at once, by default 2**22, but at least one bucket.
     """
     in_flight: deque[tuple[int, Pending]] = deque()
-    elements = 0
+    elements, limit = 0, _AT_ONCE if allgather_bucket_size is None else allgather_bucket_size
     for bucket in buckets:
-        while in_flight and allgather_bucket_size is not None and elements + bucket.flat.numel > allgather_bucket_size:
+        while in_flight and elements + bucket.flat.numel > limit:
             size, pending = in_flight.popleft()
             pending.wait()
             elements -= size

@@ -152,9 +152,11 @@ class ParameterGatherer:
         At its end a bucket is released, unless an outer context or a layer still uses its weights.
         """
         wanted = [bucket for bucket in buckets if not bucket.released and not self._contexts.get(bucket)]
-        for bucket in buckets:
+        for i, bucket in enumerate(buckets):
             self._start(bucket)
-        for bucket in buckets:
+            if i > 0:  # what is sent and not yet received takes memory
+                self._wait(buckets[i - 1])
+        for bucket in buckets[-1:]:
             self._wait(bucket)
         self._wanted.update(wanted)
         self._contexts.update(buckets)
