@@ -5,9 +5,10 @@
 
 A step is forward and backward of 4,096 tokens. All contenders live in one set of processes on gloo, one thread each,
 and take turns: every round runs each of them once, and starts one further down the list than the round before. What is
-quoted is the median over rounds of the slowest rank's time, of its speed-up over one process in the same round, and of
-what the loopback device carried for each rank. Before any of it, each must have computed the gradients of plain
-autograd in one process. docs/tensor-parallel.md says more.
+quoted is the median over rounds of the slowest rank's time, of its speed-up over one process and of the limit's ratio
+to it in the same round, and of the bytes that each rank sent. The limit is the time of as many processes that compute
+the same and send nothing, plus the bytes of the contender, at the rate of the transport while all ranks compute. Before
+any of it, each must have computed the gradients of plain autograd in one process. docs/tensor-parallel.md says more.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from limits import ratios, seconds_per_byte, spread
 from measuring import compare, in_turn, timed_and_carried
 from rich.console import Console
 from rich.table import Table
 from sharers import ALONE, Alone, Shape, Triax, held
-from sharing_peers import sharers
+from sharing_peers import Silent, sharers
 
 import triax
 from triax.launcher.launch import launch
@@ -47,7 +49,8 @@ class Row:
 
     name: str
     times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
-    sent: list[float] = field(default_factory=list)  # of each round: bytes per rank that the loopback carried
+    sent: list[float] = field(default_factory=list)  # of each round: bytes per rank
+    limits: list[float] = field(default_factory=list)  # of each round: the least time of a step that sends as much
     counted: float = 0.0  # bytes per rank and step, by triax's own count
     activations: list[int] = field(default_factory=list)  # per rank: bytes held for the backward
 
@@ -99,16 +102,22 @@ def measure(name: str, options: argparse.Namespace, path: str) -> None:
             continue
         row, contender = Row(contender_name), make()
         compare(contender_name, contender.gradients(), expected)
+        running.append((row, contender))
+    silent = Row("")
+    running.append((silent, Silent(shape)))
+    for _, contender in running:
         for _ in range(WARM_UP):
             contender.step()
-        running.append((row, contender))
 
+    per_byte = seconds_per_byte(grid)
     deadline = time.monotonic() + options.patience
     for row, contender in in_turn(running, options.rounds):
         elapsed, sent = timed_and_carried(grid, contender.step, deadline)
         row.times.append(elapsed)
         row.sent.append(sent)
+    running.pop()
     for row, contender in running:
+        row.limits = [least + median(row.sent) * per_byte for least in silent.times]
         row.activations = grid.world.all_gather_json(held(contender))
         if isinstance(contender, Triax):
             grid.traffic.clear()
@@ -127,14 +136,13 @@ def show(rows: list[Row], name: str, ranks: int) -> None:
     tokens = shape.sequences * shape.length
     title = f"{name}: {shape.layers} layers of width {shape.width}, {tokens:,} tokens, {ranks} tensor ranks"
     table = Table(title=title, title_justify="left")
-    for head in ("", "step, ms", "min to max", "speed-up", "sent, MB", "activations, MB"):
+    for head in ("", "step, ms", "speed-up", "of the limit", "sent, MB", "activations, MB"):
         table.add_column(head, justify="right" if head else "left")
     alone = next(row for row in rows if row.name == ALONE)
     for row in rows:
-        low, high = (f"{1e3 * f(row.times):.1f}" for f in (min, max))
-        speedup = median([a / b for a, b in zip(alone.times, row.times, strict=True)])
         sent = f"{median(row.sent) / 1e6:.1f}" + (f" (counted {row.counted / 1e6:.1f})" if row.counted else "")
-        cells = (f"{low} to {high}", f"{speedup:.2f}", sent, f"{max(row.activations) / 1e6:.1f}")
+        of_limit = "" if row is alone else spread(ratios(row.limits, row.times))
+        cells = (spread(ratios(alone.times, row.times)), of_limit, sent, f"{max(row.activations) / 1e6:.1f}")
         table.add_row(row.name, f"{1e3 * median(row.times):.1f}", *cells)
     Console(width=120).print(table)
 

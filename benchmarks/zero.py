@@ -6,9 +6,9 @@
 All contenders live in one set of processes on gloo, one thread each, and take turns: every round runs each of
 them once, and starts one further down the list than the round before. What is quoted is the median over rounds of the
 slowest rank's time, optimizer included, of its ratio to DDP's and of the limit's ratio to it in the same round, and of
-what the loopback device carried for each rank. The limit is the time of as many processes that do the same arithmetic
-and send nothing, plus the bytes that the method must send, at the rate of the transport while all ranks compute. Before
-any of it, each must have computed the gradients of plain autograd. docs/benchmarks.md says more.
+the bytes that each rank sent. The limit is the time of as many processes that do the same arithmetic and send nothing,
+plus the bytes that the method must send, at the rate of the transport while all ranks compute. Before any of it, each
+must have computed the gradients of plain autograd. docs/benchmarks.md says more.
 """
 
 from __future__ import annotations
