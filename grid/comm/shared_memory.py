@@ -36,9 +36,10 @@ from torch import Tensor
 
 MAX_RANKS = 16  # of an axis: each needs three file descriptors for each other
 _ROOM = 2**34  # bytes of address space of one rank's memory on one axis; only what is in use at once has pages
-_KEPT = 2**24  # bytes of it whose pages are kept for the next messages
+_KEPT = 2**23  # bytes of it whose pages are kept for the next messages
+_LARGE = 2**16  # bytes of a message whose receiver says at once that it has read it
 _NOTE = struct.Struct("<QQQQ")  # tag, first byte, bytes, number of the receiver's messages that the sender has read
-_READ = 2**64 - 1  # tag of a note without a message, sent after so many messages in one direction alone:
+_READ = 2**64 - 1  # tag of a note without a message: of what was read. Of small messages it is sent for so many:
 _UNTOLD = 4
 _HELLO = struct.Struct("<QQ")  # number of the axis, rank of the sender
 _CREDENTIALS = struct.Struct("<iII")  # process, user, group
@@ -174,7 +175,8 @@ class SharedMemory:
         """Send a tensor, of any dtype, to ranks of the axis. It may be changed as soon as this returns."""
         size = tensor.numel() * tensor.element_size()
         for rank in peers:
-            if len(self._peers[rank].unread) >= 2 * _UNTOLD:
+            unread = self._peers[rank].unread
+            if unread and (size >= _LARGE or len(unread) >= 2 * _UNTOLD):
                 self._read_note(rank, self._peers[rank], wait=False)
         region = self._place(size, len(peers))
         _view(self._own(), region.start, tensor).copy_(tensor.detach())
@@ -211,11 +213,12 @@ class SharedMemory:
     def done(self, source: int, tag: int, number: int) -> None:
         """Let the sender use a message's memory again."""
         peer = self._peers[source]
-        peer.finished.add(peer.taken.pop((tag, number))[2])
+        _, size, index = peer.taken.pop((tag, number))
+        peer.finished.add(index)
         while peer.read in peer.finished:
             peer.finished.remove(peer.read)
             peer.read += 1
-        if peer.read - peer.told >= _UNTOLD:
+        if peer.read - peer.told >= (1 if size >= _LARGE else _UNTOLD):
             with contextlib.suppress(OSError):  # it may have left, or its socket may be full of notes: then later
                 self._out(peer).send(_NOTE.pack(_READ, 0, 0, peer.read), socket.MSG_DONTWAIT)
                 peer.told = peer.read

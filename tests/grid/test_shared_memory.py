@@ -99,9 +99,10 @@ def left_on_rank() -> None:
     assert axis.shared is not None
     for _ in range(2):
         pending = [axis.all_reduce(torch.ones(2**21), async_op=True) for _ in range(4)]
+        grid.world.barrier()
+        assert pages(axis.shared._descriptor) >= 2**25  # nobody has read them
         for each in pending:
             each.wait()
-    assert pages(axis.shared._descriptor) >= 2**25
     for _ in range(3):
         axis.all_reduce(torch.ones(1))  # hears that all was read
     assert pages(axis.shared._descriptor) <= shared_memory._KEPT
