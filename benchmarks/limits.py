@@ -16,6 +16,7 @@ import torch
 from measuring import slowest
 
 import triax
+from triax.grid import Axis
 
 MESSAGE = 2**22  # bytes
 _TAG = 2**21
@@ -32,15 +33,19 @@ def spread(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
-def seconds_per_byte(grid: triax.Grid, message: int = MESSAGE, repeats: int = 15) -> float:
+def seconds_per_byte(grid: triax.Grid, axis: Axis | None = None, message: int = MESSAGE, repeats: int = 15) -> float:
     """Time that one more byte sent by every rank adds to a computation that runs on every rank. Collective.
+
+    The axis, by default ``grid.world``, has all ranks of the grid. The threads of its transport may have a policy of
+    their own.
 
     Each rank sends messages to the next rank and receives as many while it multiplies matrices, and then multiplies as
     many matrices alone. Both are repeated in turn; the result is the median of the differences.
     """
     if grid.size == 1:
         return 0.0
-    axis, count, products = grid.world, max(1, 2**24 // message), max(1, message * 20 // 2**22)
+    axis = axis or grid.world
+    count, products = max(1, 2**24 // message), max(1, message * 20 // 2**22)
     sent, received = (torch.zeros(message, dtype=torch.uint8) for _ in range(2))
     to, source = (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
     matrix = torch.ones(256, 256)

@@ -141,7 +141,7 @@ def measure(options: argparse.Namespace, path: str) -> None:
         for _ in range(WARM_UP):
             contender.step()
 
-    per_byte = seconds_per_byte(grid)
+    per_byte = seconds_per_byte(grid, grid.data)
     deadline = time.monotonic() + options.patience
     for row, contender in in_turn(running, options.rounds):
         elapsed, sent = timed_and_carried(grid, contender.step, deadline)
