@@ -96,11 +96,11 @@ def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     with its grid's sockets and threads, because Python's garbage collector does not follow hooks of tensors that C++
     also refers to.
     """
-    reference = WeakMethod(method)
+    function, reference = method.__func__, ref(method.__self__)  # type: ignore[attr-defined]  # faster than WeakMethod
 
     def hook(parameter: Tensor) -> None:
-        if (method := reference()) is not None:
-            method(parameter)
+        if (owner := reference()) is not None:
+            function(owner, parameter)
 
     return hook
 

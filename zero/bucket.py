@@ -29,9 +29,10 @@ _PIECE = 2**16
 class Bucket(FlatWeights):
     """Flat weights and gradients of the parameters of one bucket.
 
-    Gradients that autograd leaves in ``.grad`` are moved to ``gradients`` as soon as they are there. If dtypes agree
-    and nothing is reduced in between (``direct``), ``.grad`` then is a view of ``gradients``, and later gradients add
-    up in place. If one parameter fills the bucket, its first ``.grad`` becomes ``gradients`` without a copy.
+    Gradients that autograd leaves in ``.grad`` are moved to ``gradients`` as soon as they are there, or at the end of
+    the backward pass. If dtypes agree and nothing is reduced in between (``direct``), ``.grad`` then is a view of
+    ``gradients``, and later gradients add up in place. If one parameter fills the bucket, its first ``.grad`` becomes
+    ``gradients`` without a copy.
 
     Arguments are those of ``FlatWeights``.
 
@@ -106,6 +107,7 @@ class Bucket(FlatWeights):
 
     def target(self, parameter: Tensor) -> Tensor:
         """Return the view of ``gradients`` in which a parameter's gradient accumulates."""
+        self.collect(parameter)
         target = self._target(parameter)
         if parameter in self._unwritten:
             self._unwritten.discard(parameter)
@@ -114,17 +116,17 @@ class Bucket(FlatWeights):
                 parameter.grad = target
         return target
 
-    def collect(self, parameter: Tensor) -> None:
-        """Move the gradient that autograd left in ``.grad`` to ``gradients``."""
+    def collect(self, parameter: Tensor) -> bool:
+        """Move the gradient that autograd left in ``.grad`` to ``gradients``. Return True if there was one."""
         gradient = parameter.grad
         if gradient is None or gradient is self._targets.get(parameter):
-            return
+            return False
         if gradient.layout != torch.strided:  # of an embedding with sparse=True: the bucket is dense
             gradient = gradient.to_dense()
         if self._one_parameter and self.gradients is None and self._fits(gradient):
             self._set_gradients(gradient.detach().view(-1))
             parameter.grad = self._targets[parameter] if self.direct else None
-            return
+            return True
         target, gradient = self._target(parameter), gradient.detach()
         # The first gradient overwrites the target. So does, if gradients add up in place, one that the user (or after
         # ``module.zero_grad()`` autograd) put into ``.grad``.
@@ -134,6 +136,7 @@ class Bucket(FlatWeights):
         else:
             target.add_(gradient)
         parameter.grad = target if self.direct else None
+        return True
 
     def unreduced(self, parameter: Tensor) -> Tensor | None:
         """Return this replica's own gradient of a parameter, between two backward passes. None if it has none yet."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..grid import Axis, Grid
 from ..grid.autograd import weak
 from ..grid.comm.pending import Pending, Then
 from .bucket import Bucket
+from .managed import ManagedParameter
 from .options import ZeroOptions
 from .protocols import GradientBucket
 
@@ -77,23 +79,47 @@ class GradientReducer:
         self._missing: dict[int, set[Tensor]] = {}  # bucket -> parameters whose gradients are not complete yet
         self._runs_left: dict[int, int] = {}  # layer -> runs of it whose backward is still to come in this pass
         self._stages_left: dict[int, set[int]] = {}
-        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._before: Callable[[Tensor], None] | None = None
+        # By id, here and in ``_unused``: the hash of a tensor is a call into Python, for each parameter and microbatch.
+        self._bucket_of: dict[int, Bucket] = {}
         self._strict = not options.ignore_unused_parameters
-        self._unused: dict[Tensor, str] = {}  # parameters without a gradient in this step, so far
+        self._members = [member for bucket in self._buckets for member in bucket.members]
+        self._unused: dict[int, ManagedParameter] = {}  # those without a gradient in this step, so far
         for bucket in self._buckets:
             for member in bucket.members:
-                self._bucket_of[member.parameter] = bucket
-                if member.parameter.requires_grad:
-                    member.parameter.register_post_accumulate_grad_hook(weak(self._visited))
+                self._bucket_of[id(member.parameter)] = bucket
+        # Gradients that add up in ``.grad`` are collected at the end of a backward pass, unless they are reduced within
+        # it. A hook would be called for each parameter and microbatch, with none of its code in the caches.
+        late = [bucket for bucket in self._buckets if bucket.direct]
+        stages = {stage for bucket in late for stage in bucket.stages}
+        self._late = {s: [(b, m.parameter) for b in late if s in b.stages for m in b.members] for s in stages}
+        self._waiting = dict(self._late)  # stage -> parameters whose gradients are not collected yet
+        self._hook([bucket for bucket in self._buckets if not bucket.direct])
+
+    def watch(self, before: Callable[[Tensor], None]) -> None:
+        """Call a hook with each parameter whose gradient autograd has accumulated, before it is collected.
+
+        It may be what tells the caller of a backward pass, and ``backward`` is then entered within the pass.
+        """
+        self._before = before
+        self._hook([bucket for bucket in self._overlapped if bucket.direct])
+        for bucket in self._buckets:
+            if bucket.direct and bucket not in self._overlapped:
+                self._hook([bucket], before)
+
+    def _hook(self, buckets: Iterable[Bucket], hook: Callable[[Tensor], None] | None = None) -> list[RemovableHandle]:
+        """Call a hook, by default ``_visited``, with each parameter of the buckets when it has its gradient."""
+        hook = hook or weak(self._visited)
+        parameters = [member.parameter for bucket in buckets for member in bucket.members]
+        return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
 
     def begin(self) -> None:
         """Begin a step with zero gradients."""
         for bucket in self._buckets:
             bucket.begin()
         self._set_stages_left()
-        self._armed, self._missing = [], {}
-        members = [member for bucket in self._buckets for member in bucket.members]
-        self._unused = {m.parameter: m.layout.name for m in members if m.parameter.requires_grad}
+        self._armed, self._missing, self._waiting = [], {}, dict(self._late)
+        self._unused = {id(m.parameter): m for m in self._members if m.parameter.requires_grad}
 
     def reopen(self) -> None:
         """Let further backward passes add to the gradients of the step, after its last one has reduced them."""
@@ -110,22 +136,26 @@ class GradientReducer:
         bucket without a gradient by the end is reduced too: another replica may have had one.
         """
         due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
-        return self._reducing(due) if due else nullcontext()
+        if due:
+            return self._reducing(due)
+        return _AtEnd(partial(self._collect_stage, stage)) if self._waiting.get(stage) else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""
-        self._unused.pop(parameter, None)
+        self._unused.pop(id(parameter), None)
         self._complete(parameter)
 
     def _visited(self, parameter: Tensor) -> None:
         """Autograd's hook: it is also called for a parameter on whose path no gradient arrived."""
+        if self._before is not None:
+            self._before(parameter)
         if parameter.grad is not None:
-            self._unused.pop(parameter, None)
+            self._unused.pop(id(parameter), None)
         self._complete(parameter)
 
     def _complete(self, parameter: Tensor) -> None:
         """Collect the gradient of a parameter, and start the reductions that waited for it."""
-        bucket = self._bucket_of.get(parameter)
+        bucket = self._bucket_of.get(id(parameter))
         if bucket is None:
             return
         armed = id(bucket) in self._missing
@@ -159,7 +189,7 @@ class GradientReducer:
 
     def target(self, parameter: Tensor) -> Tensor | None:
         """Return where to add a deferred gradient of this parameter; None if it is in no trained bucket."""
-        bucket = self._bucket_of.get(parameter)
+        bucket = self._bucket_of.get(id(parameter))
         return None if bucket is None else bucket.target(parameter)
 
     def reduce(self, stage: int, microbatch: int) -> None:
@@ -177,6 +207,7 @@ class GradientReducer:
         assert axis is not None  # a program gives TIED only to ranks that share the tie
         for bucket in self._buckets:
             if bucket.tie == tie:
+                self._collect_bucket(bucket)
                 gradients = bucket.fill_in()
                 assert gradients is not None  # a tie's gradients are whole until here, on all its stages
                 axis.all_reduce(gradients)
@@ -195,7 +226,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.complete()
         if self._strict and self._unused:
-            names = list(self._unused.values())
+            names = [member.layout.name for member in self._unused.values()]
             raise RuntimeError(
                 f"{len(names)} parameters got no gradient in this step: {', '.join(names[:8])}"
                 f"{', ...' if len(names) > 8 else ''}. Freeze them, or set "
@@ -207,13 +238,13 @@ class GradientReducer:
 
         A tied parameter counts as having a gradient on all of its stages if it has one on any of them.
         """
-        return {parameter for parameter in self._unused if self._bucket_of[parameter].tie is None}
+        return {m.parameter for key, m in self._unused.items() if self._bucket_of[key].tie is None}
 
     def leave_out(self, stage: int) -> None:
         """Count as unused, in this step, the parameters of the stages before ``stage``, except tied ones."""
         for bucket in self._buckets:
             if bucket.tie is None and all(each < stage for each in bucket.stages):
-                self._unused |= {m.parameter: m.layout.name for m in bucket.members if m.parameter.requires_grad}
+                self._unused |= {id(m.parameter): m for m in bucket.members if m.parameter.requires_grad}
 
     def abandon(self) -> None:
         """Discard all pending reductions after a failure."""
@@ -223,10 +254,32 @@ class GradientReducer:
     def _reducing(self, due: list[Bucket]) -> Iterator[None]:
         self._armed, self._missing = due, {id(bucket): {m.parameter for m in bucket.members} for bucket in due}
         self._runs_left = {}
-        yield
+        hooks = self._hook([bucket for bucket in due if bucket.direct]) if self._before is None else []
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
         for bucket in self._armed:
             self._start(bucket)
         self._armed, self._missing = [], {}
+
+    def _collect(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
+        """Collect the first gradients of parameters, and return the parameters without one. Later ones add up."""
+        left = []
+        for bucket, parameter in parameters:
+            if bucket.collect(parameter):
+                self._unused.pop(id(parameter), None)
+            elif id(parameter) in self._unused:
+                left.append((bucket, parameter))
+        return left
+
+    def _collect_stage(self, stage: int) -> None:
+        self._waiting[stage] = self._collect(self._waiting[stage])
+
+    def _collect_bucket(self, bucket: Bucket) -> None:
+        """Collect all gradients of a bucket, before zeros take the place of those that are missing."""
+        self._collect((bucket, member.parameter) for member in bucket.members)
 
     def _set_stages_left(self) -> None:
         # Reduced by REDUCE at a stage's end: gradients that a tie or several stages add up.
@@ -244,6 +297,21 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         """Start the reduction of one bucket's gradients over the data axis."""
         self._stages_left.get(id(bucket), set()).clear()
+        self._collect_bucket(bucket)
         self._pending.append(bucket.reduce(self._grid.tensor))
         while len(self._pending) > self._in_flight:
             self._pending.popleft().wait()
+
+
+class _AtEnd:
+    """Context that calls a function at its end, if no error ended it."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self._call()

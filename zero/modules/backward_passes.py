@@ -77,13 +77,10 @@ class BackwardPasses:
         broadcast_parameters(managed, names, grid)
 
         self.trained = [p for p in managed if p in group_of and p.requires_grad]
-        self._groups = groups
         # The module dict that holds each of them: a step checks that it still does, without a walk over the modules.
         trained, modules = set(self.trained), [] if module is None else module.modules()
         self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p in trained]
-        for parameter in self.trained:
-            # Registered before the reducer's hook, so that it is called first.
-            parameter.register_post_accumulate_grad_hook(weak(self._accumulated))
+        self._untrained = [p for group in groups for p in group["params"] if p not in trained]
         members = [
             ManagedParameter(
                 p,
@@ -106,6 +103,8 @@ class BackwardPasses:
             make=make,
             groups=[group_options(group) for group in groups],
         )
+        self.data_axis.reducer.watch(weak(self._accumulated))
+        self._reached_hook = weak(self._reached)
         for parameter in managed:  # one after the other: none is whole for longer than that
             if (record := sharded_parameter(parameter)) is not None:
                 self.data_axis.fill(parameter, record.whole())
@@ -154,7 +153,7 @@ class BackwardPasses:
             entries: the module's outputs, or the loss.
         """
         visit_tensors(
-            lambda each: each.register_hook(weak(self._reached)) if each.grad_fn is not None else None, entries
+            lambda each: each.register_hook(self._reached_hook) if each.grad_fn is not None else None, entries
         )
 
     def reduce(self) -> None:
@@ -202,15 +201,13 @@ class BackwardPasses:
         Raises:
             RuntimeError: a parameter requires gradients and did not before, or was replaced.
         """
-        moved = (key for owner, key, parameter in self._owners if owner.get(key) is not parameter)
-        if (name := self.data_axis.displaced() or next(moved, None)) is not None:
+        moved = [key for owner, key, parameter in self._owners if owner.get(key) is not parameter]
+        if (name := self.data_axis.displaced() or next(iter(moved), None)) is not None:
             raise RuntimeError(
                 f"{name} is no longer where it is stepped: the model was moved, cast or assigned to, or given to "
                 "another engine. Do that before its engine or optimizer is made"
             )
-        known = set(self.trained)
-        late = sum(p.requires_grad and p not in known for group in self._groups for p in group["params"])
-        if late:
+        if late := sum([p.requires_grad for p in self._untrained]):
             raise RuntimeError(
                 f"{late} parameters were frozen when the optimizer was made, so it does not step them: let all "
                 "parameters that will be trained require gradients then, and freeze them afterwards"
@@ -250,7 +247,7 @@ class BackwardPasses:
         self._outermost.enter()
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """Hook: autograd has accumulated a parameter's gradient."""
+        """Hook of the reducer: autograd has accumulated a parameter's gradient, which is not reduced yet."""
         self._at_gradient = True
         self._outermost.enter()
         self._at_gradient = False

@@ -54,7 +54,6 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         """
         self.backward_passes.reset()
 
-    @torch.no_grad()
     def apply(self, scale: float, without: Collection[Tensor]) -> None:
         """Step with the reduced gradients times ``scale``; the parameters in ``without`` do not change. Collective."""
         self._update_inner_options()
