@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -128,17 +130,29 @@ class RangeStepper:
 
     def _step(self, scale: float, without: Collection[Tensor]) -> None:
         """Scale the gradients and step all buckets at once, without sub-groups."""
-        self._scale(scale)
+        fused = self._scales_by(scale)
+        if not fused:
+            self._scale(scale)
         # Without a gradient, decay and momentum would move a parameter all the same.
         frozen = [part for bucket in self._buckets for part in self._frozen(bucket, without)]
         kept = [(part, part.clone()) for masters in frozen for part in masters]
         for master, *_ in frozen:
             master.zero_()  # so that decay makes nothing of state that this step makes
-        self.optimizer.step()
+        with _gradients_divided(self.optimizer, 1.0 / scale) if fused else nullcontext():
+            self.optimizer.step()
         for part, before in kept:
             part.copy_(before)
         for bucket in self._buckets:
             bucket.update()
+
+    def _scales_by(self, scale: float) -> bool:
+        """Return True if the optimizer's fused kernel can scale the gradients, bit by bit as ``_scale`` does.
+
+        It divides them by the scale of ``torch.amp.GradScaler``, an fp32 number, and stores them.
+        """
+        power_of_two = scale != 1.0 and abs(math.frexp(scale)[1]) < 120 and math.frexp(scale)[0] == 0.5
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return power_of_two and fused and isinstance(self.optimizer, (torch.optim.Adam, torch.optim.SGD))
 
     def _scale(self, scale: float) -> None:
         if self._buckets and scale != 1.0:
@@ -270,6 +284,17 @@ class RangeStepper:
         for key, value in self.optimizer.state.get(master, {}).items():
             if is_elementwise(value, master):
                 yield key, value
+
+
+@contextmanager
+def _gradients_divided(optimizer: Any, divisor: float) -> Iterator[None]:
+    """Context in which the steps of a fused optimizer of torch divide the gradients first."""
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale
 
 
 def publish(buckets: Sequence[Bucket], allgather_bucket_size: int | None) -> None:
