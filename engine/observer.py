@@ -110,8 +110,12 @@ class StepObserver:
             grid: the grid whose ranks took the step.
             loss: the loss of the step.
         """
-        engine, config, clock = self._engine, self._engine.config, self._timer.clock
-        self._since = self._since or engine.global_steps
+        clock = self._timer.clock
+        self._since = self._since or self._engine.global_steps
+        if clock is None and not self._active:
+            self._write_metrics(loss, {}, {})
+            return
+        engine, config = self._engine, self._engine.config
         record = self._timer.end(engine.global_steps, self._ops())
         if not self._active:
             self._write_metrics(loss, {}, {})

@@ -199,9 +199,8 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.deferred, ctx.parameter, ctx.bias, ctx.dtype = deferred, weight, bias, dtype
         y = F.linear(x, cast(weight, dtype), cast(bias, dtype))
-        # With a bias it may be a view, and a function's views refuse in-place changes.
-        whole: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y._base, y.shape)
-        return whole
+        # With a bias it may be a view, and a function's views refuse in-place changes. ``data`` is none.
+        return y if y._base is None else y.data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:

@@ -141,6 +141,7 @@ class Executor:
             "GATHER": lambda op: data.gather(op.stage),
             "RELEASE": lambda op: data.release(op.stage),
         }
+        self._program: Program | None = None  # of the last run
         self.clock: Clock | None = None
         self.loss_scale = 1.0
         self.marks: list[OpMarks] = []
@@ -192,9 +193,11 @@ class Executor:
         """
         ops = program.ops[self._grid.pipe.rank]
         self._microbatches, self._keep_outputs, self._wants_loss = microbatches, outputs, loss
-        self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
-        self._splits = any(op.kind in "IW" for op in ops)
-        self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
+        if program is not self._program:
+            self._program = program
+            self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
+            self._splits = any(op.kind in "IW" for op in ops)
+            self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result()
         for kept in (self._input_receives, self._gradient_receives, self._outputs, self._gradients, self.held):
             kept.clear()
