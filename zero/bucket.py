@@ -124,8 +124,9 @@ class Bucket(FlatWeights):
         if gradient.layout != torch.strided:  # of an embedding with sparse=True: the bucket is dense
             gradient = gradient.to_dense()
         if self._one_parameter and self.gradients is None and self._fits(gradient):
-            self._set_gradients(gradient.detach().view(-1))
-            parameter.grad = self._targets[parameter] if self.direct else None
+            self._set_gradients(gradient.detach().view(-1), [gradient] if self.direct else None)
+            if not self.direct:
+                parameter.grad = None
             return True
         target, gradient = self._target(parameter), gradient.detach()
         # The first gradient overwrites the target. So does, if gradients add up in place, one that the user (or after
@@ -275,11 +276,11 @@ class Bucket(FlatWeights):
             self._unwritten = set(self._targets)
         return self._targets[parameter]
 
-    def _set_gradients(self, gradients: Tensor) -> None:
+    def _set_gradients(self, gradients: Tensor, views: Sequence[Tensor] | None = None) -> None:
         self.gradients = gradients
-        self._make_targets(gradients)
+        self._make_targets(gradients, views)
         if not self.transient:
-            self._set_owned_gradient(gradients[slice(*self.owned)])
+            self._set_owned_gradient(gradients[slice(*self.owned)] if self.sharded else gradients)
 
     def _set_owned_gradient(self, gradient: Tensor) -> None:
         assert self.master is not None
@@ -287,8 +288,8 @@ class Bucket(FlatWeights):
         steps = gradient.numel() == self.master.numel() and not self.memory.offload.portions  # else sub-groups step it
         self.master.grad = gradient if steps else None
 
-    def _make_targets(self, gradients: Tensor) -> None:
-        views = self._views_of(gradients)
+    def _make_targets(self, gradients: Tensor, views: Sequence[Tensor] | None = None) -> None:
+        views = self._views_of(gradients) if views is None else views
         self._targets = {member.parameter: view for member, view in zip(self.members, views, strict=True)}
 
     def _clear_padding(self, gradients: Tensor) -> None:

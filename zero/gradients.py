@@ -138,7 +138,10 @@ class GradientReducer:
         due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
         if due:
             return self._reducing(due)
-        return _AtEnd(partial(self._collect_stage, stage)) if self._waiting.get(stage) else nullcontext()
+        # After a program's last pass the reduction of a bucket collects. In a plain loop another pass may follow.
+        if not self._waiting.get(stage) or (last and self._before is None):
+            return nullcontext()
+        return _AtEnd(partial(self._collect_stage, stage))
 
     def accumulated(self, parameter: Tensor) -> None:
         """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""

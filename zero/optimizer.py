@@ -114,7 +114,6 @@ class RangeStepper:
             )
         setattr(self.optimizer, "layers", ShardedLayers(self._buckets, grid))  # noqa: B010  # no attribute of torch's
 
-    @torch.no_grad()
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the owned gradients in place, step, and send the new weights to every replica.
 
@@ -122,11 +121,12 @@ class RangeStepper:
             scale: one over the batch's weight, times the clipping coefficient.
             without: parameters that had no gradient on any replica; they do not change, as with torch's ``None``.
         """
-        if self._sub_groups is not None:
-            self._sub_groups.step(scale, without)
-        else:
-            self._step(scale, without)
-        publish(self._buckets, self._allgather_bucket_size)
+        with torch.no_grad():
+            if self._sub_groups is not None:
+                self._sub_groups.step(scale, without)
+            else:
+                self._step(scale, without)
+            publish(self._buckets, self._allgather_bucket_size)
 
     def _step(self, scale: float, without: Collection[Tensor]) -> None:
         """Scale the gradients and step all buckets at once, without sub-groups."""
