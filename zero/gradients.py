@@ -92,7 +92,9 @@ class GradientReducer:
         # it. A hook would be called for each parameter and microbatch, with none of its code in the caches.
         late = [bucket for bucket in self._buckets if bucket.direct]
         stages = {stage for bucket in late for stage in bucket.stages}
-        self._late = {s: [(b, m.parameter) for b in late if s in b.stages for m in b.members] for s in stages}
+        self._late: dict[int, list[tuple[Bucket, Tensor]]] = {
+            stage: [(b, m.parameter) for b in late if stage in b.stages for m in b.members] for stage in stages
+        }
         self._waiting = dict(self._late)  # stage -> parameters whose gradients are not collected yet
         self._hook([bucket for bucket in self._buckets if not bucket.direct])
 
