@@ -203,7 +203,8 @@ class _Alone:
 
     def products(self, dtype: torch.dtype) -> list[Row]:
         """Return (m, k, n, operations a second forward, of the gradient of the inputs, of that of the weights)."""
-        lengths, widths = ((64, 256, 1024), (64, 256, 1024)) if self.small else ((512, 2048, 8192), (1024, 4096, 16384))
+        lengths: tuple[int, ...] = (64, 256, 1024) if self.small else (512, 2048, 8192)
+        widths: tuple[int, ...] = (64, 256, 1024) if self.small else (1024, 4096, 16384)
         if self.small and dtype != torch.float32:  # a CPU may be slow
             lengths, widths = (64, 512), (64, 512)
         found = []
@@ -218,7 +219,7 @@ class _Alone:
 
     def attention(self, dtype: torch.dtype) -> list[Row]:
         """Return (sequence, width of a head, operations a second forward, backward), of causal attention."""
-        found = []
+        found: list[Row] = []
         lengths = (1024, 4096) if not self.small else (64, 256, 1024) if dtype == torch.float32 else (128, 512)
         for length, width in itertools.product(lengths, (32, 64, 128)):
             heads = max(1, 2048 // length) * (1 if self.small else 16)
@@ -480,7 +481,7 @@ _SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank sends, over th
 }
 
 
-def _collectives(axis: Axis) -> dict[str, Callable[[Tensor], None]]:
+def _collectives(axis: Axis) -> dict[str, Callable[[Tensor], object]]:
     """Return functions of a tensor, of which the ranks of an axis call one at the same time."""
 
     def all_gather(tensor: Tensor) -> None:
@@ -505,7 +506,7 @@ def _collectives(axis: Axis) -> dict[str, Callable[[Tensor], None]]:
     }
 
 
-def _in_group(world: Grid, grid: Grid, run: Callable[[Tensor], None], tensor: Tensor) -> float:
+def _in_group(world: Grid, grid: Grid, run: Callable[[Tensor], object], tensor: Tensor) -> float:
     """Return the seconds of a collective of the first group, while the other ranks wait; the same on every rank."""
     world.world.barrier()
     seconds = torch.zeros(1, dtype=torch.float64, device=grid.device)

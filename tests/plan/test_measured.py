@@ -63,7 +63,7 @@ def test_with_a_core_for_each_rank_the_time_is_the_simulators(name: str, chunks:
     schedule = named_schedule(name, 4, 8, chunks)
     stages = len(schedule.placement)
     work = [StageWork(1.0 + stage / 10, 1.5, 0.5) for stage in range(stages)]
-    costs = Costs(*([each[i] for each in work] for i in range(3)), COMM=0.25)
+    costs = Costs([each.forward for each in work], [1.5] * stages, [0.5] * stages, COMM=0.25)
     alone = makespan(schedule, work, [0.0] * 4, 0.25, 0.0, 1, lambda processes: 1.0)
     assert alone == pytest.approx(simulate(schedule, costs).makespan, rel=1e-9)
 
