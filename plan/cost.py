@@ -351,7 +351,7 @@ class CostModel:
             forward = 2 * tokens * keys * heads * (sizes.query_dim + sizes.value_dim)
             if self.measured is not None:
                 dims = (sizes.query_dim + sizes.value_dim) / 2
-                shares = interpolated(self.measured.attention[self.work.precision], (window, dims))
+                shares = self.measured.attention_core(self.work.precision, window, dims)
                 return forward / (self.peak * shares[0]), forward / (self.peak * shares[1])
             forward /= self.peak * machine.attention_efficiency
             return forward, BACKWARD_ATTENTION * forward

@@ -28,6 +28,8 @@ class MeasuredTimes:
         threads: threads of a process, with which everything was measured.
         crowding: (processes that compute at once, and the speed of all together over that of as many processes alone,
             but of no more than ``cores``).
+        in_step: time of products, attention and kernels within a step over that in a loop of their own, in which the
+            caches hold more of their operands.
         products: dtype -> (m, k, n, and shares of the peak): forward (m, k) x (k, n), gradient of the inputs, gradient
             of the weights.
         attention: dtype -> (sequence, width of a head, and shares of the peak): forward, backward; causal operations.
@@ -42,6 +44,7 @@ class MeasuredTimes:
     cores: int
     threads: int
     crowding: Table
+    in_step: float
     products: Mapping[str, Table]
     attention: Mapping[str, Table]
     kernels: Mapping[str, Mapping[str, Table]]
@@ -53,12 +56,16 @@ class MeasuredTimes:
 
     def product(self, dtype: str, m: float, k: float, n: float) -> Row:
         """Return the shares of the peak of a product, of the gradients of its inputs and of its weights."""
-        return interpolated(self.products[dtype], (m, k, n))
+        return tuple(share / self.in_step for share in interpolated(self.products[dtype], (m, k, n)))
+
+    def attention_core(self, dtype: str, sequence: float, width: float) -> Row:
+        """Return the shares of the peak of the core of attention, forward and backward."""
+        return tuple(share / self.in_step for share in interpolated(self.attention[dtype], (sequence, width)))
 
     def kernel(self, dtype: str, name: str, elements: float) -> tuple[float, float]:
         """Return the seconds of a kernel on so many elements, forward and backward."""
         forward, backward = interpolated(self.kernels[dtype][name], (max(1.0, elements),))
-        return forward * elements, backward * elements
+        return self.in_step * forward * elements, self.in_step * backward * elements
 
     def speed(self, processes: int) -> float:
         """Return the speed of each of so many processes that compute at once, over that of a process alone."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,7 +41,7 @@ from ..models.layers import NextTokenLoss
 from ..models.llama import llama_layers
 from ..models.rope import Rope
 from ..pipe.module import PipelineModule
-from ..plan.cost import Work, step_time
+from ..plan.cost import StepTime, Work, step_time
 from ..plan.machine import Machine, NetworkLink
 from ..plan.measured import MeasuredTimes, Row, Table
 from ..plan.parallel_layout import ParallelLayout
@@ -80,12 +82,15 @@ def measure(name: str, say: Say = print) -> Machine:
         cores=cores,
         threads=threads,
         crowding=together["crowding"],
+        in_step=1.0,
         collectives=together["collectives"],
         **found["measured"],
     )
     described = _description(name, device, measured, found["peak"], found["bandwidth"], alone.host_bandwidth())
     torch.set_num_threads(threads)
     try:
+        measured = replace(measured, in_step=alone.in_step(described))
+        described = replace(described, measured=measured)
         alone.check(described)
     finally:
         torch.set_num_threads(before)
@@ -149,6 +154,7 @@ class _Alone:
     def __init__(self, device: torch.device, say: Say) -> None:
         self.device, self.say = device, say
         self.small = device.type == "cpu"
+        self._pools: dict[tuple[torch.dtype, bool], Tensor] = {}
 
     def run(self, dtypes: tuple[str, ...]) -> dict[str, Any]:
         """Return the figures of ``MeasuredTimes``, the peaks and the bandwidth."""
@@ -201,18 +207,34 @@ class _Alone:
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
 
+    def _cold(self, dtype: torch.dtype, *shape: int, written: bool = False) -> list[Tensor]:
+        """Return tensors of a shape which together are larger than the caches, as weights and saved inputs are."""
+        key = dtype, written
+        if key not in self._pools:
+            self._pools[key] = self._random(2**24 if self.small else 2**28, dtype=dtype)
+        size = math.prod(shape)
+        return [part.view(shape) for part in self._pools[key].split(size)[:256] if part.numel() == size]
+
     def products(self, dtype: torch.dtype) -> list[Row]:
-        """Return (m, k, n, operations a second forward, of the gradient of the inputs, of that of the weights)."""
+        """Return (m, k, n, operations a second forward, of the gradient of the inputs, of that of the weights).
+
+        Weights, and in the last the inputs, come from memory: between two uses a step reads all others.
+        """
         lengths: tuple[int, ...] = (64, 256, 1024) if self.small else (512, 2048, 8192)
         widths: tuple[int, ...] = (64, 256, 1024) if self.small else (1024, 4096, 16384)
         if self.small and dtype != torch.float32:  # a CPU may be slow
             lengths, widths = (64, 512), (64, 512)
         found = []
         tiny = self._random(1, 8, dtype=dtype), self._random(8, 8, dtype=dtype)
-        call = self.seconds(lambda: F.linear(tiny[0], tiny[1]))  # counts among Python's figures
+        call = self.seconds(cycled([partial(F.linear, *tiny)]))  # counts among Python's figures
         for m, k, n in itertools.product(lengths, widths, widths):
-            x, w, dy = (self._random(*shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n)))
-            runs = (partial(F.linear, x, w), partial(torch.matmul, dy, w), partial(torch.matmul, dy.t(), x))
+            x, dy = self._random(m, k, dtype=dtype), self._random(m, n, dtype=dtype)
+            inputs, turns = self._cold(dtype, m, k), itertools.cycle(self._cold(dtype, n, k, written=True))
+            runs = (
+                cycled([partial(F.linear, x, w) for w in self._cold(dtype, n, k)]),
+                cycled([partial(torch.matmul, dy, w) for w in self._cold(dtype, n, k)]),
+                cycled([partial(torch.mm, dy.t(), saved, out=grad) for saved, grad in zip(inputs, turns)]),
+            )
             times = [self.seconds(run, 0.005, 3) for run in runs]
             found.append((float(m), float(k), float(n), *(2 * m * k * n / max(t - call, t / 2) for t in times)))
         return found
@@ -284,8 +306,8 @@ class _Alone:
             return lambda: x + y, (x,)
 
         def accumulate(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x, y = rows(elements), rows(elements).detach()
-            return lambda: y.add_(x.detach()), ()
+            x = rows(elements).detach().view(-1)
+            return cycled([partial(torch.Tensor.add_, y, x) for y in self._cold(dtype, elements, written=True)]), ()
 
         def squared(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
             x = rows(elements).detach().view(-1)
@@ -371,24 +393,44 @@ class _Alone:
             step = steps[0] - 4 * sum(ops[2])
         return layers, tuple(max(each, 1e-7) for each in microbatch), max(step, 1e-7)
 
-    def check(self, machine: Machine) -> None:
-        """Say how far off the description is in a step of a model of a middle size, which it was not made from."""
+    def in_step(self, machine: Machine) -> float:
+        """Return by how much kernels are slower in steps of two small models than in loops of their own."""
         width, sequence = (256, 128) if self.small else (2048, 2048)
+        factors = []
         for name in _MODELS:
-            engine, batch = small_engine(name, self.device, 4, width, sequence)
-            found = self.seconds(partial(engine.train_batch, itertools.repeat(batch)), 0.05, 3)
-            work = Work(_config(name, 4, width, sequence), machine, 4, sequence, "fp32")
-            wanted = step_time(work, ParallelLayout()).seconds
+            taken, step = self._step(name, machine, width, sequence)
+            kernels = sum(step.kinds[kind] for kind in ("products", "attention", "elementwise"))
+            factors.append((taken - step.seconds + kernels) / kernels)
+        return max(1.0, math.sqrt(math.prod(factors)))
+
+    def check(self, machine: Machine) -> None:
+        """Say how far off the description is in steps of models of another size, which it was not made from."""
+        width, sequence = (384, 64) if self.small else (3072, 1024)
+        for name in _MODELS:
+            taken, step = self._step(name, machine, width, sequence)
             self.say(
                 f"check: 4 layers of a {name}, width {width}, 4 microbatches of {sequence} tokens take "
-                f"{1e3 * found:.1f} ms, by the description {1e3 * wanted:.1f} ms"
+                f"{1e3 * taken:.1f} ms, by the description {1e3 * step.seconds:.1f} ms"
             )
+
+    def _step(self, name: str, machine: Machine, width: int, sequence: int) -> tuple[float, StepTime]:
+        """Return the seconds of a step of 4 layers and 4 microbatches in fp32, and the time by a description."""
+        engine, batch = small_engine(name, self.device, 4, width, sequence)
+        taken = self.seconds(partial(engine.train_batch, itertools.repeat(batch)), 0.05, 5)
+        work = Work(_config(name, 4, width, sequence), machine, 4, sequence, "fp32")
+        return taken, step_time(work, ParallelLayout())
 
     def host_bandwidth(self) -> float:
         """Return the bytes a second between the device and the CPU's memory."""
         there = torch.empty(2**24, pin_memory=self.device.type == "cuda")
         here = torch.empty(2**24, device=self.device)
         return 4 * there.numel() / self.seconds(lambda: here.copy_(there))
+
+
+def cycled(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """Return a function that calls the next of several functions each time."""
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
 
 
 def small_engine(

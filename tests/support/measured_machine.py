@@ -26,6 +26,7 @@ MEASURED = MeasuredTimes(
     cores=2,
     threads=1,
     crowding=((1.0, 1.0), (2.0, 0.9), (8.0, 0.8)),
+    in_step=1.0,
     products={"fp32": ((64.0, 64.0, 64.0, 0.5, 0.4, 0.3), (1024.0, 1024.0, 1024.0, 1.0, 0.9, 0.8))},
     attention={"fp32": ((64.0, 64.0, 0.3, 0.2),)},
     kernels={"fp32": dict.fromkeys(_KERNELS, ((1024.0, 1e-09, 2e-09),))},
