@@ -246,6 +246,9 @@ class CostModel:
             reduce = branches * all_reduce(hidden, group, machine)
             tensor = (reduce, max(0.0, reduce - column))
             self._shown[key] = min(reduce, column), 0.0
+        if self.measured is not None and t > 1 and shape.kind == "block":
+            call = branches * self.measured.calls.get("tensor", 0.0)
+            tensor = tensor[0] + (2 if sharded else 1) * call, tensor[1] + (3 if sharded else 1) * call
         return LayerTime(
             (forward, inputs, weights),
             attention,
@@ -544,11 +547,12 @@ class CostModel:
         kinds = [dict(zip(LayerTime._fields, (m * part for part in rank[4:]), strict=True)) for rank in sums]
         for stage, rank in enumerate(schedule.placement):
             gather = scatter = 0.0
+            call = measured.calls.get("data", 0.0) if layout.data * layout.context > 1 else 0.0
             for kind in self.kinds[cuts[stage] : cuts[stage + 1]]:
                 counts[rank][kind] += 1
                 for count, group in self._held(one[kind], layout) if layout.zero >= 2 else ():  # a bucket a layer
-                    gather += all_gather(count * self.bytes, group, machine) if layout.zero == 3 else 0.0
-                    scatter += reduce_scatter(count * max(4, self.bytes), group, machine)
+                    gather += call + all_gather(count * self.bytes, group, machine) if layout.zero == 3 else 0.0
+                    scatter += call + reduce_scatter(count * max(4, self.bytes), group, machine)
             forward, inputs, weights, recompute = stages[stage][:4]
             forward += measured.microbatch[0] + gather
             inputs += recompute + measured.microbatch[1] + gather + scatter

@@ -36,6 +36,8 @@ class MeasuredTimes:
         kernels: dtype -> kernel -> (elements, and seconds an element): forward, backward.
         optimizer: (parameters, seconds a parameter of AdamW).
         collectives: collective -> (ranks, bytes that a rank sends, seconds): seconds of a core, if they are shared.
+        calls: ``tensor`` or ``data`` -> seconds of a collective within a layer beyond those in a loop, for Python and
+            for the wait for other ranks.
         layers: class of a layer -> seconds of Python and the launch of kernels: forward, backward.
         microbatch: seconds of Python for a microbatch on a stage, beside its layers: forward, backward.
         step: seconds of Python for a step.
@@ -50,6 +52,7 @@ class MeasuredTimes:
     kernels: Mapping[str, Mapping[str, Table]]
     optimizer: Table
     collectives: Mapping[str, Table]
+    calls: Mapping[str, float]
     layers: Mapping[str, Row]
     microbatch: Row
     step: float

@@ -84,6 +84,9 @@ def measure(name: str, say: Say = print) -> Machine:
         crowding=together["crowding"],
         in_step=1.0,
         collectives=together["collectives"],
+        calls=_calls(threads, sum(found["measured"]["layers"]["GPTBlock"]), together)
+        if together["collectives"]
+        else {},
         **found["measured"],
     )
     described = _description(name, device, measured, found["peak"], found["bandwidth"], alone.host_bandwidth())
@@ -434,11 +437,11 @@ def cycled(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def small_engine(
-    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8
+    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, tensor: int = 1, zero: int = 0
 ) -> tuple[PipelineEngine, tuple[Tensor, Tensor]]:
     """Return an engine of a model with 4 microbatches, and one of them; by default nothing but Python takes time."""
     config = _config(name, layers, width, sequence)
-    grid = Grid()
+    grid = Grid(tensor=tensor)
     model = PipelineModule(_MODELS[name][1](config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
     engine = initialize(
         model=model,
@@ -446,6 +449,7 @@ def small_engine(
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": zero},
         },
     )[0]
     ids = torch.zeros((1, sequence), dtype=torch.long, device=device)
@@ -489,6 +493,32 @@ def _together(ranks: int, cores: int, threads: int) -> dict[str, Any]:
         "crowding": tuple(map(tuple, found["crowding"])),
         "collectives": {name: tuple(map(tuple, rows)) for name, rows in found["collectives"].items()},
     }
+
+
+def _calls(threads: int, block: float, together: Mapping[str, Any]) -> dict[str, float]:
+    """Return ``calls`` of ``MeasuredTimes``: time of a tiny block's passes beyond its Python and its collectives."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "blocks.json"
+        if code := launch(time_blocks, str(path), ranks=2, threads=threads):
+            raise RuntimeError(f"the 2 ranks that time the engine's collectives failed with code {code}.")
+        found = json.loads(path.read_text())
+    once = {name: rows[0][2] for name, rows in together["collectives"].items()}
+    data = 2 * once["all_gather"] + once["reduce_scatter"]
+    return {
+        "tensor": max(0.0, found["tensor"] - block - 4 * once["all_reduce"]) / 4,
+        "data": max(0.0, found["data"] - block - data) / 3,
+    }
+
+
+def time_blocks(path: str) -> None:
+    """Time passes of a tiny block on 2 tensor-parallel ranks, and on 2 replicas under ZeRO stage 3. On each rank."""
+    found = {}
+    grid = Grid(timeout=120)
+    for axis, sizes in (("tensor", {"tensor": 2}), ("data", {"zero": 3})):
+        few, many = (sum(op_seconds(*small_engine("GPTBlock", grid.device, count, **sizes))) for count in (2, 8))
+        found[axis] = (many - few) / 6
+    if grid.rank == 0:
+        Path(path).write_text(json.dumps(found))
 
 
 def time_links(cores: int, path: str) -> None:

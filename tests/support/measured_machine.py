@@ -32,6 +32,7 @@ MEASURED = MeasuredTimes(
     kernels={"fp32": dict.fromkeys(_KERNELS, ((1024.0, 1e-09, 2e-09),))},
     optimizer=((1e6, 2e-9),),
     collectives=dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "message"), _LINK),
+    calls={"tensor": 1e-4, "data": 2e-4},
     layers={"GPTBlock": (2e-4, 3e-4)},
     microbatch=(1e-4, 2e-4),
     step=1e-3,
