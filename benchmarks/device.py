@@ -77,10 +77,10 @@ class Job:
         return made
 
     def batch(self) -> Batch:
-        pairs = self.stack.batch(self.microbatches)
-        return [
-            tuple(t.to(self.device, torch.bfloat16 if t.is_floating_point() else None) for t in pair) for pair in pairs
-        ]
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+
+        return [(there(x), there(y)) for x, y in self.stack.batch(self.microbatches)]
 
     def config(self, **zero: Any) -> dict[str, Any]:
         return {
@@ -107,7 +107,7 @@ def bare(job: Job) -> Made:
     model, batch = job.model(), job.batch()
     names = [name for name, _ in model.named_parameters()]
     masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
-    parameters = list(model.bfloat16().parameters())
+    parameters: list[Tensor] = list(model.bfloat16().parameters())
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
     sums = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, sums, strict=True):
@@ -117,7 +117,8 @@ def bare(job: Job) -> Made:
         torch._foreach_zero_(sums)
         for x, y in batch:
             (job.stack.loss(model(x), y) / len(batch)).backward()
-            torch._foreach_add_(sums, [parameter.grad for parameter in parameters])
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_add_(sums, gradients)
             for parameter in parameters:
                 parameter.grad = None
         nn.utils.clip_grad_norm_(masters, CLIP)

@@ -85,7 +85,7 @@ def test_fused_optimizers_step_as_the_cpus(device: torch.device, kind: str) -> N
 def test_a_run_goes_on_from_its_checkpoint(device: torch.device, tmp_path: Any, stage: int, target: str) -> None:
     """The optimizer's step counts go to the device with the state: fused kernels read them there."""
     there = torch.device("cpu") if target == "cpu" else device
-    config = {"zero_optimization": {"stage": stage}}
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     whole = train_gpt(triax.Grid(device=device), "float64", steps=4, **config)
     engine = gpt_engine(triax.Grid(device=device), torch.float64, **config)
     data = microbatches(engine.grid)

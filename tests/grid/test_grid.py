@@ -178,7 +178,7 @@ def trained_on_rank(by_host: bool) -> tuple[list[float], type[Axis]]:
 
 
 def trained(grid: Grid) -> tuple[list[float], type[Axis]]:
-    layers = [LayerSpec(nn.Linear, 6, 6), torch.tanh, LayerSpec(nn.Linear, 6, 6), torch.tanh]
+    layers: list[Any] = [LayerSpec(nn.Linear, 6, 6), torch.tanh, LayerSpec(nn.Linear, 6, 6), torch.tanh]
     engine = triax.initialize(
         model=PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, seed=3),
         config={
