@@ -176,10 +176,11 @@ class Searcher:
         alone = layout.data * layout.context == 1
         free = "zero" not in self.space.given
         # Without replicas all stages are alike, and only offload needs one. Without ZeRO nothing is offloaded.
+        offloads = [False] if self.model.on_cores else [False, True]  # ranks on a CPU have no other memory
         return [
             (zero, offload)
             for zero in self._free("zero", [0, 1, 2, 3])
-            for offload in self._free("offload", [False, True])
+            for offload in self._free("offload", offloads)
             if not (offload and zero == 0) and not (alone and free and zero != offload)
         ]
 
