@@ -46,6 +46,9 @@ class DataAxis(Protocol):
     def accumulated(self, parameter: Tensor) -> None:
         """Signal that a deferred weight gradient of a microbatch is complete, because autograd calls no hook then."""
 
+    def collect(self, stage: int) -> None:
+        """Take the gradients that are not deferred, after an input gradient of the stage."""
+
     def reduce(self, stage: int, microbatch: int) -> None:
         """REDUCE: reduce the stage's gradients after one microbatch or, if ``microbatch`` is -1, after the last."""
 
@@ -273,6 +276,7 @@ class Executor:
     def _input_gradient(self, op: Op) -> None:
         """Run the backward for the input gradient, and queue the weight gradients of the layers that can defer them."""
         self._differentiate(op)
+        self._data.collect(op.stage)
         held = self.held[op.stage, op.microbatch]
         self.held[op.stage, op.microbatch] = _SavedForBackward(None, [], held.deferred)
 

@@ -88,6 +88,11 @@ class Bucket(FlatWeights):
                 self._make_targets(self.gradients)
             self.master.grad = self.owned_gradient
 
+    @property
+    def is_copied(self) -> bool:
+        """True if gradients that autograd makes are copied into the bucket, and do not become its own."""
+        return not self._one_parameter
+
     def begin(self) -> None:
         """Begin a step with zero gradients. Gradients accumulate in the bucket again, even if ``.grad`` was set."""
         if not self.trained:

@@ -50,7 +50,7 @@ class ZeroDataAxis:
         memory: allocates the tensors of this rank, offloaded or not.
         optimizer: torch's optimizer, over the ranges that this rank owns; None if no parameter is trained.
         stepper: steps the optimizer.
-        backward, target, accumulated, reduce, tied: the methods of ``reducer``.
+        backward, target, accumulated, collect, reduce, tied: the methods of ``reducer``.
         reducer: sums gradients over the data axis.
         gatherer: gathers weights in stage 3; None if weights are always whole.
         axis, device: the axis of all replicas (data x context), and the device of this rank.
@@ -90,7 +90,7 @@ class ZeroDataAxis:
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
         self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
-        self.reduce, self.tied = reducer.reduce, reducer.tied
+        self.collect, self.reduce, self.tied = reducer.collect, reducer.reduce, reducer.tied
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
         self.stepper.connect(self.exchange, grid)
         self.gatherer: ParameterGatherer | None = None

@@ -88,8 +88,9 @@ class GradientReducer:
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[id(member.parameter)] = bucket
-        # Gradients that add up in ``.grad`` are collected at the end of a backward pass, unless they are reduced within
-        # it. A hook would be called for each parameter and microbatch, with none of its code in the caches.
+        # Gradients that add up in ``.grad`` need a hook in the first backward pass, which copies them into the bucket
+        # one by one, and in the last one, which reduces them. In others a hook would be called for each parameter and
+        # microbatch, with none of its code in the caches. One that becomes its bucket's without a copy needs none.
         late = [bucket for bucket in self._buckets if bucket.direct]
         stages = {stage for bucket in late for stage in bucket.stages}
         self._late: dict[int, list[tuple[Bucket, Tensor]]] = {
@@ -104,10 +105,9 @@ class GradientReducer:
         It may be what tells the caller of a backward pass, and ``backward`` is then entered within the pass.
         """
         self._before = before
-        self._hook([bucket for bucket in self._overlapped if bucket.direct])
         for bucket in self._buckets:
-            if bucket.direct and bucket not in self._overlapped:
-                self._hook([bucket], before)
+            if bucket.direct:
+                self._hook([bucket], None if bucket in self._overlapped or bucket.is_copied else before)
 
     def _hook(self, buckets: Iterable[Bucket], hook: Callable[[Tensor], None] | None = None) -> list[RemovableHandle]:
         """Call a hook, by default ``_visited``, with each parameter of the buckets when it has its gradient."""
@@ -140,15 +140,17 @@ class GradientReducer:
         due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
         if due:
             return self._reducing(due)
-        # After a program's last pass the reduction of a bucket collects. In a plain loop another pass may follow.
-        if not self._waiting.get(stage) or (last and self._before is None):
-            return nullcontext()
-        return _AtEnd(partial(self._collect_stage, stage))
+        return self._collecting(stage) if self._waiting.get(stage) else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""
         self._unused.pop(id(parameter), None)
         self._complete(parameter)
+
+    def collect(self, stage: int) -> None:
+        """Collect the first gradients of a stage that a backward pass outside of ``backward`` has left in ``.grad``."""
+        if waiting := self._waiting.get(stage):
+            self._waiting[stage] = self._collect(waiting)
 
     def _visited(self, parameter: Tensor) -> None:
         """Autograd's hook: it is also called for a parameter on whose path no gradient arrived."""
@@ -279,12 +281,22 @@ class GradientReducer:
                 left.append((bucket, parameter))
         return left
 
-    def _collect_stage(self, stage: int) -> None:
-        self._waiting[stage] = self._collect(self._waiting[stage])
-
     def _collect_bucket(self, bucket: Bucket) -> None:
         """Collect all gradients of a bucket, before zeros take the place of those that are missing."""
         self._collect((bucket, member.parameter) for member in bucket.members)
+
+    @contextmanager
+    def _collecting(self, stage: int) -> Iterator[None]:
+        """Collect the first gradients of a stage, in a backward pass that does not reduce them."""
+        waiting, hook = self._waiting[stage], weak(self._visited)
+        copied = [p for bucket, p in waiting if bucket.is_copied and p.requires_grad] if self._before is None else []
+        hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in copied]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+        self.collect(stage)
 
     def _set_stages_left(self) -> None:
         # Reduced by REDUCE at a stage's end: gradients that a tie or several stages add up.
@@ -306,17 +318,3 @@ class GradientReducer:
         self._pending.append(bucket.reduce(self._grid.tensor))
         while len(self._pending) > self._in_flight:
             self._pending.popleft().wait()
-
-
-class _AtEnd:
-    """Context that calls a function at its end, if no error ended it."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None:
-            self._call()
