@@ -139,7 +139,7 @@ class GradientReducer:
         """
         due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
         if due:
-            return self._reducing(due)
+            return self._reducing(stage, due)
         return self._collecting(stage) if self._waiting.get(stage) else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -258,7 +258,7 @@ class GradientReducer:
         self._pending.clear()
 
     @contextmanager
-    def _reducing(self, due: list[Bucket]) -> Iterator[None]:
+    def _reducing(self, stage: int, due: list[Bucket]) -> Iterator[None]:
         self._armed, self._missing = due, {id(bucket): {m.parameter for m in bucket.members} for bucket in due}
         self._runs_left = {}
         hooks = self._hook([bucket for bucket in due if bucket.direct]) if self._before is None else []
@@ -270,6 +270,7 @@ class GradientReducer:
         for bucket in self._armed:
             self._start(bucket)
         self._armed, self._missing = [], {}
+        self.collect(stage)
 
     def _collect(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
         """Collect the first gradients of parameters, and return the parameters without one. Later ones add up."""
