@@ -1,7 +1,8 @@
 """The documentation site: `make docs` builds it with Sphinx, MyST and Furo into build/docs, without the network.
 
-Pages are Markdown; docs/index.md is the table of contents. Two directives make the reference from the library itself:
-`public-names` the public names of a package with their docstrings, `commands` the command `triax` with its options.
+Pages are Markdown and notebooks, which are shown and not run; docs/index.md is the table of contents. Two directives
+make the reference from the library itself: `public-names` the public names of a package with their docstrings,
+`commands` the command `triax` with its options.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import typer
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from typer.core import TyperArgument, TyperGroup
@@ -28,11 +30,13 @@ ROOT = Path(__file__).resolve().parents[1]
 project = "triax"
 author = "The triax authors"
 version = release = triax.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 suppress_warnings = ["ref.python"]  # one class that is public in two packages
 
-myst_enable_extensions = ["attrs_block", "colon_fence"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # tests/examples/test_notebooks.py runs them
+html_math_renderer = "mathml"
 
 default_role = "code"  # `x` in a docstring
 napoleon_use_ivar = True
@@ -57,9 +61,10 @@ PACKAGES = (
 
 
 def setup(sphinx: Sphinx) -> None:
-    """Register the directives, the rewriting of docstrings, and links to files outside docs."""
+    """Register the directives, the writer of formulas, the rewriting of docstrings, and links to files outside docs."""
     sphinx.add_directive("public-names", PublicNames)
     sphinx.add_directive("commands", Commands)
+    sphinx.add_html_math_renderer("mathml", inline_renderers=(math, None), block_renderers=(math, None))
     sphinx.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
     sphinx.connect("autodoc-process-docstring", join_names, priority=900)  # after it
     sphinx.connect("source-read", name_files_outside)
@@ -188,6 +193,15 @@ def _row(param: Any, context: typer.Context) -> str:
 
 def _escaped(text: str) -> str:
     return re.sub(r"([|<*_\[\]{}$])", r"\\\1", text)
+
+
+# ------------------------------------------------------------------------------------------------- the formulas
+
+
+def math(writer: Any, node: nodes.Element) -> None:
+    """Write a formula as MathML, which browsers draw by themselves; MathJax would be fetched from the network."""
+    writer.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
 
 
 # ---------------------------------------------------------------------------------------------------- the links

@@ -27,6 +27,7 @@ from paths import DOCS, ROOT
 from readme_blocks import blocks, commands
 
 PAGES = sorted(DOCS.rglob("*.md"))
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 DOCUMENTS = [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").rglob("*.md"))]
 LISTED = re.compile(r"^class (triax[\w.]+)|^(triax[\w.]+)[(:= ]", re.MULTILINE)
 
@@ -88,10 +89,10 @@ def test_every_page_is_in_the_table_of_contents() -> None:
             if block.language == "{toctree}":
                 entries = [line for line in block.text.splitlines() if line and not line.startswith(":")]
                 for entry in entries:
-                    found = set(page.parent.glob(f"{entry}.md"))
+                    found = {page.parent / f"{entry}{suffix}" for suffix in (".md", ".ipynb")} & {*PAGES, *NOTEBOOKS}
                     assert found, f"{page.name} lists {entry}, which is no page"
                     listed |= found
-    assert sorted(set(PAGES) - listed) == [DOCS / "index.md"]
+    assert sorted({*PAGES, *NOTEBOOKS} - listed) == [DOCS / "index.md"]
 
 
 def test_every_public_name_is_on_a_page_of_the_reference() -> None:
