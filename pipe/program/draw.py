@@ -38,8 +38,9 @@ STYLES = {
 def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
     """Return a rich renderable: a row or two per rank, with the ops as colored letters and microbatch numbers.
 
-    The letters tell kinds and stages apart without color too. How much is drawn depends on the width of the shortest
-    op: a cell ``F0``; a letter above a number; or, in a long schedule, letters in the proportion of the ops alone.
+    It is legible without color: letters tell kinds and stages apart, ``=`` fills an op up to its end, and ``.`` is idle
+    time. How much is drawn depends on the width of the shortest op: a cell ``F0``; a letter above a number; or, in a
+    long schedule, letters in the proportion of the ops alone.
 
     Args:
         subject: what to draw.
@@ -59,13 +60,16 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
     width = min(needed, 400 if width is None else max(width, 20))
     scale = width / (end - begin) if end > begin else 1.0
     narrowest = shortest * scale
+    if narrowest >= 1 and end > begin:  # whole columns, so that ops of equal cost are equally wide
+        narrowest = int(narrowest + 1e-9)
+        scale = narrowest / shortest
     out, notes = Text(no_wrap=True, overflow="crop"), []
     if any(span.op.stage >= len(rows) for span in spans):
         notes.append("lower case and light: a rank's later stages")
     label = len(f"rank {len(rows) - 1}")
     for rank, row in enumerate(rows):
         if narrowest >= 1:
-            lines = _cells(row, len(rows), begin, scale, digits if narrowest > digits + 1 else None)
+            lines = _cells(row, len(rows), begin, end, scale, apart=narrowest <= digits)
         else:
             lines = [_summary(row, len(rows), begin, width, scale)]
         for i, line in enumerate(lines):
@@ -73,8 +77,10 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
             out.append(" ").append_text(line).append("\n")
     if narrowest < 1:
         notes.append(f"a column is {1 / scale:.3g} of time: its ops in their proportion, . idle")
-    elif narrowest < digits:
-        notes.append("numbers: the last digit of the microbatch")
+    else:
+        notes.append("= the op goes on, . idle")
+        if narrowest < digits:
+            notes.append("numbers: the last digit of the microbatch")
     out.append(" " * label)
     for kind, name in NAMES.items():
         if any(span.op.kind == kind for span in spans):
@@ -90,22 +96,23 @@ def _letter(op: Op, ranks: int) -> tuple[str, str]:
     return op.kind.lower() if later else op.kind, STYLES[op.kind][later]
 
 
-def _cells(row: Sequence[Span], ranks: int, begin: float, scale: float, digits: int | None) -> list[Any]:
-    """Return a rank's line of cells such as ``F0``; without ``digits``, a line of letters and one of numbers."""
+def _cells(row: Sequence[Span], ranks: int, begin: float, end: float, scale: float, apart: bool) -> list[Any]:
+    """Return a rank's line of cells such as ``F0=``; with ``apart``, a line of letters and one of numbers."""
     from rich.text import Text
 
-    lines = [Text()] if digits is not None else [Text(), Text()]
-    column = 0
+    lines, column = [Text() for _ in range(1 + apart)], 0
     for span in row:
         first, last = round((span.start - begin) * scale), round((span.end - begin) * scale)
-        cells = last - max(first, column)
+        cells = max(0, last - max(first, column))
         letter, style = _letter(span.op, ranks)
         number = str(span.op.microbatch)
-        contents = [letter + number] if digits is not None else [letter, number[-cells:] if cells > 0 else ""]
-        for line, content in zip(lines, contents):
-            line.append(" " * max(0, first - column))
-            line.append(content.ljust(cells)[: max(0, cells)], style=style)
+        lines[0].append("." * (first - column))
+        lines[0].append((letter if apart else letter + number).ljust(cells, "=")[:cells], style=style)
+        if apart:
+            lines[1].append(" " * (first - column))
+            lines[1].append(number[-cells:].ljust(cells) if cells else "", style=style)
         column = max(column, last)
+    lines[0].append("." * (round((end - begin) * scale) - column))
     return lines
 
 

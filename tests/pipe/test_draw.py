@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from triax.pipe.program.simulate import Costs, timeline_of
 from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 
+from paths import DOCS
+
 
 def plain(subject: object) -> list[str]:
     console = Console(width=500, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -21,22 +24,40 @@ def plain(subject: object) -> list[str]:
 
 def test_text_is_the_pipeline_in_cells() -> None:
     lines = plain(text(make_schedule("1f1b", 2, 3)))
-    assert [line.rstrip() for line in lines[:2]] == [
-        "rank 0 F0 F1       B0    F2 B1       B2",
-        "rank 1    F0 B0    F1 B1    F2 B2",
+    assert lines[:2] == [
+        "rank 0 F0=F1=......B0====F2=B1====...B2====",
+        "rank 1 ...F0=B0====F1=B1====F2=B2====......",
     ]
     assert "forward" in lines[2] and "weight gradient" not in lines[2]
+    assert lines[3].strip() == "= the op goes on, . idle"
+    assert "\n".join(lines[:2]) in (DOCS / "schedules.md").read_text()
 
 
 def test_narrow_text_has_letters_above_numbers() -> None:
     lines = plain(text(make_schedule("zb-v", 2, 2), width=20))
     assert [line.rstrip() for line in lines[:4]] == [
-        "rank 0 F F  fi fi Iw Iw WW",
-        "       0 1  00 11 00 11 01",
-        "rank 1   Ff Ff iI iI wW wW",
-        "         00 11 00 11 00 11",
+        "rank 0 FF.fifiIwIwWW",
+        "       01 0011001101",
+        "rank 1 .FfFfiIiIwWwW",
+        "        001100110011",
     ]
-    assert "lower case and light: a rank's later stages" in lines[-1]
+    assert "lower case and light: a rank's later stages" in lines[-2]
+
+
+@pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 4, 8), ("gpipe", 4, 4), ("zb-v", 4, 8)])
+@pytest.mark.parametrize("width", [60, 72, 120, None])
+def test_text_without_color_shows_the_bubble(name: str, pipe: int, microbatches: int, width: int | None) -> None:
+    """Ops of equal cost are equally wide, and all other columns of a rank are dots."""
+    times = timeline_of(make_schedule(name, pipe, microbatches))
+    rows = [line[7:] for line in plain(text(times, width)) if line.startswith("rank")]
+    assert len(rows) == pipe and len({len(row) for row in rows}) == 1
+    column = times.makespan / len(rows[0])
+    for row, spans in zip(rows, times.rows, strict=True):
+        assert row.count(".") * column == pytest.approx(times.makespan - sum(s.end - s.start for s in spans))
+        ops = re.findall(r"[A-Za-z]\d*=*", row)
+        assert [(op[0].upper(), len(op) * column) for op in ops] == [
+            (s.op.kind, pytest.approx(s.end - s.start)) for s in spans
+        ]
 
 
 @pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 16, 64), ("zb-v", 8, 32), ("gpipe", 3, 1000)])
