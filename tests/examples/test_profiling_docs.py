@@ -54,4 +54,4 @@ def test_every_program_is_run_by_a_command() -> None:
         typed = " ".join(command for at, command in COMMANDS if at == doc)
         assert programs(doc.read_text()) and all(name in typed for name in programs(doc.read_text()))
         assert {block.language for block in blocks(doc.read_text())} <= {"python", "sh", "json"}
-        assert broken_links(doc.read_text()) == []
+        assert broken_links(doc.read_text(), doc.parent) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from paths import ROOT
 
@@ -64,8 +65,8 @@ def commands(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def broken_links(text: str) -> list[str]:
+def broken_links(text: str, folder: Path = ROOT) -> list[str]:
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)[^)]*\)", prose) + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
     paths = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
-    return [path for path in paths if path and not (ROOT / path).exists()]
+    return [path for path in paths if path and not (folder / path).exists()]
