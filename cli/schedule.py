@@ -48,7 +48,9 @@ def schedule(
     keep_gathered: Annotated[
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
     ] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Print a table of all schedules that fit.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print a table of all schedules that fit, with --file beside the file's.")
+    ] = False,
     file: Annotated[
         Path | None,
         typer.Option(help="Read a schedule from a file: CSV with a line such as 0F0,0F1,0B0 for each rank, or JSON."),
@@ -61,17 +63,20 @@ def schedule(
 ) -> None:
     """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
     try:
-        if [name is not None, compare, file is not None].count(True) != 1:
+        if (name is not None) == (compare or file is not None):
             raise ValueError(
-                f"Give one of a schedule's name, --compare and --file. The names are {', '.join(schedule_names())}."
+                "Give a schedule's name, or --compare or --file, or these two together. "
+                f"The names are {', '.join(schedule_names())}."
             )
         parsed = parse_costs(costs)
-        if file is not None:
-            chosen = read_schedule(file)
+        own = None if file is None else read_schedule(file)
+        if own is not None:
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
-                if given not in (None, value := getattr(chosen, option)):
+                if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-        else:
+            verify(own, memory)
+            pipe, microbatches, chosen = own.pipe, own.microbatches, own
+        if own is None or compare:
             pipe = 4 if pipe is None else pipe
             microbatches = 2 * pipe if microbatches is None else microbatches
             passes = pipe * microbatches * (chunks or 1)
@@ -81,7 +86,7 @@ def schedule(
                     f"stage, but at most {LARGEST:,} are simulated: give smaller sizes"
                 )
             if compare:
-                _compare(pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
+                _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
             chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
@@ -159,7 +164,7 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
-        f"peak activations per rank: {peaks}",
+        f"peak activations per rank, in microbatches: {peaks}",
         highlight=False,
         soft_wrap=True,
     )
@@ -168,6 +173,7 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
 
 
 def _compare(
+    own: Schedule | None,
     pipe: int,
     microbatches: int,
     chunks: int | None,
@@ -177,7 +183,7 @@ def _compare(
     as_json: bool,
     keep_gathered: bool,
 ) -> None:
-    rows: list[tuple[Schedule, Simulation]] = []
+    rows = [] if own is None else [(own, simulate(own, costs, keep_gathered))]
     for name in schedule_names():
         recipe = RECIPES.get(name)
         if name in ("forward", "auto"):

@@ -337,6 +337,15 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
     again = tmp_path / "again.json"
     again.write_text(output)
     assert run("--file", str(again), "--json")[0] == 0
+    code, output = run("--file", str(mine), "--compare", "--json")
+    compared = json.loads(output)
+    assert code == 0 and (compared["pipe"], compared["microbatches"]) == (2, 2)
+    found = {row["name"]: row["makespan"] for row in compared["schedules"]}
+    assert found["mine"] == found["1f1b"] > found["zb-h1"]
+    code, output = run("--file", str(mine), "--compare", "--memory", "1")
+    assert code == 2 and "rank 0 may hold 1 activations" in output
+    code, output = run("--file", str(mine), "--compare", "--pipe", "4")
+    assert code == 2 and "has pipe=2. Leave it out." in output
     mine.write_text("0F0,0F1,0B1,0B0\n1F0,1B0\n")
     code, output = run("--file", str(mine))
     assert code == 2 and "rank 1 never runs 1F1" in output
@@ -345,7 +354,7 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Give one of a schedule's name"),
+        ([], "Give a schedule's name, or --compare or --file"),
         (["zbv", "--pipe", "4", "--microbatches", "8"], "did you mean 'zb-v'?"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
         (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),
