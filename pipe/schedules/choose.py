@@ -93,9 +93,11 @@ def require_size(schedule: Schedule, name: str, pipe: int, microbatches: int, ch
     found = schedule.pipe, schedule.microbatches, schedule.chunks
     wanted = pipe, microbatches, schedule.chunks if chunks is None else chunks
     if found != wanted:
+        sizes = "pipe {}, microbatches {}, chunks {}".format
         raise ValueError(
-            "{} is a schedule of pipe {}, microbatches {}, chunks {}; this run has {}, {}, {}: write one of that size, "
-            "or change the run's".format(name, *found, *wanted)
+            f"{name} is a schedule of {sizes(*found)}; this run has {sizes(*wanted)}. "
+            "Write one of that size, or change the run's. A function that is registered under a name (entry points, "
+            f"group {_GROUP}) makes one of every size."
         )
 
 

@@ -428,7 +428,7 @@ def test_chunks_follow_from_the_schedule_and_are_said(caplog: pytest.LogCaptureF
 def test_schedules_given_to_initialize_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"schedule: there is no 'zbv'; did you mean 'zb-v'\?"):
         given("zbv")
-    with pytest.raises(ConfigError, match="zb-v is a schedule of pipe 2, microbatches 4, chunks 2; this run has 1, 4"):
+    with pytest.raises(ConfigError, match=r"zb-v is .* 2; this run has pipe 1, microbatches 4, chunks 2"):
         given(triax.make_schedule("zb-v", 2, 4))
     model, config = PipelineModule(layers(), loss_fn=mean_loss), {**BASE, "pipeline": {"schedule": "1f1b"}}
     with pytest.raises(ConfigError, match=r"schedule is zb-v, but the configuration's pipeline\.schedule is 1f1b"):
@@ -438,7 +438,7 @@ def test_schedules_given_to_initialize_are_checked() -> None:
     with pytest.raises(TypeError, match="schedule is a int"):
         given(3)  # type: ignore[arg-type]
     made = given(triax.make_schedule("1f1b", 1, 4))
-    with pytest.raises(ConfigError, match="1f1b is a schedule of pipe 1, microbatches 4, chunks 1; this run has 1, 8"):
+    with pytest.raises(ConfigError, match=r"1f1b is .* 1; this run has pipe 1, microbatches 8, chunks 1"):
         made.set_train_batch_size(16)
 
 
