@@ -164,7 +164,7 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
-        f"peak activations per rank, in microbatches: {peaks}",
+        f"peak activations per rank, microbatches: {peaks}",
         highlight=False,
         soft_wrap=True,
     )
