@@ -348,12 +348,16 @@ def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     _bar(console, "time of the first, seconds", best["time_s"], None)
     for line in lines:
         console.print(line, highlight=False)
-    excluded = ", ".join(f"{number:,} {reason}" for reason, number in result["excluded"].items())
+    excluded = ", ".join(f"{number:,} {_plural(reason, number)}" for reason, number in result["excluded"].items())
     console.print(
         f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _plural(reason: str, number: int) -> str:
+    return reason if number == 1 else reason.replace("does not", "do not")
 
 
 def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | None) -> None:

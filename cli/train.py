@@ -57,7 +57,7 @@ def train(
         raise ConfigError(f"{'--json' if as_json else '--processes'} belongs to --explain: add it.")
     try:
         if explained:
-            found = explain(resolve(run, processes))
+            found = explain(resolve(run, processes), processes)
             typer.echo(json.dumps(found, indent=2) if as_json else text(found))
             return
         if dry:

@@ -336,7 +336,8 @@ class ModelMemory:
         assert attention is not None and feedforward is not None
         taken, numbers = self._of_norms(layer)
         own = sizes.attention
-        if self._on_cpu and attention.rotated and layout.recompute == "none":  # the output is copied
+        # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
+        if attention.rotated and layout.recompute == "none":
             own += sizes.heads * attention.value_dim
         kept = block_activations(
             tokens,

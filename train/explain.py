@@ -20,8 +20,12 @@ from ..plan.parallel_layout import ParallelLayout
 from .job import Job
 
 
-def explain(job: Job) -> dict[str, Any]:
+def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
     """Return what a run would be, as plain data: the object that ``--explain --json`` prints.
+
+    Args:
+        job: the resolved file.
+        processes: number of processes that the user gave.
 
     Raises:
         ConfigError: the grid does not fit the model.
@@ -75,7 +79,7 @@ def explain(job: Job) -> dict[str, Any]:
             {"pipe": pipe, **{kind: round(size) for kind, size in each._asdict().items()}, "total": round(each.total)}
             for pipe, each in enumerate(ranks)
         ],
-        "notes": list(_notes(job)),
+        "notes": list(_notes(job, processes)),
     }
 
 
@@ -191,7 +195,7 @@ def _states(job: Job) -> int:
     return STATES.get(section.type.lower(), STATES["adamw"]) + options
 
 
-def _notes(job: Job) -> Iterable[str]:
+def _notes(job: Job, processes: int | None) -> Iterable[str]:
     section, optimizer = job.config.activation_checkpointing, job.config.optimizer
     if job.config.lora is not None:
         yield "lora: the states are those of the frozen weights; its factors, their gradients and states are left out"
@@ -199,7 +203,9 @@ def _notes(job: Job) -> Iterable[str]:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
     if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.number_checkpoints):
         yield "recomputation is counted as that of each layer from its input"
-    if job.file.grid.data == "auto" and job.topology.size("data") == 1:
+    if job.file.data.document_mask:
+        yield "data.document_mask: its mask, and keys and values repeated for each query head, are left out: see --dry"
+    if job.file.grid.data == "auto" and processes is None and job.topology.size("data") == 1:
         yield "grid.data is auto: --processes N shows the grid of N processes"
     yield "activations, temporaries and margin are those of a GPU with fused kernels; the others are exact"
 

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import triax
+from triax.models.config import LlamaConfig
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
+from triax.monitor.profiler.memory_meter import MemoryMeter
+from triax.plan.memory import ModelMemory
+from triax.plan.parallel_layout import ParallelLayout
 from triax.train.dry_run.classes import Classes
 from triax.train.dry_run.dry_run import DryRun, dry_run
 from triax.train.dry_run.exchange import Hub
@@ -247,3 +251,20 @@ def test_classes_follow_comparisons() -> None:
     assert sorted(len(ranks) for ranks in classes.members().values()) == [1, 3, 4, 4, 4]
     assert classes.next_rank([0, 8]) == 2
     assert classes.describe(*next(iter(classes.members().items()))) == "pipe 0, not data.rank % 2 == 1, rank < 9"
+
+
+def test_activations_on_the_meta_device_are_those_of_fused_kernels() -> None:
+    """A dry run counts what `triax plan` and `--explain` count of a GPU: fused norms and fused attention."""
+    config = LlamaConfig.preset("llama-tiny")
+    grid, memory, tokens = triax.Grid(), ModelMemory(config, precision="bf16"), 16
+    layers = triax.llama_layers(config)
+    for number in (1, len(layers) - 2):  # a block, and the last norm
+        with torch.device("meta"):
+            layer = layers[number].build(grid).to("meta", torch.bfloat16)
+        meter = MemoryMeter(lambda: 0)
+        with MetaValues(1.0), meter.counting():
+            x = torch.zeros(1, tokens, config.hidden_size, dtype=torch.bfloat16, device="meta").requires_grad_()
+            y = layer(x)
+        assert meter.saved == memory.layer_activations(memory.layers[number], tokens, tokens, ParallelLayout())
+        y.backward(torch.empty_like(y))
+        assert x.grad is not None and all(p.grad is not None for p in layer.parameters())

@@ -169,6 +169,8 @@ def test_automatic_replicas_and_notes() -> None:
     assert explain(resolve(file, 4))["grid"]["data"] == 4
     notes = " ".join(explain(resolve(file))["notes"])
     assert "--processes" in notes and "lora" in notes and "each layer from its input" in notes
+    given = " ".join(explain(resolve(file, 1), 1)["notes"])
+    assert "--processes" not in given
 
 
 def test_options_of_explain_are_refused_without_it() -> None:

@@ -91,6 +91,8 @@ class MetaValues(TorchFunctionMode):
             return self._to(func, name, first, args[1:], kwargs)
         if name == "scaled_dot_product_attention" and (found := _attention(*args, **kwargs)) is not None:
             return found
+        if name == "rms_norm" and (found := _rms_norm(*args, **kwargs)) is not None:
+            return found
         if name.startswith("_fused_") and args[0] and args[0][0].is_meta:
             return None  # an optimizer's kernel, which has no result
         if _is_gpu(kwargs.get("device")):
@@ -279,6 +281,37 @@ def _attention(
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """RMSNorm on the meta device, of which a backward pass needs what torch's kernel for GPUs keeps.
+
+    It keeps the input, the weight, and one number of each row, in fp32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        """Keep what the backward pass needs: (...) -> (...)."""
+        shape = x.shape[: x.dim() - dims]
+        ctx.save_for_backward(x, weight, x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32)))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Return gradients without values."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor | None:
+    """Run RMSNorm as torch's fused kernel does; None if it would not be used.
+
+    Without this, torch runs separate products on the meta device, which keep x twice in fp32.
+    """
+    if not x.is_meta or (weight is not None and weight.dtype != x.dtype):
+        return None
+    found: Tensor = _FusedRMSNorm.apply(x, weight, len(shape))
+    return found
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
