@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
-from unittest.mock import patch
 
 import torch
 
 import triax
-from triax.grid.comm.shared_memory import SharedMemory
 
 DISTURBED = 0.04  # the share of the machine that other programs may take during a turn
 
@@ -78,24 +76,12 @@ def slowest(grid: triax.Grid, step: Callable[[], object]) -> float:
 
 
 def timed_and_carried(grid: triax.Grid, step: Callable[[], None], deadline: float) -> tuple[float, float]:
-    """A step's time, as ``timed`` has it, and the bytes that each rank sent meanwhile.
-
-    They are the bytes that the loopback device carried, and those that triax wrote into shared memory for others.
-    """
+    """A step's time, as ``timed`` has it, and the bytes that the loopback device carried meanwhile for each rank."""
     grid.world.barrier()
-    before, written = carried(), 0
-
-    def put(memory: SharedMemory, tensor: torch.Tensor, peers: Sequence[int], tag: int) -> None:
-        nonlocal written
-        written += tensor.numel() * tensor.element_size() * len(peers)
-        original(memory, tensor, peers, tag)
-
-    original = SharedMemory.put
-    with patch.object(SharedMemory, "put", put):
-        elapsed, _ = timed(grid, step, 1, deadline)
-    through_memory = torch.tensor(float(written))
-    grid.world.all_reduce(through_memory)
-    return elapsed, (carried() - before + float(through_memory)) / grid.size
+    before = carried()
+    elapsed, _ = timed(grid, step, 1, deadline)
+    grid.world.barrier()
+    return elapsed, (carried() - before) / grid.size
 
 
 def _share_taken(seconds: float) -> float:

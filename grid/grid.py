@@ -23,7 +23,6 @@ from .agreement import same
 from .comm.axis import Axis
 from .comm.host_axis import HostAxis
 from .comm.observed_axis import Observer, observe, unobserve
-from .comm.shared_memory import MAX_RANKS, LocalEndpoint, SharedMemory, open_endpoint
 from .comm.simulated import is_simulated
 from .comm.store_barrier import store_barrier
 from .comm.tcp_store import is_loopback, resolve, serve_store
@@ -135,16 +134,9 @@ class Grid:
             self._axis_type = HostAxis
             self.world = HostAxis("world", range(self.size), self.rank, world, self.traffic)
         self._require_same_sizes()
-        self._endpoint: LocalEndpoint | None = None
-        self._addresses: list[Any] = [None] * self.size  # of each rank, for those on its host
-        self._axis_count = 0
-        if self.size > 1 and self.device.type == "cpu":
-            self._endpoint = open_endpoint(timeout)
-            self._addresses = self.world.all_gather_json(None if self._endpoint is None else self._endpoint.address)
         self.mesh = self._mesh()
         self.pipe, self.data, self.context, self.tensor = (self._axis(name) for name in AXES)
         for axis in (self.world, self.pipe, self.data, self.context, self.tensor):
-            self._axis_count += 1
             self._connect(axis)
         self.data_context = self.data if self.context.size == 1 else self.joint("data_context")
         self.expert, self.expert_data = self._alone("expert"), self.data_context
@@ -332,9 +324,7 @@ class Grid:
         if self._watch is not None:
             self._watch.end()
         for axis in self.axes():
-            axis.group = axis.shared = None
-        if self._endpoint is not None:
-            self._endpoint.close()
+            axis.group = None
         self.mesh = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -398,7 +388,6 @@ class Grid:
             group = _group(ranks, timedelta(seconds=self.timeout), name) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine = self._axis_type(name, ranks, self.rank, group, self.traffic)
-        self._axis_count += 1
         if mine is not None:
             self._connect(mine)
             for observer in self._observers:
@@ -413,10 +402,6 @@ class Grid:
         """
         if self.device.type == "cuda" and axis.size > 1:
             axis.all_reduce(torch.zeros(1, device=self.device))
-        addresses = [self._addresses[rank] for rank in axis.ranks]
-        one_host = self._endpoint is not None and len({each and each[0] for each in addresses}) == 1
-        if self._endpoint is not None and one_host and 1 < axis.size <= MAX_RANKS:
-            axis.shared = SharedMemory(self._endpoint, self._axis_count, axis.ranks, axis.rank, addresses)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.sizes.items())

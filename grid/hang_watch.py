@@ -38,9 +38,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _OURS = tuple(f"{file.parent}{os.sep}" for file in _PACKAGE.glob("*/__init__.py") if file.parent.name != "models")
 _LIBRARY = str(Path(os.__file__).parent)
 _TIMED_OUT = re.compile(r"timed out|timeout|time limit", re.IGNORECASE)
-_WAITS = re.compile(
-    r"wait\(|recv\(|poll\(|sendall\(|barrier\(|all_reduce|all_gather|reduce_scatter|broadcast|all_to_all|synchronize"
-)
+_WAITS = re.compile(r"wait\(|recv\(|barrier\(|all_reduce|all_gather|reduce_scatter|broadcast|all_to_all|synchronize")
 
 
 class Activity:

@@ -2,7 +2,6 @@
 
 - ``axis.py``: ``Axis``, a process group with its collectives and messages
 - ``host_axis.py``: ``HostAxis``, for ranks that share a GPU: by way of host memory
-- ``shared_memory.py``: messages between the ranks of one host, through memory that they share
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
 - ``traffic.py``: counters of the bytes sent, by axis and collective
 - ``observed_axis.py``: ``ObservedAxis``, which reports each operation to observers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..json_values import dumps, loads
-from .pending import Done, Pending, started
-from .shared_memory import SharedMemory
+from .pending import All, Done, Pending, Then, started
 from .simulated import is_simulated
 from .traffic import Traffic
 
@@ -28,9 +27,6 @@ _OPS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
     "product": (dist.ReduceOp.PRODUCT, torch.mul),
 }
 _SMALL, _MEDIUM = 2**10, 2**24  # bytes
-# Bytes of a message through shared memory at most (the copy of a larger one would take too much of it), and ranks of
-# an axis whose all-reduces go through it.
-_SHARED, _ALL_REDUCED = 2**24, 8
 _SIZE, _HEAD = 8, 512  # of a JSON text: bytes of its length, bytes of its first message
 # Tags of the messages of these collectives. Messages between stages have tags from 2 on.
 _GATHER, _EXCHANGE, _SCATTER, _ALL = 0, 1, 2**20, 2**20 + 1
@@ -46,10 +42,7 @@ class Axis:
         size: the number of processes in the group.
         traffic: counts the bytes sent.
         group: torch's process group. None at size 1, and once the grid is closed.
-        shared: messages through shared memory, if all ranks are on one host; else None.
     """
-
-    shared: SharedMemory | None = None
 
     def __init__(
         self,
@@ -88,26 +81,22 @@ class Axis:
         """
         self._count("all_reduce", 2 * nbytes(tensor) / self.size * (self.size - 1))
         on_gloo = self._messages and tensor.device.type == "cpu"
-        shared = self.shared is not None and self.size <= _ALL_REDUCED and nbytes(tensor) <= _SHARED
-        if on_gloo and (shared or (self.size == 2 and _SMALL < nbytes(tensor) <= _MEDIUM)):
+        if on_gloo and self.size == 2 and _SMALL < nbytes(tensor) <= _MEDIUM:
             return started(self._exchange_whole(tensor, op), async_op)
         if on_gloo and nbytes(tensor) <= _SMALL and self.size.bit_count() == 1 and not async_op and self.size > 1:
             return self._exchange(tensor, op)
         return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op][0])
 
     def _exchange_whole(self, tensor: Tensor, op: str) -> Pending:
-        """All-reduce in which each rank sends its complete tensor to all others, and reduces them in rank order.
+        """All-reduce of a medium-sized tensor between two ranks: each sends its complete tensor to the other.
 
-        Through shared memory it is written once. Between two ranks without it the number of bytes is that of a ring,
-        and gloo's own all-reduce takes a third longer (for 4 MB on 2 ranks of 2 cores gloo takes 2.6 ms, this method
-        1.9 ms).
+        The number of bytes is that of a ring. Gloo's own all-reduce takes a third longer (for 4 MB on 2 ranks of 2
+        cores gloo takes 2.6 ms, this method 1.9 ms).
         """
         tensor = tensor.detach()
-
-        def reduce(parts: list[Tensor]) -> None:
-            _reduce(parts, self.rank, tensor, _OPS[op][1])
-
-        return self._swap([tensor] * self.size, None, _EXCHANGE, reduce)
+        theirs = torch.empty_like(tensor)
+        works = self._swap([tensor] * 2, [theirs] * 2, _EXCHANGE)
+        return Then(All(works), lambda: _OPS[op][1](tensor, theirs, out=tensor))
 
     def _exchange(self, tensor: Tensor, op: str) -> Pending:
         """All-reduce of a small tensor by recursive doubling: in round k ranks at distance 2^k exchange their sums.
@@ -138,7 +127,7 @@ class Axis:
             return self._start_renamed(dist.all_gather_into_tensor, async_op, output, tensor)
         parts = output.view(self.size, *tensor.shape)
         _copy(parts[self.rank], tensor)
-        return started(self._swap([parts[self.rank]] * self.size, list(parts), _GATHER), async_op)
+        return started(All(self._swap([parts[self.rank]] * self.size, list(parts), _GATHER)), async_op)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Sum a flat tensor over the ranks, and keep this rank's part of the sum: (n,) from (size * n,).
@@ -152,11 +141,18 @@ class Axis:
         self._count("reduce_scatter", nbytes(tensor) / self.size * (self.size - 1))
         if tensor.is_cuda or not self._messages:
             return self._start_renamed(dist.reduce_scatter_tensor, async_op, output, tensor)
+        parts = tensor.view(self.size, -1)
+        mine = parts[self.rank]
+        received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
 
-        def add(parts: list[Tensor]) -> None:
-            _reduce(parts, self.rank, output, torch.add)
+        def add() -> None:
+            # In rank order. The output may be this rank's own part, which is therefore read before it is written.
+            total, into = received[0], output if self.rank == 0 else received[0]
+            for part in received[1:-1]:
+                total = torch.add(total, part, out=into)
+            torch.add(total, received[-1], out=output)
 
-        return started(self._swap(list(tensor.view(self.size, -1)), None, _SCATTER, add), async_op)
+        return started(Then(All(self._swap(list(parts), received, _SCATTER)), add), async_op)
 
     def all_to_all(
         self,
@@ -186,45 +182,23 @@ class Axis:
             return self._start(dist.all_to_all_single, async_op, output, tensor, list(receive), list(send))
         incoming, outgoing = output.split(receive), tensor.split(send)
         incoming[self.rank].copy_(outgoing[self.rank])
-        return started(self._swap(outgoing, incoming, _ALL), async_op)
+        return started(All(self._swap(outgoing, incoming, _ALL)), async_op)
 
-    def _swap(
-        self,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor] | None,
-        tag: int,
-        use: Callable[[list[Tensor]], object] | None = None,
-    ) -> Pending:
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Pending]:
         """Start sending ``outgoing[r]`` to each rank r, and receiving ``incoming[s]`` from each rank s.
 
-        Args:
-            outgoing: this rank's own entry is not used. An empty part is not sent: both ranks know that it is empty.
-            incoming: contiguous; None: parts of the shapes of ``outgoing``, which only ``use`` reads.
-            tag: distinguishes these messages from others between the same two ranks.
-            use: called with all parts once they are there. It must not change those of other ranks.
+        ``tag`` distinguishes these messages from others between the same two ranks. This rank's own entries are not
+        used, and an empty part is not sent: both ranks know that it is empty.
         """
         group = self._open()
         works: list[Pending] = []
-        arrivals: dict[int, _Arrival] = {}
-        parts = list(incoming or outgoing)
-        receivers: dict[int, list[int]] = {}  # by tensor: often it is the same for all
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            if self._shares(parts[source]):
-                assert self.shared is not None
-                arrivals[source] = _Arrival(self.shared, source, tag, parts[source])
-            elif parts[source].numel():
-                if incoming is None:
-                    parts[source] = torch.empty_like(parts[source])
-                works.append(group.recv([_real(parts[source])], source, tag))
-            if self._shares(outgoing[to]):
-                receivers.setdefault(id(outgoing[to]), []).append(to)
-            elif outgoing[to].numel():
+            if incoming[source].numel():
+                works.append(group.recv([_real(incoming[source])], source, tag))
+            if outgoing[to].numel():
                 works.append(group.send([_real(outgoing[to])], to, tag))
-        for ranks in receivers.values():
-            assert self.shared is not None
-            self.shared.put(outgoing[ranks[0]], ranks, tag)
-        return _Swap(works, arrivals, parts, use)
+        return works
 
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """Overwrite a contiguous tensor with the tensor of the axis's rank ``source``."""
@@ -270,28 +244,15 @@ class Axis:
         ``tag`` must be that of the matching ``receive``. It distinguishes messages between the same two ranks.
         """
         self._count("send", nbytes(tensor))
-        group = self._open()
-        if self._shares(tensor):
-            assert self.shared is not None
-            self.shared.put(tensor, [to], tag)
-            return Done()
         # The group's own method: ``isend`` takes twice as long, because it checks its arguments.
-        return group.send([_real(tensor)], to, tag)
+        return self._open().send([_real(tensor)], to, tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous tensor from the axis's rank ``source``; it has the values after ``wait``.
 
         The shape, the dtype and ``tag`` must be those of the matching ``send``.
         """
-        group = self._open()
-        if self._shares(tensor):
-            assert self.shared is not None
-            return _Arrival(self.shared, source, tag, tensor)
-        return group.recv([_real(tensor)], source, tag)
-
-    def _shares(self, tensor: Tensor) -> bool:
-        """Return True if messages with this tensor go through shared memory. Both ranks know."""
-        return self.shared is not None and tensor.device.type == "cpu" and 0 < nbytes(tensor) <= _SHARED
+        return self._open().recv([_real(tensor)], source, tag)
 
     def barrier(self) -> None:
         """Wait until every rank of the axis has called this."""
@@ -325,68 +286,6 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
-
-
-class _Arrival:
-    """Handle of a message through shared memory. ``wait`` copies it to a tensor; ``read`` shows it where it lies."""
-
-    def __init__(self, shared: SharedMemory, source: int, tag: int, tensor: Tensor) -> None:
-        self._shared, self._tensor = shared, tensor
-        self._key = source, tag, shared.expect(source, tag)
-
-    def wait(self) -> None:
-        self._tensor.detach().copy_(self.read())
-        self.done()
-
-    def read(self) -> Tensor:
-        """Wait for the message, and return it until ``done``."""
-        return self._shared.take(*self._key, self._tensor)
-
-    def done(self) -> None:
-        self._shared.done(*self._key)
-
-
-class _Swap:
-    """Handle of messages between this rank and all others of an axis.
-
-    Args:
-        works: messages of gloo, which arrive in ``parts``.
-        arrivals: messages through shared memory, by their sources.
-        parts: for each rank the tensor that arrives, or one of its shape and dtype.
-        use: called with all parts. None: they are wanted in ``parts``.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[Pending],
-        arrivals: Mapping[int, _Arrival],
-        parts: list[Tensor],
-        use: Callable[[list[Tensor]], object] | None,
-    ) -> None:
-        self._works, self._arrivals, self._parts, self._use = works, arrivals, parts, use
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        if self._use is None:
-            for arrival in self._arrivals.values():
-                arrival.wait()
-            return
-        for source, arrival in self._arrivals.items():
-            self._parts[source] = arrival.read()
-        self._use(self._parts)
-        for arrival in self._arrivals.values():
-            arrival.done()
-
-
-def _reduce(parts: Sequence[Tensor], mine: int, output: Tensor, function: Callable[..., Tensor]) -> None:
-    """Reduce the parts of all ranks, in rank order. The output may be this rank's part; no other is written."""
-    shares = output.data_ptr() == parts[mine].data_ptr()
-    into = torch.empty_like(output) if shares and mine > 1 else output
-    total = parts[0]
-    for part in parts[1:-1]:
-        total = function(total, part, out=into)
-    function(total, parts[-1], out=output)
 
 
 def nbytes(tensor: Tensor) -> int:

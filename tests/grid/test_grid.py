@@ -270,15 +270,15 @@ def test_the_grid_joins_what_a_launcher_started(ranks: Any, launcher: str) -> No
 
 
 def late_on_rank() -> list[tuple[str, float]]:
-    grid = Grid(data=2, tensor=2, timeout=1.5)
+    grid = Grid(data=2, tensor=2, timeout=3.0)
     axes = (grid.world, grid.tensor, grid.joint("pipe", "tensor"))
     if grid.tensor.rank == 1:
         time.sleep(6)  # alive, but not there
         return []
+    start = time.monotonic()
     works = [axis.all_reduce(torch.ones(1), async_op=True) for axis in axes]
     said = []
     for work in works:
-        start = time.monotonic()
         try:
             work.wait()
             said.append(("no error", time.monotonic() - start))
@@ -291,8 +291,8 @@ def test_no_wait_is_longer_than_the_grids_timeout(ranks: Any) -> None:
     """The mesh's groups had torch's default of half an hour, whatever the grid was told."""
     found = ranks(4, late_on_rank, init_group=False, timeout=30)
     for message, seconds in found[0] + found[2]:
-        assert "Timed out waiting 1500ms" in message
-        assert seconds < 3.5
+        assert "Timed out waiting 3000ms" in message
+        assert seconds < 5
     assert len(found[0]) == 3
 
 
