@@ -32,7 +32,8 @@ class PipelineConfig(Section):
     )
     stages: int | None = setting(
         None,
-        "Expected size of the grid's pipe axis, which Grid(pipe=...) sets; another size is an error.",
+        "Expected size of the grid's pipe axis, which Grid(pipe=...) sets; another size is an error. Under "
+        "triax.Trainer it sets that axis.",
         auto=True,
         ge=1,
     )
@@ -41,7 +42,7 @@ class PipelineConfig(Section):
     )
     micro_batch_size: Any = idle("microbatches have train_micro_batch_size_per_gpu samples")
     partition: Any = idle("PipelineModule(..., partition=...) sets how layers are cut into stages")
-    seed_layers: Any = idle("weights are drawn by the seed and their names, equal on every grid")
+    seed_layers: Any = idle("each layer's weights are drawn by the seed and its place in the list, equal on every grid")
     pipe_partitioned: Any = idle("each tensor rank sends its own shard to its peer in the next stage")
     grad_partitioned: Any = idle("each tensor rank sends its own shard to its peer in the next stage")
     use_reentrant: Any = idle("recomputation has one form")
@@ -52,7 +53,8 @@ class TensorParallelConfig(Section):
 
     autotp_size: int | None = setting(
         None,
-        "Expected size of the grid's tensor axis, which Grid(tensor=...) sets; another size is an error. 0: not given.",
+        "Expected size of the grid's tensor axis, which Grid(tensor=...) sets; another size is an error. Under "
+        "triax.Trainer it sets that axis. 0: not given.",
         ge=0,
     )
     tp_size: int | None = setting(None, "Another name of autotp_size.", ge=1)

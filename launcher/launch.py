@@ -50,6 +50,7 @@ GRACE = 30.0  # seconds in which they must end when this process received a sign
 CAUSE_TIME = 4.0  # seconds in which another host may report that it has the cause of a failure
 
 _STOPPED = "; the other ranks were stopped"
+_NO_DEEPSPEED = "ModuleNotFoundError: No module named 'deepspeed'"
 _SAVING = (signal.SIGTERM, signal.SIGUSR1)  # ranks may write a checkpoint; Slurm sends them to all processes of a job
 _SIGNALS = (*_SAVING, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -285,6 +286,12 @@ def _explain(
     named = message.startswith(f"rank {first.rank} (")
     line = f"{message} ({kind.rpartition('.')[2]})" if named else f"{name(first.rank)} failed: {first.line}"
     line += f" (all ranks' output: {job.logs})" if job.logs and first.lost_peer else ""
+    if first.line == _NO_DEEPSPEED:
+        script = job.target if isinstance(job.target, Path) else "train.py"
+        line += (
+            f". To run the script as it is, write triax run --module triax.compat.deepspeed {script}, or change its "
+            "import to: import triax.compat.deepspeed as deepspeed"
+        )
     return Outcome(1, line, first.trace, cause=not first.lost_peer)
 
 

@@ -40,9 +40,15 @@ def check_arguments(args: Any, stages: int, tensor: int) -> None:
     Raises:
         ConfigError: it does not; the message names the argument.
     """
+    if tensor > 1:
+        raise ConfigError(
+            f"tensor={tensor} is not supported with pipe={stages}, because the Trainer's stages are made of "
+            "transformers' own blocks (hf_layers), which are not sharded over tensor ranks: set one of the two to 1. "
+            "For both, pass the layers of triax.load_hf(path) to triax.PipelineModule, and the model to "
+            "triax.initialize, as docs/huggingface.md shows"
+        )
     packed = args.packing and args.packing_strategy != "wrapped" if hasattr(args, "packing") else False
     refused = {
-        f"tensor={tensor}": (tensor > 1, "the blocks of hf_layers are not sharded over tensor ranks"),
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its hook is on the unsplit model's embedding"),
         "label_smoothing_factor": (args.label_smoothing_factor, "the last stage computes the loss without smoothing"),
         "use_liger_kernel": (args.use_liger_kernel, "its loss needs the hidden states and the head on one rank"),

@@ -27,7 +27,10 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     for name in ("deepspeed_config", "deepscale_config"):  # the second is DeepSpeed's own older name
         source = getattr(args, name, None) if source is None else source
     if source is None:
-        raise ConfigError("initialize was given no configuration: pass config=, a dict or the path of a JSON file")
+        option = ", or start the script with --deepspeed_config FILE" if hasattr(args, "deepspeed_config") else ""
+        raise ConfigError(
+            f"initialize was given no configuration: pass config=, a dict or the path of a JSON file{option}"
+        )
     return source
 
 

@@ -298,6 +298,10 @@ def test_two_configurations_are_refused() -> None:
     for kind in (AssertionError, ValueError, deepspeed.DeepSpeedConfigError):
         with pytest.raises(kind, match=r"args\.deepspeed_config='a\.json' and config=: leave one out"):
             deepspeed.initialize(args, model=net(), config=config())
+    args.deepspeed_config = None
+    for given, end in ((args, r"JSON file, or start the script with --deepspeed_config FILE$"), (None, "JSON file$")):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=rf"no configuration: pass config=, .*{end}"):
+            deepspeed.initialize(given, model=net())
     with pytest.raises(AssertionError, match="pass model="):
         deepspeed.initialize(config=config())
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_size"):

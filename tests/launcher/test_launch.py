@@ -187,6 +187,14 @@ def test_other_exit_codes(run: Any) -> None:
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: no more paper"
 
 
+def test_missing_deepspeed_names_the_way_to_run_the_script(run: Any, tmp_path: Path) -> None:
+    _, _, err = run(f"{HASTY}raise ModuleNotFoundError(\"No module named 'deepspeed'\")")
+    hint = f"triax run --module triax.compat.deepspeed {tmp_path / 'script.py'}, or change its import to: "
+    assert last_line(err).endswith(
+        f"'deepspeed'. To run the script as it is, write {hint}import triax.compat.deepspeed as deepspeed"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_ranks_save_after_a_signal_to_every_process(number: signal.Signals, tmp_path: Path) -> None:
     """Slurm sends signals to all processes of a job: the launcher waits for its ranks, and the fork server stays."""

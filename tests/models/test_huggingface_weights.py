@@ -594,7 +594,7 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         ("stages_trainer.py", ["2"]),
         pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
         ("experts.py", ["1", "1", "2", "2"]),
-        ("stages.py", ["2", "2"]),
+        ("hf_stages.py", ["2", "2"]),
         ("seed_oss.py", []),
         ("shard.py", ["1", "2", "2"]),
         ("plan.py", ["1", "1", "4"]),
@@ -614,7 +614,7 @@ def test_the_docs_programs_are_all_run() -> None:
             "sft.py",
             "finetune.py",
             "experts.py",
-            "stages.py",
+            "hf_stages.py",
             "seed_oss.py",
             "shard.py",
             "plan.py",
