@@ -79,7 +79,7 @@ fuzz: $(STAMP) ## before a release: random compositions, configurations, trainin
 
 docs: $(STAMP) ## the documentation site, in build/docs/html; a warning is an error
 	@echo "== building the documentation"
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -d build/docs/cache docs build/docs/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -j auto -d build/docs/cache docs build/docs/html
 	@echo "open build/docs/html/index.html"
 
 release-check: $(STAMP) ## before a release: linters, every test, an hour of fuzzing, docs, and the wheel in an empty environment

@@ -390,7 +390,9 @@ def _write(path: Path, model: str, file: TrainingFile | None, work: Work, layout
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
     content: dict[str, Any] = {} if file is None else file.model_dump(mode="json", by_alias=True, exclude_unset=True)
     if file is None:
-        source = {"folder": model, "weights": False} if Path(model).is_dir() else {"preset": model}
+        source: dict[str, Any] = {"preset": model}
+        if Path(model).is_dir():  # of a folder without weights only the shape can be trained
+            source = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
         if model.endswith(".json"):
             raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
         content = {"model": source, "data": {"training": "tokens"}, "training": {"steps": 1000}}

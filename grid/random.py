@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,16 @@ def seeded(*keys: int | str) -> Iterator[None]:
         torch.random.set_rng_state(state)
 
 
+class Distribution(Protocol):
+    """Distribution of initial values: ``Normal``, ``Uniform``, ``Constant``, or a class of yours with this method."""
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return a new fp32 tensor on the CPU, with values that depend on the shape and the generator's state only.
+
+        The shape is that of some rows of the whole weight, not of a shard.
+        """
+
+
 @dataclass(frozen=True)
 class Normal:
     """Initial values from a normal distribution with mean 0."""
@@ -71,9 +81,20 @@ class Uniform:
         return values.uniform_(-self.bound, self.bound, generator=generator)
 
 
+@dataclass(frozen=True)
+class Constant:
+    """Initial values that are all the same, as those of a norm's weight (1) and of many biases (0)."""
+
+    value: float
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return a new tensor of this value; nothing is drawn."""
+        return torch.full(shape, self.value, device="cpu", dtype=torch.float32)
+
+
 @torch.no_grad()
 def initialize(
-    parameter: Tensor, layout: Layout, rank: int, size: int, init: Normal | Uniform, expert: tuple[int, int] = (0, 1)
+    parameter: Tensor, layout: Layout, rank: int, size: int, init: Distribution, expert: tuple[int, int] = (0, 1)
 ) -> None:
     """Fill this rank's shard of a parameter with its slice of the whole tensor's initial values.
 
@@ -106,7 +127,7 @@ def initialize(
 
 def sharded_parameter(
     layout: Layout,
-    init: Normal | Uniform,
+    init: Distribution,
     rank: int,
     size: int,
     device: torch.device | str | None = None,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..context.context_attention import attention
 from ..context.sparsity import Sparsity
 from ..grid import Grid
-from ..grid.layout import Layout, set_layout
-from ..grid.random import Normal, sharded_parameter
+from ..grid.layout import Layout
+from ..grid.random import Constant, Distribution, sharded_parameter
 from ..grid.ranges import split
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
@@ -30,7 +30,7 @@ from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm
 from .packed import packing, token_positions
 from .rope import Rope
 
-_ZERO = Normal(0.0)
+_ZERO = Constant(0.0)
 
 
 class CausalAttention(nn.Module):
@@ -255,8 +255,8 @@ class SelfAttention(CausalAttention):
         qk_norm: float | None = None,
         norm_all_heads: bool = False,
         clip: float | None = None,
-        init: Normal,
-        out_init: Normal,
+        init: Distribution,
+        out_init: Distribution,
         sequence_parallel: bool = False,
         kind: str = "ring",
         window: int | None = None,
@@ -361,8 +361,7 @@ class AllHeadsRMSNorm(nn.Module):
         super().__init__()
         self.axis, self.width, self.eps = grid.tensor, heads * head_dim, eps
         layout = Layout((self.width,), shard_dim=0, unit=head_dim)
-        self.weight = nn.Parameter(torch.ones(layout.local_shape(self.axis.rank, self.axis.size)))
-        set_layout(self.weight, layout)
+        self.weight = sharded_parameter(layout, Constant(1.0), self.axis.rank, self.axis.size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads."""
@@ -400,8 +399,8 @@ class WholeKV(nn.Module):
         *,
         grid: Grid,
         bias: bool,
-        init: Normal,
-        bias_init: Normal,
+        init: Distribution,
+        bias_init: Distribution,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.sequence_parallel = heads, head_dim, sequence_parallel

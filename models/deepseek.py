@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Normal, sharded_parameter
+from ..grid.random import Distribution, sharded_parameter
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm
@@ -107,8 +107,8 @@ class LatentAttention(CausalAttention):
         value_dim: int,
         rope: Rope,
         scale: float,
-        init: Normal,
-        out_init: Normal,
+        init: Distribution,
+        out_init: Distribution,
         sequence_parallel: bool = False,
         kind: str = "ring",
         window: int | None = None,
@@ -159,7 +159,7 @@ class ReplicatedLinear(nn.Module):
     adaptable = True  # the forward pass adds the updates of adapters
 
     def __init__(
-        self, in_features: int, out_features: int, *, grid: Grid, init: Normal, sequence_parallel: bool = False
+        self, in_features: int, out_features: int, *, grid: Grid, init: Distribution, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         partial_gradient = sequence_parallel and grid.tensor.size > 1

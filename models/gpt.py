@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Normal, sharded_parameter
+from ..grid.random import Constant, Normal, sharded_parameter
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import LayerNorm
@@ -28,7 +28,7 @@ from .packed import attach, detach, positions_within, token_positions
 
 GPTLoss = NextTokenLoss
 
-_ZERO = Normal(0.0)
+_ZERO = Constant(0.0)
 
 
 def gpt_layers(config: GPTConfig, sequence_parallel: bool = False, attention: str = "ring") -> list[LayerSpec]:

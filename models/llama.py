@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.random import Normal
+from ..grid.random import Constant, Normal
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
@@ -81,7 +81,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
         common: dict[str, Any] = {"grid": grid, "bias": bias, "unit": 1, "sequence_parallel": sequence_parallel}
-        common["bias_init"] = Normal(0.0)
+        common["bias_init"] = Constant(0.0)
         self.gate_up = ColumnParallelLinear(
             width, 2 * hidden, parts=(hidden, hidden), init=Normal(config.initializer_range), **common
         )

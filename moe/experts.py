@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Normal, Uniform, sharded_parameter
+from ..grid.random import Distribution, Uniform, sharded_parameter
 from .grouped import Groups, grouped_mlp
 
 
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         activation: Activation,
         shard_tensor: bool = False,
         partial: bool = False,
-        init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -139,7 +139,7 @@ class SharedExperts(nn.Module):
         activation: Activation,
         shard_tensor: bool = False,
         partial: bool = False,
-        init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -168,7 +168,7 @@ class _Maker:
         shard_tensor: bool,
         partial: bool,
         experts: tuple[int, ...],
-        init: Normal | Uniform | None,
+        init: Distribution | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:

@@ -14,7 +14,7 @@ from ..grid.autograd import backward_task
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..grid.random import Normal, Uniform, sharded_parameter
+from ..grid.random import Distribution, Uniform, sharded_parameter
 from ..tensor_parallel.regions import (
     all_reduce_copy,
     begin,
@@ -100,7 +100,7 @@ class MoE(AuxiliaryLayer):
         z_loss: float = 0.0,
         sequence_parallel: bool = False,
         shard_tensor: bool = False,
-        init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

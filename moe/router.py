@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..grid.random import Normal, Uniform, sharded_parameter
+from ..grid.random import Distribution, Uniform, sharded_parameter
 
 _TINY = 1e-20  # added to a sum of sigmoids, which may underflow to 0
 
@@ -89,7 +89,7 @@ class Router(nn.Module):
         partial: bool = False,
         biased: bool = False,
         replicas: Axis | None = None,
-        init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

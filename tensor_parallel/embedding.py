@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..grid.random import Normal, Uniform, sharded_parameter
+from ..grid.random import Distribution, Normal, sharded_parameter
 from ..grid.ranges import check_units, split
 from .column import column_linear
 from .linear import ColumnParallelLinear, reduced
@@ -113,7 +113,7 @@ class VocabParallelEmbedding(VocabSharded):
         *,
         grid: Grid,
         sequence_parallel: bool = False,
-        init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
         scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -171,7 +171,7 @@ class VocabParallelHead(ColumnParallelLinear):
         *,
         grid: Grid,
         sequence_parallel: bool = False,
-        init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of
-from ..grid.random import Normal, Uniform, sharded_parameter
+from ..grid.random import Distribution, Uniform, sharded_parameter
 from ..grid.ranges import check_units
 from .column import column_linear
 from .regions import border, gather_split, reduce_scatter_gather, split_gather
@@ -43,8 +43,8 @@ class _ParallelLinear(nn.Module):
         layout: Layout,
         bias_layout: Layout | None,
         sequence_parallel: bool,
-        init: Normal | Uniform | None,
-        bias_init: Normal | Uniform | None,
+        init: Distribution | None,
+        bias_init: Distribution | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -114,8 +114,8 @@ class ColumnParallelLinear(_ParallelLinear):
         parts: Sequence[int] | None = None,
         unit: int | None = None,
         sequence_parallel: bool = False,
-        init: Normal | Uniform | None = None,
-        bias_init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
+        bias_init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -187,8 +187,8 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         unit: int | None = None,
         sequence_parallel: bool = False,
-        init: Normal | Uniform | None = None,
-        bias_init: Normal | Uniform | None = None,
+        init: Distribution | None = None,
+        bias_init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -30,7 +30,7 @@ from ..grid.agreement import agreed
 from ..grid.comm.axis import Axis
 from ..grid.errors import ConfigError
 from ..grid.layout import Layout, layout_of
-from ..grid.random import Normal, Uniform, seeded, sharded_parameter
+from ..grid.random import Constant, Uniform, seeded, sharded_parameter
 from .column import column_linear
 from .embedding import VocabParallelHead
 from .linear import reduced
@@ -108,7 +108,7 @@ class Adapter(nn.Module):
         make = partial(sharded_parameter, rank=axis.rank, size=axis.size, device=like.device, dtype=like.dtype)
         with seeded(*seed):
             self.A = make(a, Uniform(1 / math.sqrt(a.shape[1])))
-            self.B = make(b, Normal(0.0))
+            self.B = make(b, Constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute s (x A^T) B^T."""

@@ -1,6 +1,6 @@
 """The documentation: every page has a place, every link leads somewhere, every name, key and command has an entry.
 
-What takes longer, the site itself with no warning, is an exhaustive test; `make docs` is the same.
+The last test builds the site, as `make docs` does, and a warning is an error.
 """
 
 from __future__ import annotations
@@ -179,10 +179,9 @@ def pixels(path: Path) -> tuple[bytes, int]:
 # ---------------------------------------------------------------------------------------------------- the site
 
 
-@pytest.mark.exhaustive  # half a minute
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
-    options = ["--fail-on-warning", "--keep-going", "--quiet", "-d", str(tmp_path / "cache")]
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-j", "auto", "-d", str(tmp_path / "cache")]
     words = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path / "html")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

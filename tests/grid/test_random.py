@@ -14,7 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout
-from triax.grid.random import Dropout, DropoutState, Normal, Uniform, derive, initialize, seeded
+from triax.grid.random import (
+    Constant,
+    Distribution,
+    Dropout,
+    DropoutState,
+    Normal,
+    Uniform,
+    derive,
+    initialize,
+    seeded,
+    sharded_parameter,
+)
 from triax.models.gpt import GPTConfig, gpt_layers
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import LayerSpec
@@ -54,7 +65,7 @@ def test_seeded_leaves_the_generator_as_it_was() -> None:
 # ------------------------------------------------------------------------------------------- initial values
 
 
-def draw(layout: Layout, rank: int, size: int, init: Normal | Uniform, dtype: torch.dtype = torch.float32) -> Tensor:
+def draw(layout: Layout, rank: int, size: int, init: Distribution, dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(3)
     part = torch.full(layout.local_shape(rank, size), torch.nan, dtype=dtype)
     initialize(part, layout, rank, size, init)
@@ -88,6 +99,33 @@ def test_initialise_takes_one_number_whatever_the_shard() -> None:
     initialize(torch.empty(64, 100, device="meta"), layout, 0, 1, Uniform(1.0))
     following.add(float(torch.rand(())))
     assert len(following) == 1
+
+
+def test_a_constant_fills_every_shard_and_takes_one_number_as_the_others_do() -> None:
+    layout = Layout((7, 5), shard_dim=0, parts=(4, 3))
+    following = set()
+    for init in (Constant(2.5), Normal(1.0)):
+        for rank in range(3):
+            torch.manual_seed(3)
+            part = sharded_parameter(layout, init, rank, 3, dtype=torch.float64)
+            following.add(float(torch.rand(())))
+            assert part.shape == layout.local_shape(rank, 3) and part.requires_grad
+            assert init != Constant(2.5) or torch.equal(part, torch.full_like(part, 2.5))
+    assert len(following) == 1
+
+
+class Truncated:
+    """Normal values between -1 and 1: a distribution of a user's own."""
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return nn.init.trunc_normal_(torch.empty(shape), a=-1.0, b=1.0, generator=generator)
+
+
+def test_a_distribution_of_ones_own_is_sharded_alike() -> None:
+    layout = Layout((300, 500), shard_dim=1)
+    whole = draw(layout, 0, 1, Truncated())
+    assert 0.99 < float(whole.abs().max()) <= 1.0
+    assert torch.equal(layout.assemble([draw(layout, rank, 3, Truncated()) for rank in range(3)]), whole)
 
 
 def test_initial_values_have_their_distribution_and_no_repeats() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -369,4 +372,19 @@ def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
 
 
 def test_the_docs_programs_are_all_run() -> None:
-    assert list(programs()) == ["presets.py", "packed.py", "own.py"]
+    assert list(programs()) == ["presets.py", "packed.py", "own.py", "replaced.py"]
+
+
+def run_in(folder: str, source: str, sizes: list[str]) -> str:
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_program(source, sizes)
+    return printed.getvalue()
+
+
+def test_the_docs_gpt_with_replaced_blocks_has_the_gradients_of_one_process(ranks: Any, tmp_path: Path) -> None:
+    """The program compares all gradients, in float64 to 1e-10, with those that one process wrote."""
+    source = programs()["replaced.py"]
+    (alone,) = ranks(1, run_in, str(tmp_path), source, [], timeout=60)
+    first, *others = ranks(4, run_in, str(tmp_path), source, ["2", "1", "2"], timeout=60)
+    assert alone == first and "gradients equal" in first and not any(others)
+    assert len(torch.load(tmp_path / "one.pt")) == int(first.split()[2]) > 20
