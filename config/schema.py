@@ -12,6 +12,7 @@ from .attention import SparseAttentionConfig
 from .autotuning import AutotuningConfig
 from .base import Section, idle, refused, setting
 from .checkpoint import CheckpointConfig
+from .compilation import CompileConfig
 from .compression import GradientCompressionConfig
 from .elasticity import ElasticityConfig
 from .local_updates import LocalUpdatesConfig
@@ -75,6 +76,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), "Recomputation in the backward pass."
     )
+    compile: CompileConfig = setting(CompileConfig(), "torch.compile of each layer: docs/engine.md.")
     bf16: Bf16Config = setting(Bf16Config(), "Weights in bfloat16, master weights in fp32.")
     fp16: Fp16Config = setting(Fp16Config(), "Weights in float16, master weights in fp32, and a loss scale.")
     data_types: DataTypesConfig = setting(DataTypesConfig(), "Dtypes that bf16 and fp16 determine.")
@@ -177,7 +179,6 @@ class Config(Section):
     eigenvalue: Any = refused("eigenvalues are not used: leave it out")
     curriculum_learning: Any = refused(_DATA)
     data_efficiency: Any = refused(_DATA)
-    compile: Any = refused("models are not compiled: leave it out")
     hybrid_engine: Any = refused("leave it out: triax.init_inference(engine) generates with the weights in training")
     nebula: Any = refused("leave it out: there is no such service here")
     expert_parallel: Any = refused("write expert_parallel_size, and Grid(expert=...)")

@@ -13,6 +13,7 @@ from ..grid import Grid
 from ..grid.autograd import cast, product_dtype
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
+from ..grid.uncompiled import uncompiled
 from .gather_keys import gather_attention
 from .mask import Mask, on_cpu
 from .order import local_length
@@ -23,6 +24,7 @@ from .ulysses import ulysses_attention
 KINDS = ("ring", "ulysses", "gather")
 
 
+@uncompiled
 def attention(
     q: Tensor,
     k: Tensor,

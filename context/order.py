@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grid.comm.axis import Axis
+from ..grid.uncompiled import uncompiled
 
 Runs = tuple[tuple[int, int], ...]  # ranges of consecutive positions, (start, stop) each, in increasing order
 
@@ -139,6 +140,7 @@ def reshard(x: Tensor, size: int, local: int, dim: int = 1, out: Tensor | None =
     return out
 
 
+@uncompiled
 def gather(x: Tensor, axis: Axis, length: int, dim: int = 1, partial: bool = False) -> Tensor:
     """Return the whole sequence on every rank, from each rank's tokens. Collective; differentiable once.
 

@@ -38,6 +38,7 @@ from .accounting.traffic import traffic_formulas
 from .named_parameters import named_parameters
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
+from .setup.compilation import Compilation
 from .setup.precision import make_loss_scaler
 from .setup.zero import zero_options
 from .snapshot.capture import ReplicaState
@@ -84,6 +85,7 @@ class Engine:
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
         observer: records, prints and traces steps.
         loss_scaler: fp16's loss scale; None without fp16.
+        compilation: compiled layers, with counts of their graphs; None without ``compile``.
     """
 
     module: Any
@@ -92,6 +94,7 @@ class Engine:
     auxiliary: AuxiliarySteps
     observer: StepObserver
     accounts: MemoryAccounts
+    compilation: Compilation | None
     record_memory = False
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
@@ -128,6 +131,11 @@ class Engine:
                 lambda: int(engine.global_steps),
             )
             self.replica_state = ReplicaCheckpoints(self, local)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if layers of the model are compiled by torch.compile."""
+        return self.compilation is not None
 
     @property
     def global_samples(self) -> int:

@@ -40,6 +40,7 @@ from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
+from .setup.compilation import compile_module
 from .setup.recomputation import log_profile, recompute_blocks
 
 
@@ -80,6 +81,7 @@ class ModuleEngine(Engine):
         self._dropout = bind_dropout(module, config.seed)
         self._auxiliary = bind_auxiliary(module)
         self.auxiliary = AuxiliarySteps(module, grid, self._auxiliary)
+        self.compilation = compile_module(module, config, grid)
         self.recompute = recompute_blocks(module, config, grid, self._dropout or DropoutState(config.seed))
         make, zero = parts.make_optimizer, config.zero_optimization
         if self._step_grid is not grid:

@@ -43,6 +43,7 @@ from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
+from .setup.compilation import compile_pipeline
 from .setup.recomputation import log_profile
 
 
@@ -110,6 +111,7 @@ class PipelineEngine(Engine):
         self._make_step(parts)
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
+        self.compilation = compile_pipeline(module, config, self.program)
         self.observer = PipelineObserver(self, self.executor, self.feed)
 
     @cached_property

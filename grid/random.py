@@ -26,6 +26,7 @@ from .autograd import backward_task
 from .comm.axis import Axis
 from .layout import Layout, set_layout
 from .nest import map_tensors
+from .uncompiled import uncompiled
 
 # Weights are drawn in blocks of rows, whose size depends on the whole shape only, never on the shard.
 _BLOCK_ELEMENTS = 2**16
@@ -234,8 +235,10 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop and scale elements, in training mode only."""
-        if not self.training or self.p == 0.0:
-            return x
+        return x if not self.training or self.p == 0.0 else self._drop(x)
+
+    @uncompiled  # the key changes in each step
+    def _drop(self, x: Tensor) -> Tensor:
         samples = self._state.samples or range(x.shape[0])
         if len(samples) != x.shape[0]:
             raise ValueError(

@@ -15,6 +15,7 @@ from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
 from ..grid.random import Distribution, Uniform, sharded_parameter
+from ..grid.uncompiled import uncompiled
 from ..tensor_parallel.regions import (
     all_reduce_copy,
     begin,
@@ -166,6 +167,7 @@ class MoE(AuxiliaryLayer):
         names = ["balance"] if self._balances_by_loss else []
         return [self._loss_name(name) for name in [*names, *(["z_loss"] if self.z_coefficient else [])]]
 
+    @uncompiled  # the numbers of tokens of the experts change in each call
     def forward(self, x: Tensor, valid: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Compute the layer.
 

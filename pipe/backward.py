@@ -18,13 +18,13 @@ again in the backward pass: autograd would keep a low-precision copy of every we
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from ..grid.autograd import cast, product_dtype
 
@@ -117,6 +117,15 @@ class SplitBackward(TorchFunctionMode):
             if result is not None:
                 return result
         return func(*args, **kwargs)
+
+
+@contextmanager
+def unsplit() -> Iterator[None]:
+    """Return a context in which no backward is split, within those of ``SplitBackward``."""
+    with ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), SplitBackward):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

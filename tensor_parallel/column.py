@@ -29,6 +29,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..grid.autograd import cast, product_dtype
 from ..grid.comm.axis import Axis
+from ..grid.uncompiled import uncompiled
 from .regions import begin, border
 
 Weights = Sequence[tuple[Tensor, Tensor | None]]  # (n, K) and (n,) of each layer, this rank's
@@ -105,6 +106,7 @@ def column_linear(
     return column_linears(x, [(weight, bias)], axis, sequence_parallel)[0]
 
 
+@uncompiled
 def _products(
     x: Tensor, axis: Axis, sequence_parallel: bool, laters: Sequence[Later | None], weights: Weights
 ) -> list[Tensor]:

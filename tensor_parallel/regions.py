@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
+from ..grid.uncompiled import uncompiled
 
 
 def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -139,8 +140,20 @@ def border(
         dim, length, unit: the sharded dim, its whole length and its unit, as for ``gather_split``.
         ours: True if x may be overwritten.
     """
-    if axis.size == 1:
-        return x
+    return x if axis.size == 1 else _apply(forward, backward, x, axis, dim, length, unit, ours)
+
+
+@uncompiled
+def _apply(
+    forward: str,
+    backward: str,
+    x: Tensor,
+    axis: Axis,
+    dim: int | None,
+    length: int | None,
+    unit: int,
+    ours: bool,
+) -> Tensor:
     out: Tensor = _Border.apply(x, forward, backward, axis, *_place(forward, x, axis, dim, length, unit), ours)
     return out
 

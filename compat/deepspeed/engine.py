@@ -236,7 +236,6 @@ class DeepSpeedMembers(Engine):
             "engine.compile() has no effect: compile the model's layers with torch.compile before initialize"
         )
 
-    is_compiled = False
     sparse_tensor_module_names: frozenset[str] = frozenset()  # modules whose gradients stay sparse
 
     # --------------------------------------------------------------------------------------------------- files

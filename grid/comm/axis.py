@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..json_values import dumps, loads
+from ..uncompiled import uncompiled
 from .pending import All, Done, Pending, Then, started
 from .simulated import is_simulated
 from .traffic import Traffic
@@ -71,6 +72,7 @@ class Axis:
         """True if this rank is the last of the axis."""
         return self.rank == self.size - 1
 
+    @uncompiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
         """Reduce a contiguous tensor over the axis, in place. Collective.
 
@@ -114,6 +116,7 @@ class Axis:
             _OPS[op][1](tensor, theirs, out=tensor)
         return Done()
 
+    @uncompiled
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Concatenate every rank's tensor along dim 0 of ``output``: (size * n, ...) from (n, ...).
 
@@ -129,6 +132,7 @@ class Axis:
         _copy(parts[self.rank], tensor)
         return started(All(self._swap([parts[self.rank]] * self.size, list(parts), _GATHER)), async_op)
 
+    @uncompiled
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Sum a flat tensor over the ranks, and keep this rank's part of the sum: (n,) from (size * n,).
 
@@ -154,6 +158,7 @@ class Axis:
 
         return started(Then(All(self._swap(list(parts), received, _SCATTER)), add), async_op)
 
+    @uncompiled
     def all_to_all(
         self,
         output: Tensor,
@@ -200,6 +205,7 @@ class Axis:
                 works.append(group.send([_real(outgoing[to])], to, tag))
         return works
 
+    @uncompiled
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
         """Overwrite a contiguous tensor with the tensor of the axis's rank ``source``."""
         self._count("broadcast", nbytes(tensor) if self.rank == source else 0)

@@ -1,0 +1,37 @@
+"""Section ``compile``: torch.compile of the model's layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+
+from .base import SwitchSection, refused, setting
+
+KWARGS = ("mode", "options", "dynamic", "fullgraph")
+
+
+class CompileConfig(SwitchSection):
+    """``compile``: compile the layers of a ``PipelineModule``, or the repeated blocks of another module."""
+
+    enabled: bool = setting(False, "Compile; true in place of the section does the same.")
+    backend: str = setting("inductor", "Backend of torch.compile.")
+    kwargs: dict[str, Any] = setting({}, "Arguments of torch.compile: mode, options, dynamic, fullgraph.")
+    deepcompile: Any = refused("triax has no DeepCompile: leave it out, and set compile to true for torch.compile")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on(cls, values: Any) -> Any:
+        return {"enabled": True} if values is True else values
+
+    @model_validator(mode="after")
+    def _known(self) -> CompileConfig:
+        unknown = sorted(self.kwargs.keys() - set(KWARGS))
+        if unknown:
+            raise ValueError(f"kwargs has {unknown[0]}, but torch.compile takes {', '.join(KWARGS)}: give one of these")
+        if self.backend != "inductor" and self.kwargs.keys() & {"mode", "options"}:
+            raise ValueError(
+                f"kwargs mode and options are for the backend inductor, and the backend is {self.backend}: leave them "
+                "out"
+            )
+        return self

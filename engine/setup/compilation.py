@@ -1,0 +1,210 @@
+"""torch.compile of a model's layers, each by itself ("regional compilation"), from the section ``compile``.
+
+Only a layer's ``forward`` is compiled. All that surrounds it runs as without: stage 3's gathers, recomputation, hooks
+and the reductions of gradients. Collectives inside a layer run between two of its graphs (grid/uncompiled.py).
+
+Schedules that split the backward (zero-bubble) get the gradients of compiled layers' weights together with the
+gradients of the inputs, because a compiled backward pass is one graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.compilation import CompileConfig
+from ...config.schema import Config
+from ...grid import Grid
+from ...grid.errors import ConfigError
+from ...pipe.backward import unsplit
+from ...pipe.module import PipelineModule
+from ...pipe.program.program import Program
+from ...zero.modules.units import find_units
+
+
+class Compilation:
+    """Compiled layers of an engine, with counts of their graphs.
+
+    Args:
+        section: the configuration's section ``compile``.
+        grid: the engine's grid.
+        layers: the layers and their names. Their ``forward`` is replaced.
+
+    Attributes:
+        layers: names of the compiled layers.
+        graphs: number of graphs that were compiled so far.
+        runs: number of graphs that were run so far.
+
+    Raises:
+        ConfigError: on every rank, if a rank does not have what the backend needs, or there is nothing to compile.
+    """
+
+    def __init__(self, section: CompileConfig, grid: Grid, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        problem = next((each for each in grid.world.all_gather_json(_missing(section.backend, grid)) if each), None)
+        if problem is not None:
+            raise ConfigError(f"compile: {problem}")
+        import torch._dynamo  # takes seconds
+
+        self.layers = [name for name, _ in layers]
+        self.graphs = self.runs = 0
+        self._section, self._make = section, torch._dynamo.lookup_backend(section.backend)
+        self._options: dict[str, Any] = {}
+        kwargs = {key: value for key, value in section.kwargs.items() if key not in ("mode", "options")}
+        if "mode" in section.kwargs or "options" in section.kwargs:
+            import torch._inductor as inductor
+
+            mode, options = section.kwargs.get("mode"), section.kwargs.get("options") or {}
+            modes = {} if mode is None else inductor.list_mode_options(mode, section.kwargs.get("dynamic"))
+            self._options = {"config_patches": {**modes, **options}}
+        for name, layer in layers:
+            forward = layer.forward
+            if isinstance(forward, CompiledForward):  # by an engine that had the layer before
+                forward = forward.function
+            layer.forward = CompiledForward(self, name, forward, kwargs)
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Compile a graph, as torch.compile asks for it; return the function that runs it."""
+        run = self._make(graph, inputs, **self._options)
+        self.graphs += 1
+        logging.getLogger("triax").info("compile: graph %d, of %d operations", self.graphs, len(graph.graph.nodes))
+
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            return run(*args)
+
+        return counted
+
+    def __deepcopy__(self, memo: object) -> Compilation:
+        return self
+
+
+class CompiledForward:
+    """Compiled ``forward`` of a layer, in training. Without gradients, and while a mode records operations, it is not.
+
+    A layer that runs without a graph is reported: the compiler gives up on functions that it has to compile too often.
+
+    Args:
+        owner: counts the graphs.
+        name: name of the layer, for messages.
+        function: the layer's own ``forward``.
+        kwargs: arguments of torch.compile.
+    """
+
+    def __init__(self, owner: Compilation, name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        self._owner, self._name, self._kwargs = owner, name, kwargs
+        self._compiled = torch.compile(function, backend=owner.backend, **kwargs)
+        self._reported = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        recorded = torch._C._len_torch_dispatch_stack() > 0  # by record_memory or a profiler: graphs hide operations
+        if recorded or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        before = self._owner.runs
+        with unsplit():
+            y = self._compiled(*args, **kwargs)
+        if self._owner.runs == before and not self._reported:
+            self._reported = True
+            logging.getLogger("triax").warning(
+                "compile: layer %s ran uncompiled: the compiler gave up on it, or found nothing to compile. Start with "
+                "TORCH_LOGS=graph_breaks,recompiles to see why",
+                self._name,
+            )
+        return y
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+        return CompiledForward(self._owner, self._name, copy.deepcopy(self.function, memo), self._kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self.function,)  # what is pickled runs uncompiled
+
+
+def compile_pipeline(module: PipelineModule, config: Config, program: Program) -> Compilation | None:
+    """Compile the layers of this rank's stages that have parameters, if the configuration asks for it. Collective."""
+    if not config.compile.enabled:
+        return None
+    _require_whole_layers(config)
+    layers = {name: layer for name, layer in module.layers.items() if next(layer.parameters(), None) is not None}
+    if any(op.kind in "IW" for ops in program.ops for op in ops):
+        _note(
+            module.grid,
+            f"{config.pipeline.schedule} computes weight gradients apart from input gradients, but the backward pass "
+            "of a compiled layer computes both at once: the schedule's W passes have nothing to do. Choose the "
+            "schedule 1f1b, or leave compile out",
+        )
+    if config.zero_optimization.stage == 3 and config.torch_autocast.enabled:
+        _note(
+            module.grid,
+            "with torch_autocast a compiled layer may keep low-precision copies of its weights from forward to "
+            "backward, which stage 3 is to save: use bf16 in place of torch_autocast",
+        )
+    return Compilation(config.compile, module.grid, [(f"layers.{name}", layer) for name, layer in layers.items()])
+
+
+def compile_module(module: nn.Module, config: Config, grid: Grid) -> Compilation | None:
+    """Compile the repeated blocks of a plain module, or all of it if it has none. Collective if asked for.
+
+    It replaces their ``forward``, before recomputation and stage 3 do.
+    """
+    if not config.compile.enabled:
+        return None
+    _require_whole_layers(config)
+    units = find_units(module)
+    blocks = [(name, part) for name, part in units[1:] if not _holds(part, (other for _, other in units[1:]))]
+    return Compilation(config.compile, grid, blocks or [(type(module).__name__, module)])
+
+
+def _holds(module: nn.Module, others: Iterable[nn.Module]) -> bool:
+    inside = {part for part in module.modules() if part is not module}
+    return any(other in inside for other in others)
+
+
+def _require_whole_layers(config: Config) -> None:
+    granularity = config.recomputation.granularity
+    if config.recomputation.asked and granularity in ("selective", "matmul"):
+        raise ConfigError(
+            f"compile is on, and activation_checkpointing.granularity is {granularity}, which recomputes parts of a "
+            "layer; a compiled layer runs as a whole. Set granularity to full, or leave compile out"
+        )
+
+
+def _missing(backend: str, grid: Grid) -> str | None:
+    """Return the reason for which this process cannot use a backend; None if it can."""
+    import torch._dynamo
+
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        return f"there is no backend {backend}: give one of {', '.join(known)}"
+    if backend != "inductor":
+        return None
+    instead = "or set compile.backend to aot_eager, which compiles no kernels"
+    if grid.device.type != "cpu":
+        if importlib.util.find_spec("triton") is None:
+            return f"the backend inductor needs triton on {grid.device}, which is not installed: install it, {instead}"
+        return None
+    import torch._inductor.config
+
+    compilers = [name for name in torch._inductor.config.cpp.cxx if name]
+    if not any(shutil.which(name) for name in compilers):
+        return (
+            f"the backend inductor needs a C++ compiler on a CPU, and {' or '.join(compilers)} is not in the PATH: "
+            f"install it (apt install g++), {instead}"
+        )
+    return None
+
+
+def _note(grid: Grid, note: str) -> None:
+    if grid.rank == 0:
+        logging.getLogger("triax").warning("compile: %s", note)
+
+
+def _itself(function: Any) -> Any:
+    return function
