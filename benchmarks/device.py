@@ -69,10 +69,10 @@ class Job:
     device: torch.device
     compiled: bool
 
-    def model(self) -> nn.Sequential:
+    def model(self, compiled: bool | None = None) -> nn.Sequential:
         """The model in fp32 on the device, its blocks compiled if asked."""
         made = self.stack.whole().to(self.device)
-        for entry in made if self.compiled else ():
+        for entry in made if (self.compiled if compiled is None else compiled) else ():
             entry.compile()
         return made
 
@@ -129,11 +129,16 @@ def bare(job: Job) -> Made:
     return step, lambda: dict(zip(names, masters, strict=True))
 
 
+def triax_config(job: Job, stage: int) -> dict[str, Any]:
+    """The configuration of triax's engines, which compile the layers themselves."""
+    return {**job.config(stage=stage), "compile": job.compiled}
+
+
 def train_batch(job: Job, stage: int) -> Made:
     """A ``PipelineModule`` of one stage."""
     grid = triax.Grid(device=job.device)
-    model = triax.PipelineModule(list(job.model()), grid=grid, loss_fn=job.stack.loss)
-    engine = triax.initialize(model=model, config=job.config(stage=stage))[0]
+    model = triax.PipelineModule(list(job.model(compiled=False)), grid=grid, loss_fn=job.stack.loss)
+    engine = triax.initialize(model=model, config=triax_config(job, stage))[0]
     batch = job.batch()
     return lambda: engine.train_batch(iter(batch)), lambda: {
         name.removeprefix("layers."): value for name, value in engine.gather().items()
@@ -142,7 +147,8 @@ def train_batch(job: Job, stage: int) -> Made:
 
 def module(job: Job, stage: int) -> Made:
     """A plain module, and DeepSpeed's loop."""
-    engine = triax.initialize(model=job.model(), config=job.config(stage=stage), grid=triax.Grid(device=job.device))[0]
+    model, grid = job.model(compiled=False), triax.Grid(device=job.device)
+    engine = triax.initialize(model=model, config=triax_config(job, stage), grid=grid)[0]
     return _loop(engine, job), engine.gather
 
 

@@ -76,7 +76,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), "Recomputation in the backward pass."
     )
-    compile: CompileConfig = setting(CompileConfig(), "torch.compile of each layer: docs/engine.md.")
+    compile: CompileConfig = setting(CompileConfig(), "torch.compile of each layer: docs/guides/compile.md.")
     bf16: Bf16Config = setting(Bf16Config(), "Weights in bfloat16, master weights in fp32.")
     fp16: Fp16Config = setting(Fp16Config(), "Weights in float16, master weights in fp32, and a loss scale.")
     data_types: DataTypesConfig = setting(DataTypesConfig(), "Dtypes that bf16 and fp16 determine.")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..config.config import batch_sizes
+from ..config.config import batch_sizes, parse_config
 from ..config.schema import Config
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
@@ -136,6 +136,27 @@ class Engine:
     def is_compiled(self) -> bool:
         """True if layers of the model are compiled by torch.compile."""
         return self.compilation is not None
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the model's layers from now on, as the key ``compile`` does from the start. Collective.
+
+        Does nothing if they are compiled already.
+
+        Args:
+            backend: backend of ``torch.compile``.
+            compile_kwargs: ``mode``, ``options``, ``dynamic`` or ``fullgraph`` of ``torch.compile``.
+
+        Raises:
+            ConfigError: the backend, an argument, or a key of the configuration does not allow it.
+        """
+        if self.compilation is None:
+            section = {"enabled": True, "backend": backend, "kwargs": dict(compile_kwargs or {})}
+            config = self.config.model_copy(update={"compile": parse_config({"compile": section}).compile})
+            self.compilation = self._compile(config)
+            self.config = config
+
+    def _compile(self, config: Config) -> Compilation | None:
+        raise NotImplementedError
 
     @property
     def global_samples(self) -> int:

@@ -40,7 +40,7 @@ from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
-from .setup.compilation import compile_module
+from .setup.compilation import Compilation, compile_module
 from .setup.recomputation import log_profile, recompute_blocks
 
 
@@ -414,6 +414,15 @@ class ModuleEngine(Engine):
             )
         super().set_train_batch_size(train_batch_size, micro)
         self._mark_last()
+
+    def _compile(self, config: Config) -> Compilation | None:
+        if self.recompute is not None or config.zero_optimization.stage == 3:
+            raise ConfigError(
+                "engine.compile() was called after stage 3 of ZeRO or recomputation took over the calls of the "
+                "module's blocks: "
+                'leave it out, and write "compile": true in the configuration'
+            )
+        return compile_module(self.module, config, self.grid)
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self.data_axis.abandon, f"{call} of microbatch {self.microbatch}")

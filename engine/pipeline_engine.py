@@ -43,7 +43,7 @@ from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
-from .setup.compilation import compile_pipeline
+from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import log_profile
 
 
@@ -111,7 +111,7 @@ class PipelineEngine(Engine):
         self._make_step(parts)
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
-        self.compilation = compile_pipeline(module, config, self.program)
+        self.compilation = self._compile(config)
         self.observer = PipelineObserver(self, self.executor, self.feed)
 
     @cached_property
@@ -340,6 +340,9 @@ class PipelineEngine(Engine):
                     "gradients, and freeze them afterwards"
                 )
         return None
+
+    def _compile(self, config: Config) -> Compilation | None:
+        return compile_pipeline(self.module, config, self.program)
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self._abandon, call)

@@ -38,6 +38,7 @@ _SAME = {
     "training.learning_rate": ("scheduler",),
     "training.clip": ("gradient_clipping",),
     "training.recompute": ("activation_checkpointing",),
+    "training.compile": ("compile",),
     "training.zero": ("zero_optimization",),
     "monitor.tensorboard": ("tensorboard",),
     "monitor.csv": ("csv_monitor",),
@@ -431,6 +432,7 @@ def _engine(file: TrainingFile, given: dict[str, Any], batch: int | None) -> dic
         "zero_optimization": _keys(training.zero),
         "pipeline": _pipeline(file),
         "activation_checkpointing": _keys(training.recompute),
+        "compile": _keys(training.compile),
         "json_monitor": here,
         "timeline": {"step": monitor.trace} if monitor.trace else {},
     }

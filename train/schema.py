@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ..config.activation_checkpointing import ActivationCheckpointingConfig
 from ..config.base import Section, setting
+from ..config.compilation import CompileConfig
 from ..config.lora import LoraConfig
 from ..config.monitoring import WandbConfig
 from ..config.zero import ZeroConfig
@@ -300,6 +301,9 @@ class TrainingSection(Keys):
     recompute: Annotated[ActivationCheckpointingConfig, BeforeValidator(lambda value: _recompute(value))] = setting(
         ActivationCheckpointingConfig(),
         "none, selective (the core of attention), full (every layer), or the section activation_checkpointing.",
+    )
+    compile: CompileConfig = setting(
+        CompileConfig(), "true: torch.compile of each layer; or the section compile: docs/guides/compile.md."
     )
     zero: Annotated[ZeroConfig, _short("training.zero")] = setting(
         ZeroConfig(stage=1), "Stage of ZeRO, or the section zero_optimization."

@@ -227,14 +227,26 @@ class DeepSpeedMembers(Engine):
         """Wait until a checkpoint is written. The memory is freed when the last reference to the engine is gone."""
         self.wait_for_checkpoint()
 
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **others: Any) -> None:
-        """Log that the model runs uncompiled. To compile layers, call ``torch.compile`` on them before ``initialize``.
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model's layers, as ``triax``'s engines do.
 
-        The arguments have no effect.
+        Args:
+            backend, compile_kwargs: as for ``Engine.compile``.
+            schedule: DeepCompile's; refused.
+            compiled_autograd_enabled: refused.
         """
-        logging.getLogger("triax").warning(
-            "engine.compile() has no effect: compile the model's layers with torch.compile before initialize"
-        )
+        if schedule is not None or compiled_autograd_enabled:
+            given = "schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise ConfigError(
+                f"engine.compile({given}=...) is not supported, because triax compiles layers: leave it out"
+            )
+        super().compile(backend, compile_kwargs)
 
     sparse_tensor_module_names: frozenset[str] = frozenset()  # modules whose gradients stay sparse
 

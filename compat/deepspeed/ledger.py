@@ -248,7 +248,9 @@ WRITERS = (
     "triax has one writer of checkpoints: the configuration's checkpoint section chooses asynchronous writes, and "
     "docs/checkpoints.md describes the files"
 )
-COMPILE = "triax has no DeepCompile: call torch.compile on the module before initialize"
+COMPILE = (
+    'triax has no DeepCompile: write "compile": true in the configuration, which compiles each layer by torch.compile'
+)
 PROFILE = (
     "triax counts operations by torch's own counter: call get_model_profile, or "
     "FlopsProfiler(model).print_model_profile"

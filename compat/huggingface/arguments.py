@@ -24,14 +24,15 @@ from .pipeline import check_arguments
 
 _AXES = ("pipe", "data", "tensor")
 
+_COMPILE = 'the engine compiles layers: leave it out, and write "compile": true in the configuration'
 # Arguments without effect on a triax engine, and what to do instead.
 _REFUSED = {
     "fsdp": "weights are sharded by ZeRO: leave it out, and set zero_optimization.stage to 3",
     "parallelism_config": "the configuration sets the number of tensor ranks: leave it out, and set "
     "tensor_parallel.autotp_size",
-    "torch_compile": "triax does not compile models: leave it out",
-    "torch_compile_backend": "it turns torch_compile on, and triax does not compile models: leave it out",
-    "torch_compile_mode": "it turns torch_compile on, and triax does not compile models: leave it out",
+    "torch_compile": _COMPILE,
+    "torch_compile_backend": f"it turns torch_compile on: {_COMPILE}",
+    "torch_compile_mode": f"it turns torch_compile on: {_COMPILE}",
     "save_on_each_node": "rank 0 alone writes the full weights, and checkpoints are one folder shared by all nodes: "
     "leave it out",
     "auto_find_batch_size": "an engine's batch size is fixed: leave it out, and set per_device_train_batch_size",

@@ -148,7 +148,7 @@ class AutoValues:
         run = AutoValues(self.config)
         run.mismatches, run.origins = list(self.mismatches), self.origins
         if steps is None:
-            for key in ("optimizer", "scheduler", "fp16", "bf16"):
+            for key in ("optimizer", "scheduler", "fp16", "bf16", "compile"):
                 run.config.pop(key, None)
             run.config["zero_optimization"] = {"stage": 0}
         from_hidden_size = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")

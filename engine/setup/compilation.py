@@ -152,13 +152,20 @@ def compile_pipeline(module: PipelineModule, config: Config, program: Program) -
 def compile_module(module: nn.Module, config: Config, grid: Grid) -> Compilation | None:
     """Compile the repeated blocks of a plain module, or all of it if it has none. Collective if asked for.
 
-    It replaces their ``forward``, before recomputation and stage 3 do.
+    Blocks are those of stage 3 and of recomputation, which replace their ``forward`` too, after this. If they are all
+    single layers, such as the entries of a small ``nn.Sequential``, and neither needs them, the module is compiled
+    as a whole.
     """
     if not config.compile.enabled:
         return None
     _require_whole_layers(config)
     units = find_units(module)
     blocks = [(name, part) for name, part in units[1:] if not _holds(part, (other for _, other in units[1:]))]
+    if not any([*part.children()] for _, part in blocks):
+        whole = not (config.recomputation.asked or config.zero_optimization.stage == 3)
+        blocks = [] if whole else blocks
+    else:
+        blocks = [(name, part) for name, part in blocks if [*part.children()]]
     return Compilation(config.compile, grid, blocks or [(type(module).__name__, module)])
 
 

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"progressive_layer_drop": {"enabled": True, "theta": 0.5}}, "all layers run"),
     ({"curriculum_learning": {"enabled": True}}, "pass the batches that you want"),
     ({"data_efficiency": {"enabled": True}}, "pass the batches that you want"),
-    ({"compile": {"deepcompile": True}}, "models are not compiled"),
+    ({"compile": {"deepcompile": True}}, "triax has no DeepCompile"),
     ({"comet": {"enabled": True}}, "csv_monitor and tensorboard write the same numbers"),
     ({"datastates_ckpt": {"host_cache_size": 4}}, "checkpoint.async writes in the background"),
 ]

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from module_training import CLIP, net
-from module_training import microbatch as module_microbatch
 from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule
+from triax.config.config import parse_config
 from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
+
+from module_training import CLIP, net
+from module_training import microbatch as module_microbatch
 
 ON = {"enabled": True, "backend": "aot_eager"}
 VOCABULARY, LENGTH, SAMPLES, STEPS = 24, 8, 8, 2
@@ -55,6 +60,7 @@ CASES: dict[str, Case] = {
     "sequence, recomputed": {"tensor": 2, "sequence_parallel": True, "activation_checkpointing": {"interval": 1}},
     "context": {"context": 2},
     "experts": {"data": 2, "expert": 2, "model": "mixtral"},
+    "llama": {"tensor": 2, "model": "llama", "zero_optimization": {"stage": 3}},
     "dropout": {"dropout": 0.2},
 }
 AXES = ("pipe", "data", "context", "tensor", "expert")
@@ -76,12 +82,15 @@ def made(case: Case, compiled: Any = None, sizes: Any = None) -> triax.PipelineE
     grid = Grid(**(axes if sizes is None else sizes))
     options = {"sequence_parallel": case.pop("sequence_parallel", False)}
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2}
-    common |= {"num_attention_heads": 2, "dropout": case.pop("dropout", 0.0)}
-    if case.pop("model", "gpt") == "gpt":
-        layers = gpt_layers(GPTConfig(**common, max_position_embeddings=LENGTH), **options)
+    common |= {"num_attention_heads": 2, "max_position_embeddings": LENGTH}
+    dropout, kind = case.pop("dropout", 0.0), case.pop("model", "gpt")
+    llama: dict[str, Any] = {"num_key_value_heads": 2, "intermediate_size": 16}
+    if kind == "gpt":
+        layers = gpt_layers(GPTConfig(**common, dropout=dropout), **options)
+    elif kind == "llama":
+        layers = llama_layers(LlamaConfig(**common, **llama), **options)
     else:
-        more = {"num_key_value_heads": 2, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 2}
-        layers = mixtral_layers(MixtralConfig(**common, **more), **options)
+        layers = mixtral_layers(MixtralConfig(**common, **llama, num_experts=2), **options)
     loss = GPTLoss(grid, vocab_size=VOCABULARY)
     model = PipelineModule(layers, grid=grid, loss_fn=loss, seed=3, dtype=torch.float64)
     config = {
@@ -92,12 +101,13 @@ def made(case: Case, compiled: Any = None, sizes: Any = None) -> triax.PipelineE
         "seed": 5,
         **({} if sizes else case),
     }
-    return triax.initialize(model=model, config=config | ({} if compiled is None else {"compile": compiled}))[0]  # type: ignore[return-value]
+    return triax.initialize(model=model, config=config | ({} if compiled is None else {"compile": compiled}))[0]
 
 
 def values(engine: triax.PipelineEngine) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], Any]:
     """Losses, first gradients, last weights, and bytes sent."""
-    batches, losses, gradients = data(engine.grid), [], {}
+    batches, losses = data(engine.grid), []
+    gradients: dict[str, Tensor] = {}
     for _ in range(STEPS):
         losses.append(engine.train_batch(batches).item())
         gradients = gradients or {k: v.clone() for k, v in engine.gather("gradients").items()}
@@ -143,6 +153,7 @@ def check(ranks: Any, case: Case, logged: Any = None) -> list[tuple[int, int, in
     return [result[4] for result in results]
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_have_the_gradients_of_uncompiled_ones(ranks: Any) -> None:
     for layers, graphs, runs in check(ranks, CASES[DEFAULT]):
         assert layers == 5  # embedding, positions, 2 blocks, norm; the head is the embedding
@@ -155,3 +166,184 @@ def test_compiled_layers_have_the_gradients_of_uncompiled_ones(ranks: Any) -> No
 def test_compiled_layers_on_every_grid(ranks: Any, name: str) -> None:
     for layers, graphs, runs in check(ranks, CASES[name]):
         assert graphs >= layers - 1 and runs >= layers * STEPS
+
+
+# ------------------------------------------------------------------------------------------------- plain modules
+
+
+def module_trained(config: dict[str, Any], replicas: int = 1) -> tuple[dict[str, Tensor], Any]:
+    """Gradients of a step of a plain module, of which each block has a frozen and an unused parameter."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    base = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": CLIP}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    grid = Grid()
+    engine = triax.initialize(model=net(), config={**base, "optimizer": optimizer, **config}, grid=grid)[0]
+    for step in range(STEPS):
+        for index in range(2):
+            x, y = module_microbatch(step, index, grid.data.rank % replicas)
+            engine.backward(((engine(x) - y) ** 2).mean())
+            engine.step()
+    return {**engine.gather(), **{f"d {k}": v for k, v in engine.gather("gradients").items()}}, engine.compilation
+
+
+def counted(config: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[list[str], int, int]]:
+    found, counts = module_trained({**config, "compile": ON}, 1)
+    return found, (counts.layers, counts.graphs, counts.runs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"interval": 1}},
+        *(pytest.param({"zero_optimization": {"stage": s}}, marks=pytest.mark.exhaustive) for s in range(4)),
+    ],
+)
+def test_the_blocks_of_a_plain_module_are_compiled(ranks: Any, config: dict[str, Any]) -> None:
+    """Both replicas compute the same microbatches, so their gradients are those of one process."""
+    wanted, _ = module_trained({})
+    for found, (layers, graphs, runs) in ranks(2, counted, config, timeout=120):
+        assert alike(found, wanted) < 1e-10
+        again = 2 if "activation_checkpointing" in config else 1
+        assert (layers, graphs, runs) == ([f"blocks.{i}" for i in range(3)], 1, 3 * 2 * STEPS * again)
+
+
+# ------------------------------------------------------------------------------------------------ the key, and calls
+
+
+@pytest.mark.parametrize(
+    ("compiled", "complaint"),
+    [
+        ({"deepcompile": True}, "refused: triax has no DeepCompile"),
+        ({"enabled": True, "kwargs": {"backend": "eager"}}, "kwargs has backend, but torch.compile takes mode"),
+        ({"enabled": True, "backend": "aot_eager", "kwargs": {"mode": "default"}}, "are for the backend inductor"),
+        ({"enabled": True, "backend": 3}, "give a text in quotes"),
+        ("inductor", "compile"),
+    ],
+)
+def test_wrong_keys(compiled: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_config({"compile": compiled})
+
+
+def test_the_key_is_on_and_off() -> None:
+    assert parse_config({"compile": True}).compile.enabled
+    assert not parse_config({"compile": False}).compile.enabled
+    assert not parse_config({"compile": {"deepcompile": False}}).compile.enabled
+    assert "without enabled" in "".join(parse_config({"compile": {"backend": "aot_eager"}}).notes())
+
+
+@pytest.mark.parametrize("granularity", ["selective", "matmul"])
+def test_parts_of_layers_are_not_recomputed(granularity: str) -> None:
+    with pytest.raises(ConfigError, match=f"granularity is {granularity}, which recomputes parts"):
+        made({"activation_checkpointing": {"granularity": granularity}}, True)
+
+
+def calls() -> dict[str, Any]:
+    """On a rank of its own: what calls of the engine do with compiled layers."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    found: dict[str, Any] = {}
+    with pytest.raises(ConfigError, match=r"there is no backend none: give one of .*aot_eager"):
+        made({}, {"enabled": True, "backend": "none"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.which", lambda name: None)
+        with pytest.raises(
+            ConfigError,
+            match=r"needs a C\+\+ compiler on a CPU, and g\+\+ is not in the PATH: install it \(apt install g\+\+\)",
+        ):
+            made({}, True)
+
+    plain, late = made({}), made({})
+    late.compile("aot_eager", {"dynamic": False})
+    first = late.compilation
+    late.compile("aot_eager")  # no effect
+    assert late.compilation is first is not None
+    found["late"] = values(late)[0], values(plain)[0]
+    found["runs"] = first.runs
+
+    before = first.runs
+    late.record_memory = True
+    late.train_batch(data(late.grid))
+    assert first.runs == before, "a mode that records operations would see none"
+    assert late.memory_report()["held"]["activations"] > 0
+
+    copied = copy.deepcopy(late.module.layers["2"])
+    x = torch.randn(2, LENGTH, 16, dtype=torch.float64)
+    with torch.no_grad():
+        copied.mlp.down.weight.zero_()
+        copied.mlp.down.bias.zero_()
+        copied.attention.out.weight.zero_()
+        copied.attention.out.bias.zero_()
+    assert torch.equal(copied(x), x), "a copy of a layer runs its own weights"
+    assert first.runs == before + 1
+    return found
+
+
+@pytest.mark.exhaustive
+def test_calls(ranks: Any) -> None:
+    (found,) = ranks(1, calls, timeout=180)
+    assert found["late"][0] == pytest.approx(found["late"][1], abs=1e-12)
+    assert found["runs"] > 0
+
+
+class Opaque(nn.Module):
+    """Layer of which the compiler makes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.compiler.disable(lambda: x * self.weight)()
+
+
+def reports() -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("triax").addHandler(handler)
+    grid = Grid()
+    for schedule in ("1f1b", "zb-h1"):
+        model = PipelineModule([triax.LayerSpec(Opaque)] * 2, grid=grid, loss_fn=nn.functional.mse_loss)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "pipeline": {"schedule": schedule},
+            "compile": ON,
+        }
+        engine = triax.initialize(model=model, config=config)[0]
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            engine.train_batch(iter([(x, 2 * x)]))
+    logging.getLogger("triax").removeHandler(handler)
+    return found
+
+
+@pytest.mark.exhaustive
+def test_layers_that_run_uncompiled_are_reported_once(ranks: Any) -> None:
+    (found,) = ranks(1, reports, timeout=120)
+    once = [f"compile: layer layers.{i} ran uncompiled" for i in (0, 1)]
+    for wanted in [*once, "compile: zb-h1 computes weight gradients apart"]:
+        assert sum(each.startswith(wanted) for each in found) == (2 if wanted in once else 1), found
+
+
+def with_inductor(folder: str) -> tuple[Any, Any, Any]:
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    case = CASES["stage 3, recomputed"] | {"data": 1}
+    wanted = values(made(case))
+    engine = made(case, True)
+    return wanted, values(engine), engine.compilation and engine.compilation.runs
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_kernels_of_inductor(ranks: Any, tmp_path: Path) -> None:
+    ((wanted, found, runs),) = ranks(1, with_inductor, str(tmp_path), timeout=300)
+    assert found[0] == pytest.approx(wanted[0], abs=1e-10)
+    assert alike(found[1], wanted[1]) < 1e-10
+    assert runs > 0

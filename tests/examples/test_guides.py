@@ -47,6 +47,7 @@ PAGES = [page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.m
 SLOW = {
     *("stages.py 2 1f1b", "stages.py 4 zb-h1", "4 titan.py 1", "bilinear.py 1 4", "bilinear.py 1 2", "signed.py 1"),
     "compare.py 2 1 1",
+    "compiled.py aot_eager",
 }
 INSTALLED = {"npz_export.py"}  # a package: the last tests of this file
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
