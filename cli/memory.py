@@ -56,6 +56,10 @@ def memory(
         float | None,
         typer.Option(help="Without a model: parameters of one rank's stages and tensor shards, such as 7.5e9."),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a training file: number of processes that grid.data: auto would share."),
+    ] = None,
     data: Annotated[int, typer.Option(min=1, help="With --parameters: the number of replicas.")] = 1,
     precision: Annotated[
         str | None, typer.Option(help=f"Dtype of the weights: {', '.join(BYTES)}. Default: bf16, of a number fp32.")
@@ -70,14 +74,16 @@ def memory(
         raise ConfigError("Give one of a MODEL, such as llama3-8b, and --parameters, such as 7.5e9.")
     try:
         if parameters is not None:
-            if layout or batch or sequence or machine or as_json:
-                raise ValueError("--layout, --batch, --sequence, --machine and --json are of a MODEL. Name one.")
+            if layout or batch or sequence or machine or processes or as_json:
+                raise ValueError(
+                    "--layout, --batch, --sequence, --machine, --processes and --json are of a MODEL. Name one."
+                )
             _states(parameters, data, precision or "fp32", optimizer or "adamw")
             return
         assert model is not None
         if data > 1:
             raise ValueError(f"--data is of --parameters. Write --layout data={data}.")
-        run = _run(model, layout or "", batch, sequence, precision, optimizer)
+        run = _run(model, layout or "", batch, sequence, precision, optimizer, processes)
         run.memory.check(run.layout, run.sequence)
         ranks = run.memory.ranks(run.layout, run.batch, run.sequence, run.schedule)
         limit = None if machine is None else machine_of(machine).memory
@@ -92,7 +98,13 @@ def memory(
 
 
 def _run(
-    model: str, text: str, batch: int | None, sequence: int | None, precision: str | None, optimizer: str | None
+    model: str,
+    text: str,
+    batch: int | None,
+    sequence: int | None,
+    precision: str | None,
+    optimizer: str | None,
+    processes: int | None,
 ) -> _Counted:
     """Return what is to be counted, from a training file or from a model and the options."""
     from ..plan.memory import ModelMemory, StateOptions
@@ -108,8 +120,10 @@ def _run(
                 f"{model} says grid, batch and training. Leave out --layout, --batch, --sequence, --precision and "
                 "--optimizer, and change the file."
             )
-        job = resolve(read_training_file(model)[0])
+        job = resolve(read_training_file(model)[0], processes)
         return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train, job.sequence, job.schedule)
+    if processes is not None:
+        raise ValueError(f"--processes is of a training file, and {model} is none. Write the grid as --layout.")
     config, _ = model_of(model)
     layout = ParallelLayout(**given)
     options = StateOptions(precision=precision or "bf16", optimizer=optimizer or "adamw")
@@ -125,7 +139,8 @@ def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float 
 
     console = Console()
     kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
-    title = f"{model} on {run.layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"
+    counted = "" if run.schedule is None else f"{run.layout.gpus} processes, "  # of a file that may leave grid.data out
+    title = f"{model} on {counted}{run.layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"
     console.print(title, highlight=False, soft_wrap=True)
     key = Text()
     for kind in kinds:

@@ -53,8 +53,13 @@ def train(
     from ..train.job import resolve
 
     run, source = read_training_file(file, changes or [])
-    if (as_json and not explained) or (processes is not None and not (explained or dry)):
-        raise ConfigError(f"{'--json' if as_json else '--processes'} belongs to --explain: add it.")
+    if as_json and not explained:
+        raise ConfigError("--json belongs to --explain: add it.")
+    if processes is not None and not (explained or dry):
+        raise ConfigError(
+            f"--processes {processes} belongs to --explain or --dry: add one of them. To train, leave it out: the "
+            "launcher (triax run, torchrun, srun) says how many processes there are."
+        )
     try:
         if explained:
             found = explain(resolve(run, processes), processes)

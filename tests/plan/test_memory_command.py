@@ -54,6 +54,15 @@ def test_a_training_file_says_grid_and_batch() -> None:
     assert found["batch"] == 512 and found["limit"] == 80e9
 
 
+def test_replicas_of_a_training_file_follow_from_the_processes(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RECIPE.read_text().replace("data: 2, ", ""))
+    fixed, alone = ask(str(RECIPE)), ask(str(file))
+    assert ask(str(file), "--processes", "64") == fixed
+    assert alone["ranks"][0]["optimizer"] == 2 * fixed["ranks"][0]["optimizer"]
+    assert "on 32 processes" in run("memory", str(file))
+
+
 def test_a_folder_and_a_file_of_fields(tmp_path: Path) -> None:
     fields = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "rope_theta": 1e4}
     more = {"model_type": "llama", "intermediate_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
@@ -83,6 +92,7 @@ def test_the_docs_print_what_the_command_does() -> None:
         ([], "Give one of a MODEL"),
         (["llama3-8b", "--parameters", "1e9"], "Give one of a MODEL"),
         (["llama3-8b", "--data", "4"], "Write --layout data=4"),
+        (["llama3-8b", "--processes", "8"], "Write the grid as --layout"),
         (["--parameters", "1e9", "--machine", "h200"], "are of a MODEL"),
         ([str(RECIPE), "--layout", "pipe=2"], "says grid, batch and training"),
         (["llama3-8b", "--layout", "pipes=2"], "pipe"),

@@ -178,3 +178,5 @@ def test_options_of_explain_are_refused_without_it() -> None:
 
     with pytest.raises(ConfigError, match=r"--json belongs to --explain: add it\."):
         train(LARGE, [], as_json=True)
+    with pytest.raises(ConfigError, match="--processes 64 belongs to --explain or --dry"):
+        train(LARGE, [], processes=64)
