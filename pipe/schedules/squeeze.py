@@ -9,12 +9,14 @@ state, which ignores how a pipeline fills and drains. Here the pattern is run in
     do a W       that was deferred, which also frees memory
 
 so that the steady state stays and the ends become shorter. Within one stage microbatches keep their order.
+
+`fill_idle` starts from the times of the ops, and no op moves to a later one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..program.ops import Op
 
@@ -154,3 +156,72 @@ class _RankState:
                 held += self.holds[self.codes[i]]
                 fits = fits and held < self.limit
         return fits
+
+
+def fill_idle(
+    starts: Sequence[Mapping[Op, int]], placement: Sequence[int], limit: int, weights: bool
+) -> list[dict[Op, int]]:
+    """Move ops before and after the steady state to earlier idle units of their ranks ("reordering" in Qi 2024).
+
+    The steady state is from rank 0's first I of stage 0 to its last F of stage 0. In order of time, each other op takes
+    the first idle unit after the ops that it needs in which the rank's memory stays within its limit.
+
+    Args:
+        starts: for each rank, the unit in which each F and I starts.
+        placement: the rank of each stage.
+        limit: the number of activations that a rank may hold, each of one microbatch in one stage.
+        weights: give each W an idle unit first, from which it moves too; otherwise only ops after the steady state
+            move, and each W takes the first unit that they leave.
+
+    Returns:
+        For each rank, the unit in which each F, I and W starts.
+    """
+    moved = [_with_weights(rank)[0] if weights else dict(rank) for rank in starts]
+    begin = moved[0][Op("I", 0, 0)] if weights else 0
+    end = max(t for op, t in moved[0].items() if op.kind == "F" and op.stage == 0)
+    taken = [set(rank.values()) for rank in moved]
+    for t, r, op in sorted((t, r, op) for r, rank in enumerate(moved) for op, t in rank.items()):
+        if (begin, 0) <= (t, r) <= (end, 0):
+            continue
+        rank = moved[r]
+        needed = [(r, op._replace(microbatch=op.microbatch - 1)), (r, Op("I", op.stage, op.microbatch))]
+        if op.kind == "F":
+            needed[1] = placement[op.stage - 1], Op("F", op.stage - 1, op.microbatch)
+        elif op.kind == "I" and op.stage + 1 < len(placement):
+            needed[1] = placement[op.stage + 1], Op("I", op.stage + 1, op.microbatch)
+        elif op.kind == "I":
+            needed[1] = r, Op("F", op.stage, op.microbatch)
+        earliest = 1 + max(moved[q].get(other, -1) for q, other in needed)
+        for unit in range(earliest, t):
+            if unit not in taken[r]:
+                rank[op] = unit
+                # where no W gives way, only an F adds to what the rank holds
+                if (weights and op.kind != "F") or _with_weights(rank)[1] <= limit:
+                    taken[r] ^= {t, unit}
+                    break
+                rank[op] = t
+    return [_with_weights(rank)[0] for rank in moved]
+
+
+def _with_weights(starts: Mapping[Op, int]) -> tuple[dict[Op, int], int]:
+    """Put each W of a rank that has no unit yet into the first idle one; also return the peak of its activations."""
+    at = {t: op for op, t in starts.items()}
+    complete = dict(starts)
+    late: deque[Op] = deque()
+    now = held = peak = 0
+    last = max(at)
+    while now <= last or late:
+        op = at.get(now)
+        if op is None and late:
+            op = late.popleft()
+            complete[op] = now
+        if op is not None:
+            if op.kind == "F":
+                held += 1
+                peak = max(peak, held)
+            elif op.kind == "W":
+                held -= 1
+            elif (weight := Op("W", op.stage, op.microbatch)) not in starts:
+                late.append(weight)
+        now += 1
+    return complete, peak
