@@ -177,11 +177,11 @@ def fill_idle(
         For each rank, the unit in which each F, I and W starts.
     """
     moved = [_with_weights(rank)[0] if weights else dict(rank) for rank in starts]
-    begin = moved[0][Op("I", 0, 0)] if weights else 0
+    begin = moved[0][Op("I", 0, 0)]
     end = max(t for op, t in moved[0].items() if op.kind == "F" and op.stage == 0)
     taken = [set(rank.values()) for rank in moved]
     for t, r, op in sorted((t, r, op) for r, rank in enumerate(moved) for op, t in rank.items()):
-        if (begin, 0) <= (t, r) <= (end, 0):
+        if (begin, 0) <= (t, r) <= (end, 0) or (t < begin and not weights):
             continue
         rank = moved[r]
         needed = [(r, op._replace(microbatch=op.microbatch - 1)), (r, Op("I", op.stage, op.microbatch))]

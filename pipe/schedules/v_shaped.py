@@ -53,7 +53,7 @@ def v_half(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
     the way up; its I likewise. Idle about (p-1)(F+B)/2 at F = I = W, peak p//2 + 1 on every rank.
 
     rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
-    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+    rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     return _best_filled("v-half", pipe, microbatches)
 
