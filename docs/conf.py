@@ -47,7 +47,8 @@ maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = f"triax {version}"
-html_show_sourcelink = False
+html_static_path, html_css_files = ["_static"], ["width.css"]
+html_show_sourcelink = html_show_copyright = False
 html_copy_source = False
 pygments_style, pygments_dark_style = "friendly", "native"
 
