@@ -39,6 +39,7 @@ nb_execution_mode = "off"  # tests/examples/test_notebooks.py runs them
 html_math_renderer = "mathml"
 
 default_role = "code"  # `x` in a docstring
+smartquotes_action = "qe"  # quotes and dots, but no dashes: `--dtype` in a help text stays what one types
 napoleon_use_ivar = True
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -120,7 +121,8 @@ def first_sentence(module: types.ModuleType) -> str:
 
 def as_restructured_text(sphinx: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Rewrite, in place, what docstrings have beside napoleon's sections: tables, and a section with a longer title."""
-    lines[:] = [*_sections(_tables(lines))]
+    fields = lines[:1] and lines[0].startswith("Alias for field number")  # what NamedTuple writes says nothing
+    lines[:] = [] if fields else [*_sections(_tables(lines))]
 
 
 def join_names(sphinx: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
