@@ -1,9 +1,10 @@
-"""Rows of packed documents: the order of documents in each epoch, and the tokens, labels and documents of each row.
+"""Rows of packed documents: the order of rows in each epoch, and the tokens, labels and documents of each row.
 
 Two ways to fill rows of T tokens:
 
-cut     Documents follow one another in an order drawn for each epoch. One that reaches the end of a row goes on in the
-        next row, as another document. Nothing is padded but the end of the epoch's last row.
+cut     Documents follow one another in an order drawn for each epoch, and are cut into rows. One that reaches the end
+        of a row goes on in the next row, as another document. Nothing is padded but the end of the last row. The rows
+        then come in a drawn order too, so that the rows of a long document do not all fall in one batch.
 whole   No document is cut, unless it is longer than a row: rows are filled by best fit decreasing, once, and padded at
         their ends. An epoch draws the order of the rows.
 
@@ -14,6 +15,8 @@ every machine and with every version of numpy and torch.
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -118,7 +121,7 @@ class DocumentRows:
                 self._fill(epoch, rows[first:stop] - epoch * self.count, slots[first:stop], ids, labels, documents)
 
     def _fill(self, epoch: int, rows: Array, slots: Array, ids: Array, labels: Array, documents: Array | None) -> None:
-        pieces = self._pieces(epoch, rows)
+        pieces = self._pieces(epoch, self.places(epoch, rows))
         sizes = pieces.stop - pieces.start
         ends = np.cumsum(sizes)
         begins = pieces.start - self._first[pieces.file]
@@ -146,8 +149,14 @@ class DocumentRows:
         if documents is not None:
             documents[where] = np.repeat(pieces.number, sizes).reshape(-1, self.length)
 
+    def places(self, epoch: int, rows: Array) -> Array:
+        """Return, for numbers of rows in an epoch, their places among the rows as they were filled: (n,)."""
+        if self._seed is None or len(self._bin_rows):  # packed whole, their order is drawn when they are filled
+            return rows
+        return permute(rows, self.count, derive(self._seed, "rows", epoch))
+
     def _pieces(self, epoch: int, rows: Array) -> _Pieces:
-        """Return the pieces of documents, and of padding, that fill rows of an epoch."""
+        """Return the pieces of documents, and of padding, that fill rows of an epoch, by their places."""
         order, ends, bounds = self._epoch(epoch)
         if len(bounds):
             low, high = bounds[rows], bounds[rows + 1]
@@ -225,11 +234,51 @@ class DocumentRows:
 def hashes(seed: int, count: int) -> Array:
     """Return a hash of (seed, i) for each i below ``count``: SplitMix64 (Steele et al. 2014), uint64 (count,)."""
     with np.errstate(over="ignore"):
-        x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x ^= x >> np.uint64(shift)
-            x *= np.uint64(factor)
-        return x ^ (x >> np.uint64(31))
+        return _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(seed))
+
+
+_STEP = 0x9E3779B97F4A7C15
+
+
+def _mix(x: Array) -> Array:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(numbers: Array, count: int, seed: int) -> Array:
+    """Return where a permutation of 0..count-1 that depends on the seed takes numbers, in increasing order: (n,).
+
+    No whole table is kept, since an epoch may have billions of rows: the permutation is a Feistel network of four
+    rounds (Luby and Rackoff 1988) on pairs of numbers below the square root of ``count``, and a result that is not
+    below ``count`` goes through it again (Black and Rogaway 2002). 4,096 numbers are permuted at once.
+    """
+    blocks, inside = np.divmod(numbers, _BLOCK)
+    parts = range(int(blocks[0]), int(blocks[-1]) + 1)
+    return np.concatenate([_permuted(part, count, seed)[inside[blocks == part]] for part in parts])
+
+
+_BLOCK = 4096
+
+
+@functools.lru_cache(maxsize=16)
+def _permuted(block: int, count: int, seed: int) -> Array:
+    """Return where the permutation takes the numbers of a block: int64 (at most _BLOCK,)."""
+    side = np.uint64(math.isqrt(count - 1) + 1)
+    keys = [*hashes(seed, 4)]
+
+    def network(x: Array) -> Array:
+        left, right = x // side, x % side
+        with np.errstate(over="ignore"):
+            for key in keys:
+                left, right = right, (left + _mix(right + key) % side) % side
+        return left * side + right
+
+    found = network(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, count), dtype=np.uint64))
+    while len(outside := np.flatnonzero(found >= count)):
+        found[outside] = network(found[outside])
+    return found.astype(np.int64)
 
 
 def best_fit(lengths: Array, order: Array, room: int) -> tuple[Array, Array]:

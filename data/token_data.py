@@ -40,7 +40,7 @@ class TokenData:
             padded. Conversations need ``whole``, or the assistant's answer may be in another row than its question.
         document_mask: rows come with document numbers, so that tokens attend within their document only. False: inputs
             are ids alone.
-        shuffle: draw an order for each epoch; False: the documents' own order.
+        shuffle: draw an order of documents and of rows for each epoch; False: the documents' own order.
         tokenizer: the model's tokenizer, which must be the one that made the tokens.
         vocab_size: number of entries in the model's vocabulary, which must have every token.
         threads: threads that make batches ahead, in the loader of an engine; 0: none.
@@ -103,7 +103,7 @@ class TokenData:
             "part": part,
             "held_out": held_out,
             "packing": self._packing,
-            "shuffle": shuffle,
+            "shuffle": "rows" if shuffle and self._packing == "cut" else shuffle,  # True: before rows were shuffled too
             "folders": [folder.index.checksum[:16] for folder in self.folders],
             "weights": [float(weight) for weight in folders.values()] if isinstance(folders, Mapping) else None,
         }

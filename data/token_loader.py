@@ -45,7 +45,7 @@ class TokenLoader:
         data: the rows.
         train, micro: rows in a global batch, and in a microbatch.
         replica, replicas: this replica's number, and the number of replicas.
-        seed: seed of the order of documents.
+        seed: seed of the order of documents and rows.
         threads: threads that make microbatches ahead; 0: the caller's thread makes them.
         epochs: number of epochs, after which the iterator ends; rows without labels fill its last global batch. None:
             it never ends.

@@ -182,7 +182,7 @@ class DataSection(Keys):
         None, "cut: a document goes on in the next row; whole: padded rows; null: whole for chat, else cut."
     )
     document_mask: bool = setting(True, "Tokens attend within their document only.")
-    shuffle: bool = setting(True, "Draw an order of documents for each epoch; false: their own order.")
+    shuffle: bool = setting(True, "Draw an order of documents and rows for each epoch; false: the folder's own order.")
     threads: int = setting(1, "Threads that make batches ahead; 0: none.", ge=0)
 
     @model_validator(mode="after")

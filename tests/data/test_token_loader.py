@@ -17,11 +17,12 @@ import triax
 from triax import GPTConfig, Grid, NextTokenLoss, PipelineModule, gpt_layers
 from triax.data import TokenData, TokenFolder, TokenLoader
 from triax.data.mixture import BLOCK, Mixture
-from triax.data.packing import best_fit, hashes
+from triax.data.packing import best_fit, hashes, permute
+from triax.data.tokenization import tokenize
 from triax.grid.errors import ConfigError, CorruptError
 from triax.models.packed import pack
 
-from tokenized import documents_in, folder, rows_of, texts
+from tokenized import as_filled, documents_in, folder, rows_of, texts, write_json_lines
 
 COUNT = 120
 
@@ -59,7 +60,7 @@ def test_every_document_of_an_epoch_once_on_any_number_of_replicas(tokens: Path,
     count = data.rows(5).count
     epochs = [tuple(each[e * count : (e + 1) * count] for each in alone[0]) for e in range(2)]
     if packing == "cut":
-        assert [documents_in(*epoch) for epoch in epochs] == [wanted] * 2
+        assert [documents_in(*as_filled(data, 5, e, rows)) for e, rows in enumerate(epochs)] == [wanted] * 2
     assert not torch.equal(epochs[0][0], epochs[1][0])
     if packing == "whole":
         fits = Counter({text: 1 for text in wanted if len(text) < length})
@@ -113,12 +114,14 @@ def test_a_place_is_resumed_on_any_grid_bit_by_bit(tokens: Path, packing: str) -
         assert all(each == states[0] for each in states) and states[0]["row"] == at
         state = states[0]
     count, joined = whole.rows.count, tuple(torch.cat(part) for part in zip(*taken, strict=True))
-    held = documents_in(*rows_of(TokenData(tokens, 50, held_out=0.2, part="held_out").loader(1, 1, epochs=1)))
+    held = documents_in(
+        *rows_of(TokenData(tokens, 50, held_out=0.2, part="held_out", shuffle=False).loader(1, 1, epochs=1))
+    )
     wanted = Counter(texts(COUNT)) - held
     for epoch in range(2):
         rows = tuple(part[epoch * count : (epoch + 1) * count] for part in joined)
         if packing == "cut":
-            assert documents_in(*rows) == wanted
+            assert documents_in(*as_filled(data, 2, epoch, rows)) == wanted
         else:
             assert {text: n for text, n in _whole(*rows).items() if text in wanted} == {
                 text: 1 for text in wanted if len(text) < 32
@@ -143,23 +146,53 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     assert np.bincount(firsts).min() > 150
 
 
+def test_rows_are_permuted_without_a_table() -> None:
+    """Every count of rows has a permutation, which a seed chooses. It may never change either."""
+    for count in [*range(1, 70), 255, 256, 257, 5000, 9000]:
+        assert sorted(permute(np.arange(count), count, 7).tolist()) == [*range(count)]
+    assert permute(np.arange(10), 10, 1).tolist() == [9, 0, 5, 6, 2, 3, 4, 1, 8, 7]
+    far = permute(np.arange(5), 10**12, 1)
+    assert far.tolist() == [468748914215, 599911487438, 376415632499, 682553105116, 933834728334]
+    places = np.array([permute(np.arange(50), 50, seed) for seed in range(2000)])
+    counts = np.array([np.bincount(column, minlength=50) for column in places.T])  # (row, place)
+    assert np.abs(counts - 40).max() < 6 * 40**0.5 and len({*map(tuple, places.tolist())}) == 2000
+
+
+def test_a_long_document_does_not_fill_a_batch(tmp_path: Path) -> None:
+    """A quarter of the rows is one document's: of 32 rows in a batch, about 8 are."""
+    lines = ["x" * 4096, *("y" * 30 for _ in range(400))]
+    tokenize([write_json_lines(tmp_path / "long.jsonl", lines)], "bytes", tmp_path / "long")
+    loader = TokenData(tmp_path / "long", 16).loader(32, 32, seed=3, epochs=1)
+    long = [int((ids == ord("x")).all(1).sum()) for (ids, _), _ in loader]
+    assert sum(long) >= 255 and max(long) < 20 and min(long[:-1]) > 0
+
+
 def test_held_out_documents_depend_on_their_texts_alone(tokens: Path, tmp_path: Path) -> None:
     parts = {
-        part: documents_in(*rows_of(TokenData(tokens, 50, held_out=0.3, part=part).loader(1, 1, epochs=1)))
+        part: documents_in(
+            *rows_of(TokenData(tokens, 50, held_out=0.3, part=part, shuffle=False).loader(1, 1, epochs=1))
+        )
         for part in ("training", "held_out")
     }
     assert parts["training"] + parts["held_out"] == Counter(texts(COUNT))
     assert 20 < len(parts["held_out"]) < 52
     more = folder(tmp_path, 2 * COUNT)  # the same texts, and others
-    grown = documents_in(*rows_of(TokenData(more, 50, held_out=0.3, part="held_out").loader(1, 1, epochs=1)))
+    grown = documents_in(
+        *rows_of(TokenData(more, 50, held_out=0.3, part="held_out", shuffle=False).loader(1, 1, epochs=1))
+    )
     assert {text for text in grown if text in texts(COUNT)} <= set(parts["held_out"]) | set(texts(2 * COUNT)[COUNT:])
-    few = TokenData(tokens, 50, held_out=1e-9, part="held_out").loader(1, 1, epochs=1)
-    assert len(documents_in(*rows_of(few))) == 1  # at least one
+    assert len(_of_part(tokens, 1e-9, "held_out")) == 1  # at least one
+
+
+def _of_part(path: Path, held_out: float, part: str) -> Counter[str]:
+    """Count the documents of a part."""
+    data = TokenData(path, 50, held_out=held_out, part=part, shuffle=False)
+    return documents_in(*rows_of(data.loader(1, 1, epochs=1)))
 
 
 def test_several_folders_are_one_set_and_weights_make_a_mixture(tokens: Path, tmp_path: Path) -> None:
     other = folder(tmp_path, 40, seed=9)
-    both = TokenData([tokens, other], 32).loader(2, 2, epochs=1)
+    both = TokenData([tokens, other], 32, shuffle=False).loader(2, 2, epochs=1)
     assert documents_in(*rows_of(both)) == Counter(texts(COUNT)) + Counter(texts(40, 9))
 
     mixed = TokenData({str(tokens): 3, str(other): 1}, 32)

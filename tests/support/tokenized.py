@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triax.data import TokenData
 from triax.data.tokenization import tokenize
 
 
@@ -45,8 +46,15 @@ def rows_of(batches: Any) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]
 
 
+def as_filled(data: TokenData, seed: int, epoch: int, rows: Any) -> tuple[Tensor, ...]:
+    """Return the rows of an epoch, (ids, documents, labels), in the order in which documents were cut into them."""
+    (member,) = data.rows(seed).members
+    order = np.argsort(member.places(epoch, np.arange(member.count)))
+    return tuple(part[torch.from_numpy(order)] for part in rows)
+
+
 def documents_in(ids: Tensor, documents: Tensor, labels: Tensor) -> Counter[str]:
-    """Put the documents of rows together again, each by its beginning and the labels; count them.
+    """Put the documents of rows, in the order in which they were cut, together again by their labels; count them.
 
     Byte 0 ends a document. A document that goes on in another row has a label at the end of its first part.
     """

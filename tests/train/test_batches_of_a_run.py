@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triax.data import TokenData, TokenLoader
 
-from tokenized import documents_in, folder, rows_of, texts
+from tokenized import as_filled, documents_in, folder, rows_of, texts
 
 RUN = """\
 model: {preset: bytes-tiny, overrides: {hidden_size: 16, num_hidden_layers: 1}}
@@ -85,4 +85,4 @@ def test_every_document_once_over_stops_on_1_2_and_4_replicas(ranks: Any, tmp_pa
     with_loader = torch.stack(rows_of(islice(data.loader(8, 8), steps)))
     rows = torch.cat(found, dim=1)
     assert torch.equal(rows, with_loader)
-    assert documents_in(*rows[:, :epoch]) == Counter(texts(count, longest=20))
+    assert documents_in(*as_filled(data, 0, 0, rows[:, :epoch])) == Counter(texts(count, longest=20))
