@@ -193,6 +193,7 @@ training:
   batch: 4
   sequence: 16
   precision: fp64
+  optimizer: {type: AdamW, eps: 0.001}  # of keys' biases, whose gradients are zero but for rounding, also equal
   learning_rate: {peak: 0.3, warmup_steps: 0, schedule: constant}
   spikes: {action: skip, window: 2, loss: 0.01}
 checkpoint: {every: 4}
