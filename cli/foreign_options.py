@@ -1,4 +1,4 @@
-"""Options of ``deepspeed`` and ``horovodrun`` that ``triax run`` ignores with a warning, or refuses by name."""
+"""Options of other libraries: the commands name their own in place of them; ``triax run`` ignores or refuses some."""
 
 from __future__ import annotations
 
@@ -58,9 +58,43 @@ REFUSED = {
     "--config-file": "write the options on the command line",
     "--check-build": "type triax env",
 }
+# triax's option -> what other libraries call it; a command suggests those of its own options.
+EQUIVALENTS = {
+    "--pipe": (
+        *("--stages", "--num-stages", "--pp", "--pp-size", "--pipe-parallel-size", "--pipeline-parallel-size"),
+        *("--pipeline-model-parallel-size", "--pipeline-parallel-degree"),
+    ),
+    "--tensor": (
+        *("--tp", "--tp-size", "--mp-size", "--model-parallel-size", "--tensor-parallel-size"),
+        *("--tensor-model-parallel-size", "--tensor-parallel-degree"),
+    ),
+    "--data": ("--dp", "--dp-size", "--replicas", "--data-parallel-size"),
+    "--context": ("--cp", "--cp-size", "--context-parallel-size", "--context-parallel-degree"),
+    "--expert": ("--ep", "--ep-size", "--expert-parallel-size", "--expert-model-parallel-size"),
+    "--zero": ("--zero-stage", "--stage"),
+    "--microbatches": ("--gas", "--gradient-accumulation-steps", "--num-microbatches", "--num-micro-batches"),
+    "--chunks": ("--vpp", "--virtual-stages", "--num-virtual-stages-per-pipeline-rank"),
+    "--gpus": ("--world-size", "--num-gpus", "--nproc"),
+    "--nproc": ("--ngpus", "--world-size", "--nprocs"),
+}
 
 
-class RunCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command that suggests its own option for another library's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; an unknown option's error names the option of this command that means the same."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's NoSuchOption, which typer has a copy of
+            name = getattr(error, "option_name", "").replace("_", "-")
+            mine = {option for parameter in self.params for option in parameter.opts}
+            if same := [option for option, others in EQUIVALENTS.items() if name in others and option in mine]:
+                vars(error)["possibilities"] = same
+            raise
+
+
+class RunCommand(Command):
     """The command ``triax run``, which names the reason and the replacement of other launchers' options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from .checkpoint import checkpoint
 from .config import config
 from .data import data
 from .env import env
-from .foreign_options import RunCommand
+from .foreign_options import Command, RunCommand
 from .generate import generate
 from .grid import grid
 from .memory import memory
@@ -47,16 +47,16 @@ def _options(
     pass
 
 
-app.command()(memory)
-app.command()(config)
-app.command()(grid)
-app.command()(schedule)
-app.command()(train)
-app.command()(generate)
-app.command()(plan)
-app.command()(report)
+app.command(cls=Command)(memory)
+app.command(cls=Command)(config)
+app.command(cls=Command)(grid)
+app.command(cls=Command)(schedule)
+app.command(cls=Command)(train)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(plan)
+app.command(cls=Command)(report)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)
-app.command()(env)
+app.command(cls=Command)(env)
 app.add_typer(checkpoint)
 app.add_typer(data)
 

@@ -201,9 +201,17 @@ def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
     """Check that the ids are in [0, vocab_size), because the lookup would silently return zeros for other ids.
 
     Raises:
+        TypeError: the ids are no whole numbers, such as the hidden states that a tied head is called with.
         IndexError: on the CPU, with the range of the ids in the message.
         RuntimeError: on an accelerator, at a later call and without the range (see ``VocabParallelEmbedding``).
     """
+    if ids.is_floating_point():
+        head = (
+            ": a tied head is TiedLayerSpec(..., forward_fn=VocabParallelEmbedding.attend)"
+            if what == "token id"
+            else ""
+        )
+        raise TypeError(f"a {what} must be a whole number, but the tensor is of {ids.dtype}{head}")
     if ids.is_meta or ids.numel() == 0:
         return
     low, high = torch.aminmax(ids)

@@ -489,3 +489,16 @@ def test_the_commands_of_the_docs_run(block: str, tmp_path: Path) -> None:
             out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert re.search(r"step 2: \d+\.\d{4}", out), (command, out, err)
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("schedule 1f1b --stages 4", "--pipe"),
+        ("grid --tensor_model_parallel_size=2", "--tensor"),
+        ("run --ngpus 2", "--nproc"),
+    ],
+)
+def test_another_librarys_option_is_answered_by_the_one_of_triax(words: str, own: str) -> None:
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 2 and f"options: {own})" in " ".join(result.output.split()).replace(" │ ", "")
