@@ -7,6 +7,7 @@ hanayo.py       Hanayo's waves: two or more stages per rank, to and fro
 squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shaped, zero_bubble and classic use it
 registry.py     RECIPES: name -> generator; named_schedule
 search.py       `auto`: the best schedule found for given costs and memory; tune: a named one for given costs
+steady.py       steady states for given costs and memory, from which the search starts
 annealing.py    simulated annealing on orders of ops, for the search
 choose.py       make_schedule (public): a named schedule, `auto`, or a file
 """

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..program.ops import Op
 from ..program.simulate import Costs
@@ -47,20 +48,61 @@ class Problem:
     def lower_bound(self) -> float:
         """Return a makespan that no order can beat.
 
-        One bound is the way of one microbatch through all stages and back. Each rank gives two more: the time until its
-        first input arrives plus its work; and this without its weight gradients, plus the way of its last gradient to
-        stage 0.
+        One bound is the way of one microbatch through all stages and back. Each rank gives three more:
+
+        - The time until its first input arrives, plus its forwards and input gradients, plus the way of its last
+          gradient to stage 0.
+        - Its work, plus two times in which it must wait. Before its first input gradient can start, it runs as many
+          forwards as its memory has room for. After its last forward, whose microbatch has to go on to the last stage
+          and back to stage 0, it has the backwards of as many microbatches left.
+        - The time for which it holds activations, divided by the number that it may hold at once. To it comes what is
+          missing from that number at the beginning, where forwards follow one another, and at the end, where weight
+          gradients do.
         """
         f, i = self.per_stage["F"], self.per_stage["I"]
-        stages = range(len(self.placement))
-        down = sum(f[s] + self.hop_f[s] + i[s] + self.hop_b[s] for s in stages)
-        bounds = [down + min(min(w) for w in self.w)]
-        for rank, mine in enumerate(self.mine):
-            start = sum(f[s] + self.hop_f[s] for s in range(mine[0]))
-            back = sum(i[s] + self.hop_b[s + 1] for s in range(mine[0]))
-            weights = self.microbatches * sum(self.w[rank])
-            bounds += [start + self.work[rank], start + self.work[rank] - weights + back]
+        whole = self._backward()
+        last = len(self.placement) - 1
+        down = [*accumulate((f[s] + self.hop_f[s] for s in range(last)), initial=0.0)]  # until the stage's F can start
+        up = [*accumulate((i[s] + self.hop_b[s] for s in range(last, 0, -1)), initial=0.0)][::-1]  # after the last F
+        bounds = [down[last] + f[last] + up[0] + whole[0]]
+        for rank, (mine, life) in enumerate(zip(self.mine, self.lifetimes(), strict=True)):
+            low, high, count = mine[0], mine[-1], self.microbatches * self.chunks
+            limit = min(self.limits[rank], count)
+            work = self.microbatches * sum(f[s] + whole[s] for s in mine)
+            start, end = down[low], 0.0
+            if limit < count:
+                start = max(start, down[last] + f[last] + up[high] - limit * max(self.f[rank]))
+                after = down[last] + f[last] - down[high] - f[high] + up[0] + whole[0]
+                end = max(0.0, after - limit * max(whole[s] for s in mine))
+            back = up[0] - up[low] - i[low] + whole[0]  # after the rank's last input gradient
+            ramps = (min(self.f[rank]) + min(self.w[rank])) * (limit - 1) / 2
+            bounds += [
+                down[low] + self.microbatches * sum(f[s] + i[s] for s in mine) + back,
+                start + work + end,
+                down[low] + self.microbatches * life / limit + ramps,
+            ]
         return max(bounds)
+
+    def lifetimes(self) -> list[float]:
+        """Return for each rank how long it holds one microbatch's activations at least, summed over its stages.
+
+        A stage's are held from its forward, while the microbatch goes to the last stage and back, to the end of its
+        weight gradient.
+        """
+        f, i, whole = self.per_stage["F"], self.per_stage["I"], self._backward()
+        held = []
+        away = 0.0  # from the end of a stage's forward to the start of its input gradient
+        for s in reversed(range(len(self.placement))):
+            away += self.hop_f[s] + self.hop_b[s + 1] if s + 1 < len(self.placement) else 0.0
+            held.append(f[s] + away + whole[s])
+            away += f[s] + i[s]
+        held.reverse()
+        return [sum(held[s] for s in mine) for mine in self.mine]
+
+    def _backward(self) -> list[float]:
+        """Return for each stage the cost of its backward, split or whole, whichever is less (they differ in ZeRO-3)."""
+        cost = self.per_stage
+        return [min(i + w, b) for i, w, b in zip(cost["I"], cost["W"], cost["B"], strict=True)]
 
 
 @dataclass
@@ -215,7 +257,8 @@ def anneal(
     unit = sum(map(sum, problem.f)) / len(problem.placement) or 1.0
     ends = 0.02 * sum(problem.work) / problem.pipe  # at least this much of a score is not makespan
     pool = [r for r, sequence in enumerate(sequences) if len(sequence) > 1]
-    while used < codes and pool:
+    least = problem.lower_bound() * (1 + 1e-12)
+    while used < codes and pool and best[0] > least:
         temperature = heat * unit * (1 - used / codes) ** 2 + 1e-9
         allowed = score - temperature * math.log(1.0 - rng.random())
         r = rng.choice(pool)

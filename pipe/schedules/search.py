@@ -4,9 +4,10 @@
     >>> print(found.summary())
     auto: makespan 23.47, bubble 7.63 %, 0.82 % above the lower bound; zb-v took 23.68
 
-The search starts from the named schedules that fit, so it is never worse than the best of them, and improves the two
-best by simulated annealing (annealing.py). Long schedules are improved at their ends: a steady state is cut out of the
-middle, the rest is annealed, and the steady state is put back.
+The search starts from the named schedules that fit, so it is never worse than the best of them, and from steady states
+that it finds for these costs and this memory (steady.py). It improves the two best by simulated annealing
+(annealing.py). Long schedules are improved at their ends: a steady state is cut out of the middle, the rest is
+annealed, and the steady state is put back.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from ..program.schedule import Schedule
 from ..program.simulate import Costs, peak_activations, simulate
 from .annealing import Problem, Sequences, anneal, decode, encode
 from .registry import RECIPES, named_schedule
+from .steady import search_steady_state
 from .v_shaped import PATTERNS, squeezed_variants
 
 PATIENCE = 0.5
 EFFORT = 8_000_000  # codes to decode: about five seconds
+ALONE = "one at a time"  # name of the schedule that always fits
 Start = tuple[float, Problem, Schedule]
 
 
@@ -85,13 +88,15 @@ def find_schedule(
         for schedule in _fitting(pipe, microbatches, v, limits):
             problem = Problem(schedule.placement, pipe, microbatches, costs, limits)
             starts.append((simulate(schedule, costs).makespan, problem, schedule))
-    starts.sort(key=lambda start: start[0])
-    named_makespan, _, named = starts[0]
-    best, best_makespan = named, named_makespan
-    # the two best starts; a second one far behind the first is not worth its share
-    second = 1 if len(starts) > 1 and starts[1][0] < 1.1 * named_makespan else 0
+    named_makespan, _, named = min(starts, key=lambda start: start[0])
     bound = min(problem.lower_bound() for _, problem, _ in starts)
-    for k, (at, share) in enumerate(((0, 0.6), (second, 0.4))):
+    if named_makespan > bound * (1 + 1e-12):
+        starts += _steady_states(starts, int(EFFORT * effort * 0.1), random.Random(seed))
+    starts.sort(key=lambda start: start[0])
+    best_makespan, _, best = starts[0]
+    # the two best starts; a second one far behind the first is not worth its share
+    second = 1 if len(starts) > 1 and starts[1][0] < 1.1 * best_makespan else 0
+    for k, (at, share) in enumerate(((0, 0.5), (second, 0.4))):
         if best_makespan <= bound * (1 + 1e-12):  # as on one rank, where every order is the fastest
             break
         _, problem, start = starts[at]
@@ -108,7 +113,7 @@ def find_schedule(
         best.orders,
         best_makespan,
         simulate(best, costs).bubble,
-        bound,
+        min(bound, best_makespan),  # the best order may be the bound but for rounding
         named.name,
         named_makespan,
     )
@@ -165,7 +170,7 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
     mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
     passes = [[("F", s) for s in stages] + [("B", s) for s in reversed(stages)] for stages in mine]
     alone = tuple(tuple(Op(kind, s, m) for m in range(microbatches) for kind, s in ops) for ops in passes)
-    return [*schedules, Schedule("one at a time", pipe, microbatches, chunks, placement, alone)]
+    return [*schedules, Schedule(ALONE, pipe, microbatches, chunks, placement, alone)]
 
 
 def _others(schedule: Schedule) -> list[Schedule]:
@@ -179,6 +184,17 @@ def _others(schedule: Schedule) -> list[Schedule]:
         replace(other, name=schedule.name)
         for other in squeezed_variants(schedule.name, schedule.pipe, schedule.microbatches)
     ]
+
+
+def _steady_states(starts: Sequence[Start], codes: int, rng: random.Random) -> list[Start]:
+    """Return a steady state for each number of chunks, in a zigzag of stages, where one is found that fits."""
+    made = []
+    problems = {problem.chunks: problem for _, problem, schedule in starts if schedule.name == ALONE}
+    for problem in problems.values():
+        found = search_steady_state(problem, codes // len(problems), rng)
+        if found is not None:
+            made.append((found[0], problem, _schedule(problem, *found[1:])))
+    return made
 
 
 def _fits(schedule: Schedule, limits: Sequence[int]) -> bool:
@@ -213,7 +229,12 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
     else:
         found = anneal(problem, sequences, patience, codes, rng, heat)
         kept = min(kept, found, key=lambda entry: entry[0])
-    decoded, _ = decode(problem, kept[1], kept[2], full=True)
+    return _schedule(problem, kept[1], kept[2])
+
+
+def _schedule(problem: Problem, sequences: Sequences, patience: Sequence[float]) -> Schedule:
+    """Decode sequences and return their orders, with the weight gradients."""
+    decoded, _ = decode(problem, sequences, patience, full=True)
     assert decoded is not None and decoded.orders is not None
     orders = tuple(tuple(_join_backward(order)) for order in decoded.orders)
     return Schedule("auto", problem.pipe, problem.microbatches, problem.chunks, problem.placement, orders)
