@@ -268,7 +268,7 @@ def _permuted(block: int, count: int, seed: int) -> Array:
     side = np.uint64(math.isqrt(count - 1) + 1)
     keys = [*hashes(seed, 4)]
 
-    def network(x: Array) -> Array:
+    def network(x: Any) -> Any:
         left, right = x // side, x % side
         with np.errstate(over="ignore"):
             for key in keys:

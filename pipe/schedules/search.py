@@ -26,7 +26,7 @@ from .steady import search_steady_state
 from .v_shaped import PATTERNS, squeezed_variants
 
 PATIENCE = 0.5
-EFFORT = 8_000_000  # codes to decode: about five seconds
+EFFORT = 6_000_000  # codes to decode: about five seconds
 ALONE = "one at a time"  # name of the schedule that always fits
 Start = tuple[float, Problem, Schedule]
 
