@@ -2,7 +2,7 @@
 
     >>> found = find_schedule(pipe=4, microbatches=8, costs=Costs(1, 0.993, 0.717, 0.0335), memory=4, chunks=2)
     >>> print(found.summary())
-    auto: makespan 23.47, bubble 7.63 %, 0.82 % above the lower bound; zb-v took 23.68
+    auto: makespan 23.47, bubble 7.63 %, 0.00 % above the lower bound; zb-v took 23.68
 
 The search starts from the named schedules that fit, so it is never worse than the best of them, and from steady states
 that it finds for these costs and this memory (steady.py). It improves the two best by simulated annealing
