@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -123,7 +124,7 @@ class Grid:
         if self.size > 1:
             if environment is not None:
                 self._store = _initialize(environment, self.device, timeout)
-                atexit.register(self.close)
+                atexit.register(_close, weakref.ref(self))
             elif is_simulated(outer):
                 outer.announce(self.topology)
             else:
@@ -406,6 +407,15 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         return f"Grid({sizes}; {self.describe()}, {self.device})"
+
+
+def _close(grid: weakref.ref[Grid]) -> None:
+    """Close a grid at exit, if it still exists; one that nothing else refers to must not keep its connections."""
+    found = grid()
+    if found is not None:
+        found.close()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def gpus() -> int:

@@ -365,25 +365,7 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
     """
     from transformers import AttentionInterface
 
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-    ) -> tuple[Tensor, None]:
-        if options.get("dropout"):
-            raise ValueError(
-                f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
-                f"probabilities, but the model drops {options['dropout']}. Set its attention dropout to 0."
-            )
-        if options.get("softcap") is not None:
-            raise ValueError(
-                f"context={grid.context.size} spreads each sequence over ranks, which cannot cap the scores, but the "
-                f"model caps them at {options['softcap']}. Use a grid with context=1."
-            )
-        window, scale = options.get("sliding_window"), options.get("scaling")
-        y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale)
-        return y.transpose(1, 2), None
-
-    name = f"triax_context_{id(grid)}_{kind}"
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register("triax_context", _attend)
     found = [module for module in block.modules() if hasattr(getattr(module, "config", None), "_attn_implementation")]
     if not found:
         raise ValueError(
@@ -391,5 +373,27 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
             "with context=1, or the layers of load_hf(path)."
         )
     for module in found:
+        # Kept by the module, not by transformers' registry, which keeps what it is given until the process ends.
+        module.triax_context = (grid, kind)  # type: ignore[assignment]
         module.config = copy.copy(module.config)
-        module.config._attn_implementation = name  # type: ignore[union-attr]
+        module.config._attn_implementation = "triax_context"  # type: ignore[union-attr]
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute ``context.attention`` in place of a transformers attention function: (B, T / c, H, D) for its module."""
+    grid, kind = module.triax_context
+    if options.get("dropout"):
+        raise ValueError(
+            f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
+            f"probabilities, but the model drops {options['dropout']}. Set its attention dropout to 0."
+        )
+    if options.get("softcap") is not None:
+        raise ValueError(
+            f"context={grid.context.size} spreads each sequence over ranks, which cannot cap the scores, but the "
+            f"model caps them at {options['softcap']}. Use a grid with context=1."
+        )
+    window, scale = options.get("sliding_window"), options.get("scaling")
+    y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale)
+    return y.transpose(1, 2), None

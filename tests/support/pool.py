@@ -146,6 +146,10 @@ class _Worker:
                 return False
         return True
 
+    def is_alive(self) -> bool:
+        """True if the process can take a job. A pipe at its end says that it died before the fork server does."""
+        return self.process.is_alive() and not (self.ready and self.pipe.poll())
+
     def where(self) -> str:
         """The Python stacks of all its threads."""
         before = self.stand.stat().st_size if self.stand.exists() else 0
@@ -284,7 +288,7 @@ class Pool:
         for rank in range(n):
             if rank == len(self.workers):
                 self.workers.append(_Worker(self, rank))
-            elif not self.workers[rank].process.is_alive():
+            elif not self.workers[rank].is_alive():
                 self.workers[rank].end()
                 self.workers[rank] = _Worker(self, rank)
         for worker in self.workers[:n]:
