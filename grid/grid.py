@@ -124,7 +124,6 @@ class Grid:
         if self.size > 1:
             if environment is not None:
                 self._store = _initialize(environment, self.device, timeout)
-                atexit.register(_close, weakref.ref(self))
             elif is_simulated(outer):
                 outer.announce(self.topology)
             else:
@@ -149,6 +148,8 @@ class Grid:
             self.observe(TimelineRecorder(folder, self.rank, self.describe()))
         if is_simulated(outer):
             outer.made(self)
+        if environment is not None and self.size > 1:
+            atexit.register(_close, weakref.ref(self))
 
     @property
     def replica(self) -> int:
@@ -410,11 +411,18 @@ class Grid:
 
 
 def _close(grid: weakref.ref[Grid]) -> None:
-    """Close a grid at exit, if it still exists; one that nothing else refers to must not keep its connections."""
+    """Close a grid at exit, if it still exists: until then, one that nothing refers to keeps no connection."""
     found = grid()
     if found is not None:
         found.close()
-    elif dist.is_initialized():
+
+
+def _leave(store: dist.Store) -> None:
+    """Leave the process group at exit, if no grid has left it.
+
+    The store lives until then: if this rank serves it, another rank may still need it for its next grid.
+    """
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -465,15 +473,18 @@ def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
 def _initialize(environment: Environment, device: torch.device, timeout: float) -> Any:
     """Initialize the process group; return its store.
 
-    The store's keys are prefixed by the number of restarts: torchrun keeps one store over a restart, and restarted
-    workers would read the addresses of the old ones.
+    The store's keys are prefixed by the number of restarts, and by how often this rank has been here: torchrun keeps
+    one store over a restart, and a process may make another grid after it closed one. Ranks would read the addresses of
+    the old connections.
     """
     limit = timedelta(seconds=timeout)
-    store: dist.Store = dist.PrefixStore(f"triax/{environment.restarts}", _tcp_store(environment, limit))
     rank, size = environment.rank, environment.world_size
+    whole = dist.PrefixStore(f"triax/{environment.restarts}", _tcp_store(environment, limit))
+    store: dist.Store = dist.PrefixStore(str(whole.add(f"groups of rank {rank}", 1)), whole)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with batch_threads():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    atexit.register(_leave, store)
     return store
 
 

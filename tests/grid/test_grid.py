@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,28 @@ def launched_on_rank(launcher: str) -> tuple[str, tuple[int, ...], tuple[int, ..
     grid.close()
     assert not dist.is_initialized()
     return found
+
+
+def made_again_on_rank(launchers_port: int | None) -> tuple[list[float], bool]:
+    if launchers_port is not None:
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(launchers_port))
+    sums = []
+    for _ in range(3):
+        grid = Grid(data=2, timeout=20)
+        x = torch.full((5000,), 1.0 + grid.rank)
+        grid.data.all_reduce(x).wait()
+        sums.append(x.mean().item())
+        grid.close()
+        kept = weakref.ref(grid)
+        del grid
+    return sums, kept() is None
+
+
+@pytest.mark.parametrize("by_launcher", [False, True], ids=["rank 0 serves the store", "the launcher serves it"])
+def test_a_process_makes_another_grid_after_it_closed_one(ranks: Any, by_launcher: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if by_launcher else None
+    found = ranks(2, made_again_on_rank, store and store.port, init_group=False)
+    assert found == [([3.0, 3.0, 3.0], True)] * 2
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
