@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["beside"]
+
 # torchrun asks for this machine's address by its own name, and waits for minutes where nothing knows that name, as on
 # machines that were made for one run of tests. This is `torchrun --local-addr`.
 os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
 # Before torch is imported, here and in programs that tests start: the tensors of tests are so small that two threads
 # spend their time waiting for each other, with 6 times the CPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests start some hundred processes, and each would compile the library again, for a second of its CPU.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session")

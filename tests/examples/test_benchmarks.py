@@ -12,6 +12,8 @@ import pytest
 
 from paths import BENCHMARKS
 
+pytestmark = pytest.mark.beside
+
 
 def run(script: str, *args: str) -> str:
     command = [sys.executable, str(BENCHMARKS / script), *args]

@@ -30,6 +30,8 @@ from paths import DOCS, ROOT
 from processes import program
 from readme_blocks import broken_links, commands, programs
 
+pytestmark = pytest.mark.beside
+
 README = ROOT / "README.md"
 BIN = Path(sys.executable).parent
 

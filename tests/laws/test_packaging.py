@@ -29,6 +29,8 @@ from import_reader import FOLDERS, library, needs_no_torch
 from paths import ROOT
 from versions import versions
 
+pytestmark = pytest.mark.beside
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 STUBS = [ROOT / "__init__.pyi", *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.pyi")))]
 TORCH_FREE = [file for file in library(ROOT) if needs_no_torch(file)]
