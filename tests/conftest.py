@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ["beside"]
-
 # torchrun asks for this machine's address by its own name, and waits for minutes where nothing knows that name, as on
 # machines that were made for one run of tests. This is `torchrun --local-addr`.
 os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
@@ -36,8 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exhaustive sweeps and tests of a device run when `-m` says something, or by their names (`file.py::test`)."""
+    """Exhaustive sweeps and tests of a device run when `-m` says something, or by their names (`file.py::test`).
+
+    In a run with two workers (`make test`), one has the pool of ranks and what measures time or memory; the other runs
+    the tests that are marked `command`.
+    """
+    if hasattr(config, "workerinput"):
+        for item in items:
+            if not item.get_closest_marker("command") or "ranks" in getattr(item, "fixturenames", []):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return
     others = [item for item in items if item.get_closest_marker("exhaustive") or item.get_closest_marker("device")]
@@ -45,21 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in others]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Commands take the time that the ranks of the other worker leave: a quarter of two cores'."""
+    if hasattr(item.config, "workerinput") and item.get_closest_marker("command"):
+        os.nice(19)  # the highest value there is, however often it is added
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of the collections that tests ask for: it is no garbage."""
     gc.collect()
     gc.freeze()
-
-
-_CELLS: list[Any] = []
-
-
-@pytest.fixture(scope="session")
-def cells_checked() -> list[Any]:
-    """The cells of the grid-invariance matrix that were found equal to the reference; counted in the summary."""
-    return _CELLS
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _CELLS:
-        terminalreporter.write_line(f"grid invariance: {len(_CELLS)} cells equal one process to 1e-10 in float64")

@@ -12,7 +12,7 @@ import pytest
 
 from paths import BENCHMARKS
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.command
 
 
 def run(script: str, *args: str) -> str:

@@ -26,7 +26,7 @@ from triax.cli.main import app
 from paths import DOCS, ROOT
 from readme_blocks import blocks, commands
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.command
 
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))

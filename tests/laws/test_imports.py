@@ -24,7 +24,7 @@ from import_reader import (
 )
 from paths import ROOT
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.command
 
 DRAWS = ("pipe/program/draw.py", "plan/picture.py")  # may use rich and matplotlib, in the functions that draw
 

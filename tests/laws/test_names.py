@@ -13,7 +13,7 @@ import pytest
 from import_reader import library
 from paths import ROOT
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.command
 
 # First words of a docstring that do not name the thing: relative clauses, pronouns, references to another docstring.
 VAGUE = re.compile(r"(What|Whether|Where|Which|Who|How|The same|Of|It|Its|See|As|That|Those)\b")

@@ -15,7 +15,7 @@ from triax.pipe.schedules.choose import make_schedule
 
 from paths import DOCS
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.command
 
 
 def plain(subject: object) -> list[str]:

@@ -13,7 +13,7 @@ from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.search import divisors
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.command
 
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g"])
