@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Commands take the time that the ranks of the other worker leave: a quarter of two cores'."""
-    if hasattr(item.config, "workerinput") and item.get_closest_marker("command"):
+    if hasattr(item.config, "workerinput") and not item.get_closest_marker("xdist_group"):
         os.nice(19)  # the highest value there is, however often it is added
 
 
