@@ -30,9 +30,9 @@ QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bu
 	pipe/test_partition.py pipe/test_schedules.py pipe/test_simulate.py pipe/test_verify.py pipe/test_executor.py \
 	tensor_parallel/test_regions.py context/test_order.py context/test_sparsity.py engine/test_pipeline_engine.py)
 
-# Two processes of pytest: tests marked `command` run beside those of the ranks (tests/conftest.py). A debugger needs
-# one: make test ARGS="-n 0 --pdb".
-BESIDE := -n 2 --dist loadgroup
+# Two processes of pytest, each with a pool of ranks: a rank that waits for others leaves its core to the other process's.
+# A debugger needs one process: make test ARGS="-n 0 --pdb".
+WORKERS := -n 2 --dist worksteal
 
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
@@ -62,11 +62,11 @@ check: lint ## lint and the quick tests, in under two minutes
 
 test: $(STAMP) ## the tests, without the exhaustive sweeps
 	@echo "== testing"
-	$(BIN)/python -m pytest $(BESIDE) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(STAMP) ## every test, the exhaustive sweeps too
 	@echo "== testing, exhaustive sweeps too"
-	$(BIN)/python -m pytest $(BESIDE) -m "exhaustive or not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "exhaustive or not exhaustive" $(ARGS)
 
 # A machine with a GPU may have its own Python and torch, and no registry: then nothing is installed.
 GIVEN := $(filter environment command,$(firstword $(origin PYTHON)))

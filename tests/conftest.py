@@ -34,28 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exhaustive sweeps and tests of a device run when `-m` says something, or by their names (`file.py::test`).
-
-    In a run with two workers (`make test`), one has the pool of ranks and what measures time or memory; the other runs
-    the tests that are marked `command`.
-    """
-    if hasattr(config, "workerinput"):
-        for item in items:
-            if not item.get_closest_marker("command") or "ranks" in getattr(item, "fixturenames", []):
-                item.add_marker(pytest.mark.xdist_group("ranks"))
+    """Exhaustive sweeps and tests of a device run when `-m` says something, or by their names (`file.py::test`)."""
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return
     others = [item for item in items if item.get_closest_marker("exhaustive") or item.get_closest_marker("device")]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Commands take the time that the ranks of the other worker leave: a quarter of two cores'."""
-    if hasattr(item.config, "workerinput") and not item.get_closest_marker("xdist_group"):
-        os.nice(19)  # the highest value there is, however often it is added
 
 
 def pytest_collection_finish() -> None:

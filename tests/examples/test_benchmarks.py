@@ -12,8 +12,6 @@ import pytest
 
 from paths import BENCHMARKS
 
-pytestmark = pytest.mark.command
-
 
 def run(script: str, *args: str) -> str:
     command = [sys.executable, str(BENCHMARKS / script), *args]

@@ -15,8 +15,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.command
-
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 QUICK = {"schedules"}  # no other one runs without torch and without processes
 RUNS = [

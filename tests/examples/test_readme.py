@@ -30,8 +30,6 @@ from paths import DOCS, ROOT
 from processes import program
 from readme_blocks import broken_links, commands, programs
 
-pytestmark = pytest.mark.command
-
 README = ROOT / "README.md"
 BIN = Path(sys.executable).parent
 

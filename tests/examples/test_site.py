@@ -26,8 +26,6 @@ from triax.cli.main import app
 from paths import DOCS, ROOT
 from readme_blocks import blocks, commands
 
-pytestmark = pytest.mark.command
-
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 DOCUMENTS = [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").rglob("*.md"))]

@@ -158,7 +158,6 @@ def test_the_same_text_under_torchrun(folder: Path) -> None:
         assert (under.returncode, under.stdout) == (0, the_text(folder)), under.stderr
 
 
-@pytest.mark.command
 def test_what_cannot_be_is_one_line(folder: Path) -> None:
     """Found by this process, and by the ranks that it starts."""
     code, out, err = inside("nowhere", "--prompt", "x")

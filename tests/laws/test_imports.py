@@ -24,8 +24,6 @@ from import_reader import (
 )
 from paths import ROOT
 
-pytestmark = pytest.mark.command
-
 DRAWS = ("pipe/program/draw.py", "plan/picture.py")  # may use rich and matplotlib, in the functions that draw
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "yaml"}

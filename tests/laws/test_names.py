@@ -13,8 +13,6 @@ import pytest
 from import_reader import library
 from paths import ROOT
 
-pytestmark = pytest.mark.command
-
 # First words of a docstring that do not name the thing: relative clauses, pronouns, references to another docstring.
 VAGUE = re.compile(r"(What|Whether|Where|Which|Who|How|The same|Of|It|Its|See|As|That|Those)\b")
 # Methods that change a list, dict, set or deque.

@@ -29,8 +29,6 @@ from import_reader import FOLDERS, library, needs_no_torch
 from paths import ROOT
 from versions import versions
 
-pytestmark = pytest.mark.command
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 STUBS = [ROOT / "__init__.pyi", *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.pyi")))]
 TORCH_FREE = [file for file in library(ROOT) if needs_no_torch(file)]
@@ -319,7 +317,7 @@ def test_options_reach_the_command(clone: Path) -> None:
     make(clone, "train", "ARGS=--steps 3")
     assert asked(clone)[-1] == "examples/train_gpt.py --pipe 2 --data 2 --tensor 2 --steps 3"
     make(clone, "test", "ARGS=-k pool")
-    assert asked(clone)[-1].endswith("-m pytest -n 2 --dist loadgroup -k pool")
+    assert asked(clone)[-1].endswith("-m pytest -n 2 --dist worksteal -k pool")
 
 
 def test_every_target_is_explained(clone: Path) -> None:

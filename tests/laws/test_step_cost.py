@@ -252,7 +252,6 @@ def test_one_replica_shards_nothing(stage: int) -> None:
 # -------------------------------------------------------------------------------------------------------- the benchmark
 
 
-@pytest.mark.command
 def test_the_benchmark_compares_and_prints() -> None:
     script = BENCHMARKS / "engine_cost.py"
     small = {"inputs": 16, "outputs": 16, "batch": 2, "microbatches": 2, "rounds": 2, "steps": 1}

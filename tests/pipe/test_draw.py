@@ -15,8 +15,6 @@ from triax.pipe.schedules.choose import make_schedule
 
 from paths import DOCS
 
-pytestmark = pytest.mark.command
-
 
 def plain(subject: object) -> list[str]:
     console = Console(width=500, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

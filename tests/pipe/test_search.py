@@ -20,8 +20,6 @@ from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES
 from triax.pipe.schedules.search import Found, find_schedule, tune
 
-pytestmark = pytest.mark.command
-
 MEASURED = Costs(1, 0.993, 0.717, 0.0335)
 
 

@@ -13,8 +13,6 @@ from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.search import divisors
 
-pytestmark = pytest.mark.command
-
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g"])
 def test_the_machines_figures_are_those_of_the_fit(name: str) -> None:
