@@ -31,7 +31,7 @@ QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bu
 	tensor_parallel/test_regions.py context/test_order.py context/test_sparsity.py engine/test_pipeline_engine.py)
 
 # Two processes of pytest, each with a pool of ranks: a rank that waits for others leaves its core to the other process's.
-# A debugger needs one process: make test ARGS="-n 0 --pdb".
+# A debugger needs one process: make test ARGS="-n 0 --pdb". `make test-all` has one: its sweeps take the whole machine.
 WORKERS := -n 2 --dist worksteal
 
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
@@ -66,7 +66,7 @@ test: $(STAMP) ## the tests, without the exhaustive sweeps
 
 test-all: $(STAMP) ## every test, the exhaustive sweeps too
 	@echo "== testing, exhaustive sweeps too"
-	$(BIN)/python -m pytest $(WORKERS) -m "exhaustive or not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
 
 # A machine with a GPU may have its own Python and torch, and no registry: then nothing is installed.
 GIVEN := $(filter environment command,$(firstword $(origin PYTHON)))

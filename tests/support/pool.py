@@ -1,4 +1,4 @@
-"""Pool of gloo ranks for the whole test run.
+"""Pool of gloo ranks for all tests of a pytest process.
 
     def whole_sum(x):                                   # at the top level of a test file
         dist.all_reduce(x)
