@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import permutations, product
 
 import pytest
@@ -138,11 +137,11 @@ def test_too_little_memory_is_refused() -> None:
         find_schedule(2, 4, memory=(1, 2, 3))
 
 
-def test_a_schedule_at_the_lower_bound_is_not_searched_on() -> None:
+def test_a_schedule_at_the_lower_bound_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration with ``auto`` on one process took ten seconds to start."""
-    began = time.process_time()
+    monkeypatch.delattr("triax.pipe.schedules.search.anneal")
+    monkeypatch.delattr("triax.pipe.schedules.search.search_steady_state")
     found = make_schedule("auto", 1, 64)
-    assert time.process_time() - began < 1
     assert isinstance(found, Found) and found.gap == pytest.approx(0, abs=1e-12)
 
 
