@@ -139,8 +139,13 @@ def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float 
 
     console = Console()
     kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
-    counted = "" if run.schedule is None else f"{run.layout.gpus} processes, "  # of a file that may leave grid.data out
-    title = f"{model} on {counted}{run.layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"
+    layout, counted = str(run.layout), ""
+    if (
+        run.schedule is not None
+    ):  # of a file, which may leave grid.data out; its layout has 1F1B in the schedule's place
+        counted = f"{run.layout.gpus} processes, "
+        layout = layout.replace("schedule=1f1b", f"schedule={run.schedule.name},chunks={run.schedule.chunks}")
+    title = f"{model} on {counted}{layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"
     console.print(title, highlight=False, soft_wrap=True)
     key = Text()
     for kind in kinds:

@@ -65,7 +65,7 @@ def schedule(
     try:
         if (name is not None) == (compare or file is not None):
             raise ValueError(
-                "Give a schedule's name, or --compare or --file, or these two together. "
+                "Give a schedule's name, or --file, or --compare, or --file with --compare. "
                 f"The names are {', '.join(schedule_names())}."
             )
         parsed = parse_costs(costs)
@@ -74,7 +74,7 @@ def schedule(
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, memory)
+            verify(own, None if compare else memory)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
@@ -230,6 +230,8 @@ def _compare(
 
 
 def _plot(path: Path, results: list[Simulation], names: list[str]) -> None:
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot is {path}, but there is no folder {path.parent}: mkdir -p {path.parent}")
     if path.suffix == ".json":
         if len(results) > 1:
             raise ValueError(f"{path} holds one trace, not {len(results)}. Give a schedule's name, or a .png.")

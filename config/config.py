@@ -96,7 +96,7 @@ def batch_sizes(config: Config, data: int) -> BatchSizes:
     if train not in (None, micro * steps * data):
         raise ConfigError(
             f"train_batch_size {train} is not micro batch {micro} * accumulation steps {steps} * {data} replicas "
-            f"= {micro * steps * data}: change one of them ({rule})"
+            f"= {micro * steps * data}: change one of them, or leave gradient_accumulation_steps out ({rule})"
         )
     return BatchSizes(train=micro * steps * data, micro=micro, accumulation=steps)
 

@@ -218,11 +218,10 @@ class TrainingRun:
         text = self.sample()
         if job.export is not None:
             self._export(job.export)
-        limit = job.file.training.time_limit
-        ended = (
-            "" if self.step == job.steps else f" of {job.steps}: the time limit of {minutes(limit or 0)} min ended it"
-        )
-        taken = f"steps {self._before + 1} to {self.step}" if self._before else f"{self.step} steps"
+        limit = minutes(job.file.training.time_limit or 0)
+        early = self.step < job.steps
+        of, ended = (f" of {job.steps}", f": training.time_limit = {limit} min ended it") if early else ("", "")
+        taken = f"steps {self._before + 1} to {self.step}{of}" if self._before else f"{self.step}{of} steps"
         report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
             beside = f"; {name}: {compared:.4f}" if name else ""

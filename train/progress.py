@@ -130,13 +130,13 @@ def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str)
 
 
 def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
-    """Draw the pipeline as it ran, and as it would run if each op took its mean time and messages none."""
+    """Draw the pipeline as it ran, and simulated with each op at the mean time of its stage, without messages."""
     from ..pipe.program.draw import picture
 
     measured = from_zero(measured)
-    ideal = timeline_of(schedule, mean_costs(schedule, measured))
-    titles = [f"{name} as measured, in seconds", "ideal: every op takes the mean time of its stage, messages none"]
-    picture([measured, ideal], path, titles=titles)
+    simulated = timeline_of(schedule, mean_costs(schedule, measured))
+    titles = [f"{name} as measured, in seconds", "simulated: every op takes the mean time of its stage, no messages"]
+    picture([measured, simulated], path, titles=titles)
 
 
 def from_zero(times: Timeline) -> Timeline:

@@ -132,7 +132,7 @@ def initialize(
         )
     make: Any = make_engine
     with deepspeed_errors():
-        checked = _persistent(read_config(config_source(args, config, config_params)))
+        checked = _with_defaults(read_config(config_source(args, config, config_params)))
         sizes = checked.data_parallel_size, checked.sequence_parallel_size
         if mesh_param is None and all(sizes) and not isinstance(model, PipelineModule):
             mesh_param = sizes  # type: ignore[assignment]  # neither is None
@@ -161,10 +161,11 @@ def initialize(
     return made
 
 
-def _persistent(config: Config) -> Config:
-    """Keep small parameters whole in stage 3, as DeepSpeed does where the configuration does not say how small."""
-    zero = config.zero_optimization
-    if zero.stage < 3 or "stage3_param_persistence_threshold" in zero.model_fields_set:
-        return config
-    zero = zero.model_copy(update={"stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD})
-    return config.model_copy(update={"zero_optimization": zero})
+def _with_defaults(config: Config) -> Config:
+    """Fill in DeepSpeed's defaults where triax has others: parameters that stay whole in stage 3, AdamW's decay."""
+    zero, optimizer = config.zero_optimization, config.optimizer
+    if zero.stage == 3 and "stage3_param_persistence_threshold" not in zero.model_fields_set:
+        zero = zero.model_copy(update={"stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD})
+    if optimizer is not None and optimizer.type.lower() == "adamw" and not optimizer.params.get("torch_adam"):
+        optimizer = optimizer.model_copy(update={"params": {"weight_decay": 0.0, **optimizer.params}})
+    return config.model_copy(update={"zero_optimization": zero, "optimizer": optimizer})

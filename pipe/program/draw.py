@@ -1,7 +1,7 @@
 """Drawings of timelines: text in the terminal, PNG or SVG, and a trace for Chrome or Perfetto.
 
 text(schedule)                          one row per rank, colors by op, microbatch numbers
-picture([ideal, measured], "run.png")   stacked on one time axis
+picture([simulated, measured], "run.png")   stacked on one time axis
 chrome_trace(timeline)                  open in chrome://tracing or ui.perfetto.dev
 """
 
@@ -208,7 +208,11 @@ def picture(
         axis.set_xlim(0, longest * 1.005)
         axis.spines[["top", "right"]].set_visible(False)
         name = f"{titles[i]}\n" if titles is not None else ""
-        axis.set_title(f"{name}makespan {one.makespan:.4g}{unit}, bubble {one.bubble:.1%}", loc="left", fontsize=10)
+        uneven = (
+            f" (of the busiest rank; of the idlest {max(one.idle):.1%})" if max(one.idle) > one.bubble + 0.01 else ""
+        )
+        title = f"{name}makespan {one.makespan:.4g}{unit}, bubble {one.bubble:.1%}{uneven}"
+        axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel(f"time ({unit.strip()})" if unit.strip() else "time")
     seen = {span.op.kind for t in times for row in t.rows for span in row}
     later = any(span.op.stage >= len(t.rows) for t in times for row in t.rows for span in row)

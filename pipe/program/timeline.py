@@ -52,10 +52,15 @@ class Timeline:
         return max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
 
     @property
+    def idle(self) -> list[float]:
+        """Idle share of each rank, which is 1 - (its busy time) / makespan."""
+        makespan = self.makespan
+        return [1.0 - sum(s.end - s.start for s in row) / makespan for row in self.rows] if makespan else []
+
+    @property
     def bubble(self) -> float:
-        """Idle share of the busiest rank, which is 1 - (its busy time) / makespan."""
-        busiest = max((sum(s.end - s.start for s in row) for row in self.rows), default=0.0)
-        return 1.0 - busiest / self.makespan if self.makespan else 0.0
+        """Idle share of the busiest rank."""
+        return min(self.idle, default=0.0)
 
     def to_json(self) -> str:
         """Return the rows as JSON: [op, start, end] of each span, without collectives."""

@@ -82,9 +82,12 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
         for op in order:
             kind, stage, mb = op
             if kind not in before:
-                raise ScheduleError(
-                    f"rank {rank}: {op} is not an op of a schedule, only F, B, I and W are", [(rank, op)]
+                found = (
+                    f"{op!r} is text: write an Op such as"
+                    if isinstance(op, str)
+                    else f"{op} is not an op of a schedule:"
                 )
+                raise ScheduleError(f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I and W', [(rank, op)])
             if not (0 <= stage < stages and 0 <= mb < mbs):
                 size = f"stages are 0 to {stages - 1} and microbatches 0 to {mbs - 1}"
                 raise ScheduleError(f"rank {rank} has {op}, but {size}", [(rank, op)])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
-from ...grid.errors import ConfigError, no_such
+from ...grid.errors import ConfigError, nearest, no_such
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
 from .registry import RECIPES, named_schedule
@@ -49,11 +49,13 @@ def make_schedule(
     if not name.endswith(FILES):
         installed = _installed(name)
         if name not in installed.names:
+            if name not in RECIPES:
+                raise ValueError(f"there is no schedule {name!r}; {nearest(name, schedule_names())}")
             return named_schedule(name, pipe, microbatches, chunks)
         made = installed[name].load()(pipe, microbatches, chunks)
         if not isinstance(made, Schedule):
             raise TypeError(f"{installed[name].value} returned a {type(made).__name__}, but must return a Schedule")
-        require_size(made, name, pipe, microbatches, chunks)
+        require_size(made, name, pipe, microbatches, chunks, f"{installed[name].value} must make it, or raise.")
         return made
     schedule = read_schedule(Path(name))
     require_size(schedule, name, pipe, microbatches, chunks)
@@ -84,8 +86,18 @@ def require_schedule(where: str, name: str) -> None:
         raise ConfigError(no_such(where, name, names))
 
 
-def require_size(schedule: Schedule, name: str, pipe: int, microbatches: int, chunks: int | None) -> None:
+def require_size(
+    schedule: Schedule, name: str, pipe: int, microbatches: int, chunks: int | None, advice: str = ""
+) -> None:
     """Check that a schedule is for these sizes; ``chunks`` None: for any number of stages per rank.
+
+    Args:
+        schedule: the schedule.
+        name: its name or file, for the message.
+        pipe: ranks of the pipe axis.
+        microbatches: microbatches of a step.
+        chunks: stages per rank.
+        advice: end of the message, if not that of a file.
 
     Raises:
         ValueError: it is for others.
@@ -94,11 +106,11 @@ def require_size(schedule: Schedule, name: str, pipe: int, microbatches: int, ch
     wanted = pipe, microbatches, schedule.chunks if chunks is None else chunks
     if found != wanted:
         sizes = "pipe {}, microbatches {}, chunks {}".format
-        raise ValueError(
-            f"{name} is a schedule of {sizes(*found)}; this run has {sizes(*wanted)}. "
+        advice = advice or (
             "Write one of that size, or change the run's. A function that is registered under a name (entry points, "
             f"group {_GROUP}) makes one of every size."
         )
+        raise ValueError(f"{name} is a schedule of {sizes(*found)}; this run has {sizes(*wanted)}. {advice}")
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -541,5 +541,20 @@ def small() -> tuple[list[bool], list[bool]]:
     return [each.ds_persist for each in marks], [not each.isnan().any() for each in marks]
 
 
+def decays() -> list[float]:
+    """Weight decay of AdamW where the configuration has none, one, and asks for torch's class."""
+    found = []
+    for params in ({}, {"weight_decay": 0.1}, {"torch_adam": True}):
+        settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": params}}
+        engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=settings)
+        found.append(engine.optimizer.param_groups[0]["weight_decay"])
+    return found
+
+
+def test_adamw_decays_as_deepspeeds(ranks: Any) -> None:
+    """DeepSpeed's fused AdamW has a default of 0, torch's one of 0.01."""
+    assert ranks(1, decays) == [[0.0, 0.1, 0.01]]
+
+
 def test_small_parameters_stay_whole_in_stage_3(ranks: Any) -> None:
     assert ranks(2, small) == [([True, False], [True, False])] * 2

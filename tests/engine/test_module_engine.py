@@ -103,7 +103,7 @@ def check(ranks: Any, size: int, cases: list[tuple[str, int, int]], folder: Path
             same(trace, expected[kind, accumulation])
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_step_is_that_of_one_process(ranks: Any, size: int, tmp_path: Path) -> None:
     check(ranks, size, CASES if size == 2 else CASES[1:8:2] + CASES[8::2], tmp_path)
 

@@ -104,7 +104,7 @@ def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
     options = words(f"--text text {SMALL} --steps 100000 --time-limit 0.005 --sample 0")
     (said,) = ranks(1, program, options, str(tmp_path))
     assert 1 < len(losses(tmp_path, "gpt")) < 2000
-    assert "of 100000: the time limit of 0:00 min ended it\n" in said
+    assert " of 100000 steps in " in said and " min: training.time_limit = 0:00 min ended it\n" in said
     assert "nats per byte on held-out documents" in said
     assert (tmp_path / "runs" / "gpt" / "schedule.png").exists()
 

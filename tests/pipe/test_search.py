@@ -23,7 +23,8 @@ MEASURED = Costs(1, 0.993, 0.717, 0.0335)
 
 
 @pytest.mark.parametrize(
-    ("memory", "solver"), [(4, 7.78), pytest.param(3, 14.89, marks=pytest.mark.exhaustive), (2, 27.55)]
+    ("memory", "solver"),
+    [(4, 7.78), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((3, 14.89), (2, 27.55)))],
 )
 def test_as_good_as_a_constraint_solver_given_minutes(memory: int, solver: float) -> None:
     found = find_schedule(4, 8, MEASURED, memory, chunks=2, effort=0.4)
