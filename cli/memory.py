@@ -140,9 +140,7 @@ def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float 
     console = Console()
     kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
     layout, counted = str(run.layout), ""
-    if (
-        run.schedule is not None
-    ):  # of a file, which may leave grid.data out; its layout has 1F1B in the schedule's place
+    if run.schedule is not None:  # of a file; its layout has 1F1B in the schedule's place
         counted = f"{run.layout.gpus} processes, "
         layout = layout.replace("schedule=1f1b", f"schedule={run.schedule.name},chunks={run.schedule.chunks}")
     title = f"{model} on {counted}{layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"

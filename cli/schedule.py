@@ -74,7 +74,7 @@ def schedule(
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, None if compare else memory)
+            verify(own, memory)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe

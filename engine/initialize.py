@@ -26,7 +26,7 @@ from .base import TrainingParts
 from .instrument import instrument
 from .module_engine import ModuleEngine
 from .pipeline_engine import PipelineEngine, training_schedule
-from .setup.arguments import check_grid, choose_grid, config_source, with_schedule
+from .setup.arguments import check_grid, choose_grid, config_source, unless_all, with_schedule
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
 from .setup.lora import add_lora, require_adapters
@@ -138,6 +138,8 @@ def initialize(
     tuned = find_sizes(model, checked, optimizer, training_data, collate_fn, given_schedule)
     checked = checked if tuned is None else tuned.tuner.config
     batch = batch_sizes(checked, grid.data.size)
+    if isinstance(model, PipelineModule):
+        model_parameters = unless_all(model, model_parameters)
     made_schedule, notes = _place_model(model, grid, checked, batch.accumulation, given_schedule)
     _warn(grid, notes)
     if checked.lora is not None:

@@ -372,7 +372,7 @@ def training_schedule(
         ConfigError: if the schedule does not run this many chunks, or is for another number of ranks or microbatches.
     """
     pipe, costs = module.grid.pipe.size, Costs(*config.costs)
-    if chunks is None and config.schedule == "auto" and len(module.specs) < 2 * pipe:
+    if chunks is None and config.schedule == "auto" and len(module.layer_specs) < 2 * pipe:
         chunks = 1  # the search tries two stages per rank too
     try:
         if given is None:

@@ -182,7 +182,7 @@ class PipelineModule(nn.Module):
         self._build()
 
     @property
-    def specs(self) -> list[Layer]:
+    def layer_specs(self) -> list[Layer]:
         """The whole model's list of layers as it was given, with those of other ranks."""
         return list(self._list)
 

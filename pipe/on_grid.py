@@ -25,7 +25,7 @@ def on_grid(
         The new model, and those of its parameters, or the groups of those, that this rank holds.
     """
     made = PipelineModule(
-        model.specs,
+        model.layer_specs,
         grid,
         model.loss_fn,
         model.partition,

@@ -110,6 +110,15 @@ def check_grid(grid: Grid, config: Config) -> None:
             )
 
 
+def unless_all(model: PipelineModule, parameters: Iterable[Any] | None) -> list[Any] | None:
+    """Return None in place of all parameters to train, as a schedule may move others to this rank. Collective."""
+    given = None if parameters is None else list(parameters)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    known = {id(parameter) for parameter in model.parameters()}
+    everything = given is None or trained <= {id(parameter) for parameter in given} <= known
+    return None if all(model.grid.pipe.all_gather_json(everything)) else given
+
+
 def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Groups:
     """Return parameter groups as (options, parameters): the optimizer's own, those given, or one of everything."""
     if isinstance(optimizer, torch.optim.Optimizer):

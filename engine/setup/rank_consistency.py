@@ -87,7 +87,7 @@ def settings(config: Config) -> Facts:
 def layers(model: nn.Module) -> tuple[Facts, set[str]]:
     """Return the class of every layer, or of every module of a plain model, and the names of their Python modules."""
     if isinstance(model, PipelineModule):
-        listed = {f"the class of layer {i}": getattr(layer, "cls", layer) for i, layer in enumerate(model.specs)}
+        listed = {f"the class of layer {i}": getattr(layer, "cls", layer) for i, layer in enumerate(model.layer_specs)}
     else:
         listed = {f"the class of {name or 'the model'}": type(module) for name, module in model.named_modules()}
     kinds = {name: each if hasattr(each, "__qualname__") else type(each) for name, each in listed.items()}

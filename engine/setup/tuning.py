@@ -35,7 +35,7 @@ def find_sizes(
     """Return the run whose sizes are to be found, of arguments of ``initialize``; None if they are given."""
     tunes, enabled = config.tunes_microbatch, config.autotuning.enabled
     if isinstance(model, PipelineModule) and (tunes or config.tunes_stage):
-        if not tunes or data is not None or model_of(model.specs) is not None:
+        if not tunes or data is not None or model_of(model.layer_specs) is not None:
             return TunedRun(model, config, optimizer, data, collate, schedule)
         if enabled:
             raise ConfigError("autotuning measures steps, but there are no samples: pass initialize(training_data=...)")
@@ -70,7 +70,7 @@ class TunedRun:
     ) -> None:
         grid = self._grid = model.grid
         self._config, self._data, self._collate = config, data, collate
-        self._known = model_of(model.specs)
+        self._known = model_of(model.layer_specs)
         batch, self.stages = batch_sizes(config, grid.replicas), allowed_stages(config)
         self.samples, self.size = batch.train // grid.replicas, batch.micro
         self.agree: Callable[[Sequence[float]], list[float]] = partial(largest, grid)
@@ -80,7 +80,7 @@ class TunedRun:
         self.axes: dict[str, Any] = {
             name: grid.axis(name).size for name in ("pipe", "data", "context", "tensor", "expert")
         }
-        self.layers: Sequence[Any] = model.specs
+        self.layers: Sequence[Any] = model.layer_specs
         self.partition, self.sequence = model.partition, None
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype = weight_dtype(config) or next((p.dtype for p in model.parameters()), torch.float32)

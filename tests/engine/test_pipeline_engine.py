@@ -21,6 +21,7 @@ from triax.engine import read_config
 from triax.grid.errors import ConfigError
 from triax.grid.random import Dropout
 
+from pool import RankFailure
 from toys import mean_loss
 
 WIDTH = 4
@@ -53,6 +54,33 @@ def microbatches(grid: Grid, micro: int = 2, batch: int = 16) -> Iterator[tuple[
     for start in range(0, len(x), batch):
         for at in range(start + grid.data.rank * share, start + (grid.data.rank + 1) * share, micro):
             yield x[at : at + micro], y[at : at + micro]
+
+
+class OwnList(PipelineModule):
+    """Keeps its list under a name of its own before ``__init__``, as Megatron-DeepSpeed's models do."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.specs = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+        super().__init__(layers=self.specs, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+
+
+def all_or_some(given: str) -> dict[str, Tensor]:
+    """Weights after a step of a schedule that moves stages, where parameters were given for the first cut."""
+    grid = Grid(pipe=2)
+    model = OwnList(grid)
+    some = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    parameters = {"none": None, "all": model.parameters(), "some": some}[given]
+    made, *_ = triax.initialize(model=model, model_parameters=parameters, config=BASE, schedule="zb-v")
+    made.train_batch(microbatches(grid))
+    return dict(made.gather())
+
+
+def test_all_parameters_are_all_after_stages_have_moved(ranks: Any) -> None:
+    """DeepSpeed's scripts pass ``model_parameters=model.parameters()``; zb-v moves stages afterwards."""
+    for one, other in zip(ranks(2, all_or_some, "none"), ranks(2, all_or_some, "all"), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(RankFailure, match=r"the schedule moved stages"):
+        ranks(2, all_or_some, "some")
 
 
 # ---------------------------------------------------------------------------------------------------- batch sizes

@@ -396,7 +396,7 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Give a schedule's name, or --compare or --file"),
+        ([], "Give a schedule's name, or --file, or --compare, or --file with"),
         (["zbv", "--pipe", "4", "--microbatches", "8"], "did you mean 'zb-v'?"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
         (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),

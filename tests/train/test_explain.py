@@ -130,7 +130,7 @@ finally:
 
 
 def test_the_large_recipe_is_explained_without_torch() -> None:
-    words = [sys.executable, "-c", _MEASURED, LARGE]
+    words = [sys.executable, "-c", _MEASURED, str(LARGE)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     peak, torch_imported = done.stderr.split()
     assert torch_imported == "False" and float(peak) < 256e6
