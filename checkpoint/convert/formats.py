@@ -54,12 +54,12 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
 def _shared_names(module: nn.Module) -> dict[str, str]:
     """Return further names of parameters that have several in a module: name -> the name of its weights in the file."""
     first: dict[nn.Parameter, str] = {}
-    named = () if hasattr(module, "specs") else module.named_parameters(remove_duplicate=False)
+    named = () if hasattr(module, "layer_specs") else module.named_parameters(remove_duplicate=False)
     return {name: first[each] for name, each in named if first.setdefault(each, name) != name}
 
 
 def _configuration(module: nn.Module) -> dict[str, Any] | None:
-    specs: Any = getattr(module, "specs", ())
+    specs: Any = getattr(module, "layer_specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
     config: Any = getattr(inner, "config", None)
     if hasattr(config, "to_dict"):

@@ -48,7 +48,7 @@ def settings_of_model(model: Any) -> Settings:
 
 def settings_of(module: Any) -> Settings | None:
     """Return the settings that go with a module: its own, its model's, or those of what its layers were loaded from."""
-    specs: Any = getattr(module, "specs", ())
+    specs: Any = getattr(module, "layer_specs", ())
     inner = specs[0] if len(specs) == 1 else module
     if hasattr(getattr(inner, "config", None), "to_dict"):
         return settings_of_model(inner)

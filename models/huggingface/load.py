@@ -205,7 +205,7 @@ def _checked(module: nn.Module, source: Source, names: Names | None, held: bool)
     own = named(module)
     entries = entries_of(module, names, source.config)
     check_all_used(source, entries.values())
-    _same(source, getattr(module, "specs", ()))
+    _same(source, getattr(module, "layer_specs", ()))
     layers = {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}
     for prefix in layers if hugging_face(module)[0] is None else ():
         _no_more(source, entries, {**own, **named_buffers(module)}, prefix)

@@ -234,7 +234,7 @@ def hugging_face(module: Any) -> tuple[Any, str]:
 
     The model is the module itself or its only layer. None is returned for it if neither is a Hugging Face model.
     """
-    specs: Any = getattr(module, "specs", ())
+    specs: Any = getattr(module, "layer_specs", ())
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
     return (inner, prefix) if hasattr(getattr(inner, "config", None), "to_dict") else (None, "")
 
@@ -247,7 +247,7 @@ def config_of(specs: Sequence[Any]) -> TransformerConfig | None:
 
 def wrapping(module: Any) -> Any:
     """Return the ``HFModel`` that a module's layers share if ``hf_layers`` made them, else None."""
-    arguments = (value for spec in getattr(module, "specs", ()) for value in getattr(spec, "args", ()))
+    arguments = (value for spec in getattr(module, "layer_specs", ()) for value in getattr(spec, "args", ()))
     return next((value for value in arguments if hasattr(value, "family") and hasattr(value, "names")), None)
 
 
@@ -282,7 +282,7 @@ def written_config(module: nn.Module, config: Any) -> dict[str, Any]:
         config = theirs.config.to_dict()
         config["architectures"] = config.get("architectures") or [type(theirs).__name__]
     if config is None:
-        config = config_of(getattr(module, "specs", ()))
+        config = config_of(getattr(module, "layer_specs", ()))
     if config is None and (wrapped := wrapping(module)) is not None:
         config = {**wrapped.config.to_dict(), "architectures": [wrapped.architecture]}
     if config is None:

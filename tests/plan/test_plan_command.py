@@ -156,7 +156,7 @@ def test_the_page_the_picture_and_the_training_file_come_from_the_same_numbers(t
 def test_the_training_file_of_a_folder_trains_its_weights_if_it_has_any(tmp_path: Path) -> None:
     folder, written = tmp_path / "model", tmp_path / "run.yaml"
     folder.mkdir()
-    fields = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
+    fields: dict[str, object] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
     fields |= {"model_type": "llama", "num_attention_heads": 4, "max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(fields))
     asked = ("--model", str(folder), "--gpus", "1", "--batch", "4", "--sequence", "64", "--write", str(written))
