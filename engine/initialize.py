@@ -138,7 +138,7 @@ def initialize(
     tuned = find_sizes(model, checked, optimizer, training_data, collate_fn, given_schedule)
     checked = checked if tuned is None else tuned.tuner.config
     batch = batch_sizes(checked, grid.data.size)
-    if isinstance(model, PipelineModule):
+    if isinstance(model, PipelineModule) and checked.lora is None:
         model_parameters = unless_all(model, model_parameters)
     made_schedule, notes = _place_model(model, grid, checked, batch.accumulation, given_schedule)
     _warn(grid, notes)
