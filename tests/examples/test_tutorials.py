@@ -157,7 +157,7 @@ def test_the_two_engine_example(ranks: Any, size: int) -> None:
     models = space["nets"]()
     optimizers = [
         torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9),
-        torch.optim.AdamW(models[1].parameters(), lr=0.01),
+        torch.optim.AdamW(models[1].parameters(), lr=0.01, weight_decay=0.0),
     ]
     for x, y in batches(space["dataset"](), 16, read_config({"train_batch_size": 1}).seed, 8):
         torch.stack([(model(x) - y).square().mean() for model in models]).sum().backward()
