@@ -23,7 +23,7 @@ _FILL = 4  # microbatches for each pipe rank, if no batch is given: more hold no
 
 
 class _Counted(NamedTuple):
-    """What is counted: the formulas, the layout, the batch, the sequence, and a schedule of the run's own."""
+    """Formulas, layout, batch and sequence to count, and a schedule of the run's own."""
 
     memory: ModelMemory
     layout: ParallelLayout
