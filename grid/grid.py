@@ -369,7 +369,7 @@ class Grid:
         # later does not apply to sends and receives.
         limit, mine = timedelta(seconds=self.timeout), []
         for name in self.topology.names:
-            made = {ranks: _group(ranks, limit, name) for ranks in map(tuple, self.topology.groups(name))}
+            made = {ranks: _group(ranks, limit) for ranks in map(tuple, self.topology.groups(name))}
             mine += [group for ranks, group in made.items() if self.rank in ranks]
         ranks = torch.arange(self.size).view(self.topology.shape)
         return DeviceMesh.from_group(mine, self.device.type, mesh=ranks, mesh_dim_names=self.topology.names)
@@ -387,7 +387,7 @@ class Grid:
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
         mine = None
         for ranks in groups:
-            group = _group(ranks, timedelta(seconds=self.timeout), name) if len(ranks) > 1 else None
+            group = _group(ranks, timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine = self._axis_type(name, ranks, self.rank, group, self.traffic)
         if mine is not None:
@@ -503,8 +503,6 @@ def _tcp_store(environment: Environment, limit: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, size, is_master=serves, timeout=limit, multi_tenant=serves)
 
 
-def _group(ranks: Sequence[int], limit: timedelta, name: str) -> Any:
-    # Not for the data axis, which moves large tensors while all ranks compute: its threads keep the normal policy.
-    # (2 ranks on 2 cores: steps of ZeRO 1 to 3 take 3 to 7 % less. A pipeline waits for small messages.)
-    with contextlib.nullcontext() if "data" in name else batch_threads():
+def _group(ranks: Sequence[int], limit: timedelta) -> Any:
+    with batch_threads():
         return dist.new_group(ranks, timeout=limit)
