@@ -80,14 +80,15 @@ class Axis:
         Args:
             tensor: contiguous, of the same shape and dtype on every rank.
             op: name of the reduction, e.g. ``sum`` or ``max``.
-            async_op: return at once; the result is there after ``wait`` of the returned handle.
+            async_op: return at once; the result is there after ``wait`` of the returned handle. The same on every rank.
         """
         self._count("all_reduce", 2 * nbytes(tensor) / self.size * (self.size - 1))
-        on_gloo = self._exchanges and tensor.device.type == "cpu"
-        if on_gloo and self.size == 2 and _SMALL < nbytes(tensor) <= _MEDIUM:
-            return started(self._exchange_whole(tensor, op), async_op)
-        if on_gloo and nbytes(tensor) <= _SMALL and self.size.bit_count() == 1 and not async_op and self.size > 1:
-            return self._exchange(tensor, op)
+        if not async_op and self._exchanges and tensor.device.type == "cpu":
+            if self.size > 1 and nbytes(tensor) <= _SMALL and self.size.bit_count() == 1:
+                return self._exchange(tensor, op)
+            if self.size == 2 and nbytes(tensor) <= _MEDIUM:
+                return self._exchange_whole(tensor, op)
+        # Gloo sums in its own thread, beside this one: what is best for a tensor that nobody waits for yet.
         return self._start(dist.all_reduce, async_op, tensor, op=_OPS[op][0])
 
     def _exchange_whole(self, tensor: Tensor, op: str) -> Pending:
@@ -99,7 +100,9 @@ class Axis:
         tensor = tensor.detach()
         theirs = torch.empty_like(tensor)
         works = self._swap([tensor] * 2, [theirs] * 2, _EXCHANGE)
-        return Then(All(works), lambda: _OPS[op][1](tensor, theirs, out=tensor))
+        All(works).wait()
+        _OPS[op][1](tensor, theirs, out=tensor)
+        return Done()
 
     def _exchange(self, tensor: Tensor, op: str) -> Pending:
         """All-reduce of a small tensor by recursive doubling: in round k ranks at distance 2^k exchange their sums.
@@ -137,8 +140,8 @@ class Axis:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Sum a flat tensor over the ranks, and keep this rank's part of the sum: (n,) from (size * n,).
 
-        On a CPU the ranks exchange their parts, and each rank sums them in rank order. Gloo's own reduce-scatter does an
-        all-reduce with twice the bytes and keeps a slice.
+        On a CPU the ranks exchange their parts, and each rank sums them in rank order. Gloo's own reduce-scatter does
+        an all-reduce with twice the bytes and keeps a slice.
         """
         if self.size == 1:
             return _copy(output, tensor)
