@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,8 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
     from rich.table import Table
 
     reader = _open(path)
-    index, out = reader.index, Console(soft_wrap=True, highlight=False)
+    # A file has lines of any length; a terminal gets long names in several lines.
+    index, out = reader.index, Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
     grid = " x ".join(f"{size} {axis}" for axis, size in index.head["grid"].items())
     out.print(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
     out.print(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
@@ -43,7 +45,7 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
     totals: dict[str, int] = {}
     table = Table(title_justify="left")
     for name, side in (("tensor", "left"), ("dtype", "left"), ("shape", "left"), ("MB", "right"), ("boxes", "right")):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(name, justify=side, overflow="fold")  # type: ignore[arg-type]
     for name, entry in index.tensors.items():
         kind = name.rpartition("/")[0] or name
         kind = "random" if kind.startswith("random") else kind

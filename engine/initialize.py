@@ -34,6 +34,7 @@ from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_group
 from .setup.rank_consistency import require_same_model, require_same_settings
 from .setup.recomputation import configure_recomputation
 from .setup.tuning import find_sizes
+from .setup.zero import unsharded_note
 
 
 @overload
@@ -166,8 +167,8 @@ def initialize(
         print(json.dumps(resolve_config(engine.config, engine.batch), indent=2), flush=True)
     instrument(engine)
     engine.start_checkpointing()
-    note = getattr(engine.lr_scheduler, "note", None)
-    _warn(grid, [] if note is None else [note])
+    found = (getattr(engine.lr_scheduler, "note", None), unsharded_note(engine.data_axis))
+    _warn(grid, [note for note in found if note is not None])
     engine.observer.install()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -52,6 +52,8 @@ _REPLACED = (
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
     *("_load_rng_state", "call_model_init", "create_accelerator_and_postprocess", "prediction_step", "compute_loss"),
 )
+# DeepSpeed's schedules, and the lr_scheduler_type that gives nearly the same learning rates.
+_ALIKE = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 if _gone := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
     raise ImportError(
         f"the Trainer of transformers {transformers.__version__} has no {', '.join(_gone)}: triax.Trainer is tested "
@@ -182,6 +184,13 @@ class Trainer(transformers.Trainer):
             self.optimizer if optimizer is None else optimizer
         )
         self._created_lr_scheduler = True
+        asked = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
+        if asked not in ("linear", _ALIKE.get(section.type)) and self.grid.rank == 0:  # linear: the default
+            logging.getLogger("triax").warning(
+                "lr_scheduler_type=%s has no effect, because the configuration has the scheduler %s: delete its "
+                "section scheduler to use the argument's",
+                *(asked, section.type),
+            )
         return self.lr_scheduler
 
     def _configuration(self, steps: int | None) -> Config:

@@ -10,6 +10,7 @@ from ...config.zero import OffloadConfig, ZeroConfig
 from ...grid.dtypes import dtype_of
 from ...grid.errors import ConfigError
 from ...grid.grid import Grid
+from ...zero.data_axis import ZeroDataAxis
 from ...zero.offload import Offload, OffloadTarget
 from ...zero.options import ZeroOptions
 from ...zero.zeropp.options import ZeroPlusPlus
@@ -50,6 +51,19 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
         offload=_offload(zero),
         exchange=make_exchange(config, module, grid),
         zeropp=_zeropp(zero, data),
+    )
+
+
+def unsharded_note(data_axis: ZeroDataAxis) -> str | None:
+    """Return a note if stage 3 shards none of this rank's weights, because all are below the threshold; else None."""
+    options, buckets = data_axis.options, data_axis.buckets
+    if options.stage < 3 or data_axis.axis.size == 1 or not buckets or any(bucket.partitioned for bucket in buckets):
+        return None
+    largest = max(member.parameter.numel() for bucket in buckets for member in bucket.members)
+    return (
+        f"stage 3 of ZeRO keeps all weights whole on every replica: none has more than "
+        f"stage3_param_persistence_threshold = {options.persistence_threshold:,} elements (the largest has "
+        f"{largest:,}); a threshold of 0 shards all"
     )
 
 

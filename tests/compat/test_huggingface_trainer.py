@@ -861,6 +861,24 @@ def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path)
     assert len(heard) == 1 and "'data': 2" in heard[0] and "'tensor': 2" in heard[0] and "seed=42" in heard[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind", "said"),
+    [("cosine", "WarmupLR", True), ("cosine", "WarmupCosineLR", False), ("linear", "WarmupLR", False)],
+)
+def test_a_schedule_that_the_file_replaces_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str, kind: str, said: bool
+) -> None:
+    params = (
+        {"total_num_steps": "auto", "warmup_num_steps": "auto"} if kind != "WarmupLR" else {"warmup_num_steps": "auto"}
+    )
+    config = {**zero(0), "scheduler": {"type": kind, "params": params}}
+    trainer = trainer_of("gpt2", str(tmp_path), 1, config, lr_scheduler_type=asked, max_steps=1, save_strategy="no")
+    trainer.train()
+    texts = [record.getMessage() for record in caplog.records if "lr_scheduler_type" in record.getMessage()]
+    assert len(texts) == said
+    assert all(f"lr_scheduler_type={asked}" in text and kind in text for text in texts)
+
+
 def seed_of_a_worker(out: str, config: Any) -> tuple[int, int]:
     """Index of this rank's replica, and the seed that a worker of its loader gets."""
     trainer = trainer_of("gpt2", out, 2, config, dataloader_num_workers=2)

@@ -336,3 +336,28 @@ def test_auto_and_what_changes_nothing(caplog: pytest.LogCaptureFixture) -> None
     caplog.clear()
     engine(Grid(), {"stage": 2})
     assert not caplog.text
+
+
+def warnings_of(zero: dict[str, Any]) -> list[str]:
+    """Return what making an engine on two replicas says to this rank's log."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
+    logger.addHandler(ear)
+    try:
+        engine(Grid(1, 2, 1), zero)
+    finally:
+        logger.removeHandler(ear)
+    return said
+
+
+def test_a_stage_3_that_shards_nothing_is_said_once(ranks: Any) -> None:
+    whole, silent = ranks(2, warnings_of, {"stage": 3, "stage3_param_persistence_threshold": WEIGHT})
+    assert silent == []
+    assert len(whole) == 1 and f"= {WEIGHT:,} elements (the largest has {WEIGHT:,})" in whole[0]
+    for less in ({"stage": 3, "stage3_param_persistence_threshold": BIAS}, {"stage": 3}, {"stage": 2}):
+        assert ranks(2, warnings_of, less) == [[], []], less
