@@ -861,6 +861,9 @@ def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path)
     assert len(heard) == 1 and "'data': 2" in heard[0] and "'tensor': 2" in heard[0] and "seed=42" in heard[0]
 
 
+LENGTHS = ("total_num_steps", "warmup_num_steps")
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "said"),
     [("cosine", "WarmupLR", True), ("cosine", "WarmupCosineLR", False), ("linear", "WarmupLR", False)],
