@@ -861,9 +861,6 @@ def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path)
     assert len(heard) == 1 and "'data': 2" in heard[0] and "'tensor': 2" in heard[0] and "seed=42" in heard[0]
 
 
-LENGTHS = ("total_num_steps", "warmup_num_steps")
-
-
 @pytest.mark.parametrize(
     ("asked", "kind", "said"),
     [("cosine", "WarmupLR", True), ("cosine", "WarmupCosineLR", False), ("linear", "WarmupLR", False)],
@@ -871,9 +868,7 @@ LENGTHS = ("total_num_steps", "warmup_num_steps")
 def test_a_schedule_that_the_file_replaces_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str, kind: str, said: bool
 ) -> None:
-    params = (
-        {"total_num_steps": "auto", "warmup_num_steps": "auto"} if kind != "WarmupLR" else {"warmup_num_steps": "auto"}
-    )
+    params = {"warmup_num_steps": "auto"} | ({} if kind == "WarmupLR" else {"total_num_steps": "auto"})
     config = {**zero(0), "scheduler": {"type": kind, "params": params}}
     trainer = trainer_of("gpt2", str(tmp_path), 1, config, lr_scheduler_type=asked, max_steps=1, save_strategy="no")
     trainer.train()
