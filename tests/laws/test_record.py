@@ -1,0 +1,19 @@
+"""Test of the program that compares the bits of two states of the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from record import case_digests, cases, compare, five
+
+
+def test_the_record_finds_other_bits_and_no_others(ranks: Any) -> None:
+    runs = dict(cases())
+    assert len(runs) + len(dict(five())) == 75
+    case = runs["pipeline [1, 2, 1] stage 2"]
+    first, again, other = (
+        ranks(2, case_digests, each) for each in (case, case, {**case, "clip": case["clip"] * (1 + 1e-15)})
+    )
+    assert compare({"run": again}, {"run": first}) == []
+    assert compare({"run": other}, {"run": first}) == ["run: gradients of ranks [0] differ"]  # one replica has them
+    assert compare({}, {"run": first}) == ["run: missing"]
