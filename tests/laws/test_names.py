@@ -1,4 +1,4 @@
-"""Laws of names and docstrings (DESIGN, sections 1 and 4): one class per name; docstrings that name their thing."""
+"""Laws of names and docstrings (docs/inside/why.md): one class per name; docstrings that name their thing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of the library's imports, and the table of what each folder may import (DESIGN, section 1)."""
+"""Reader of the library's imports, and the table of what each folder may import (docs/inside/why.md)."""
 
 from __future__ import annotations
 
