@@ -6,7 +6,7 @@ which the gradient is reduced, which rank counts it in the gradient norm, its Ze
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -195,6 +195,21 @@ class Layout:
         lengths = [row[0].shape[self.expert_dim] for row in shards]
         rows = [self._of_experts(length).assemble(row) for length, row in zip(lengths, shards, strict=True)]
         return Layout(self.shape, shard_dim=self.expert_dim).assemble(rows)
+
+    def layers(self, tensor: Tensor) -> list[Tensor]:
+        """Return views of the layers in a tensor of this layout: one of each expert, or the tensor itself."""
+        return [tensor] if self.expert_dim is None else list(tensor.unbind(self.expert_dim))
+
+    def map_layers(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+        """Return the tensor after a function of each layer. Experts (E, rows, columns) are given to it as one stack."""
+        if self.expert_dim is None or (self.expert_dim == 0 and tensor.dim() == 3):
+            return function(tensor)
+        return torch.stack([function(layer) for layer in self.layers(tensor)], self.expert_dim)
+
+    @property
+    def layer_dims(self) -> int:
+        """Number of dims of a layer: that of experts counts layers."""
+        return len(self.shape) - (self.expert_dim is not None)
 
     def _of_experts(self, length: int) -> Layout:
         """Return the layout of a part of the parameter with ``length`` experts, over the tensor axis alone."""

@@ -1,29 +1,33 @@
-"""LAMB and Muon: optimizers whose update of an element depends on the whole tensor (the layer) that it is part of.
+"""LAMB and Muon: optimizers whose update of an element depends on the layer that it is part of.
 
-They run on whole tensors in a plain loop. Under ZeRO they step flat ranges, and ``zero/layerwise.py`` replaces their
-attribute ``layers`` by one that combines the shards of each tensor.
+A layer is a parameter or, of experts that are stacked in one parameter (``Layout.expert_dim``), each expert. They run
+on whole tensors in a plain loop. Under ZeRO they step flat ranges, and ``zero/layerwise.py`` replaces their attribute
+``layers`` by one that combines the shards of each layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import EllipsisType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..grid.errors import describe
+from ..grid.layout import layout_of
 
-Function = Callable[[Tensor], Tensor]  # of a whole tensor
+Function = Callable[[Tensor], Tensor]  # of a whole layer, or of a stack of matrices
 
 
 class Layers(Protocol):
     """Protocol: the layers of which the stepped tensors hold parts."""
 
-    def parts(self, stepped: Tensor) -> Sequence[tuple[slice | EllipsisType, tuple[int, ...]]]:
-        """Return the index of each layer's part in a stepped tensor, and the shape of the whole layer."""
+    def parts(self, stepped: Tensor) -> Sequence[tuple[Any, tuple[int, ...]]]:
+        """Return the index of each layer's part in a stepped tensor, and the shape of the whole layer.
+
+        A layer may have several parts, which follow each other.
+        """
 
     def norms(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return for each stepped tensor and its update the 2-norms of the layers and of their updates, (parts, 2)."""
@@ -38,19 +42,27 @@ class Layers(Protocol):
 
 
 class WholeLayers:
-    """Layers of a plain loop: each stepped tensor is one."""
+    """Layers of a plain loop: each stepped tensor is one, or each of its experts."""
 
-    def parts(self, stepped: Tensor) -> list[tuple[slice | EllipsisType, tuple[int, ...]]]:
-        """Return one part, the tensor itself."""
-        return [(..., tuple(stepped.shape))]
+    def parts(self, stepped: Tensor) -> list[tuple[Any, tuple[int, ...]]]:
+        """Return one part for each layer."""
+        layout = layout_of(stepped)
+        if layout.expert_dim is None:
+            return [(..., tuple(stepped.shape))]
+        before = (slice(None),) * layout.expert_dim
+        return [((*before, number), tuple(one.shape)) for number, one in enumerate(layout.layers(stepped))]
 
     def norms(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Return the norms of each tensor and of its update, (1, 2)."""
-        return [torch.stack([weights.norm(), update.norm()]).view(1, 2) for weights, update in pairs]
+        """Return the norms of each layer and of its update, (layers, 2)."""
+        found = []
+        for weights, update in pairs:
+            layers = layout_of(weights).layers
+            found.append(torch.stack([part.norm() for both in zip(layers(weights), layers(update)) for part in both]))
+        return [norms.view(-1, 2) for norms in found]
 
     def whole(self, updates: Sequence[tuple[Tensor, Tensor, Function]], dtype: torch.dtype) -> list[Tensor]:
-        """Return the function of each update."""
-        return [function(update.to(dtype)) for _, update, function in updates]
+        """Return the function of each layer's update."""
+        return [layout_of(p).map_layers(function, update.to(dtype)) for p, update, function in updates]
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
@@ -159,7 +171,7 @@ class Muon(LayerwiseOptimizer):
         adjust_lr_fn: factor of a matrix's rate, as in torch: ``original``, sqrt(max(1, rows / columns));
             ``match_rms_adamw``, 0.2 sqrt(max(rows, columns)).
         betas, eps: of AdamW.
-        use_muon: of groups that do not say it; None: of every tensor of two dims or more.
+        use_muon: of groups that do not say it; None: of every layer of two dims or more.
     """
 
     def __init__(
@@ -205,7 +217,7 @@ class Muon(LayerwiseOptimizer):
                     "a parameter group has no use_muon, but ZeRO makes flat ranges, which are no matrices: pass the "
                     "groups that triax.optim.layerwise.muon_groups(model) returns"
                 )
-            if p.dim() >= 2 if group["use_muon"] is None else group["use_muon"]:
+            if layout_of(p).layer_dims >= 2 if group["use_muon"] is None else group["use_muon"]:
                 matrices.append((group, p))
                 continue
             update = self._adam(p, group)
@@ -275,8 +287,8 @@ _NOT_HIDDEN = ("embed", "lm_head")  # in a parameter's name, as in DeepSpeed; in
 def is_hidden_matrix(name: str, parameter: nn.Parameter, owner: str = "") -> bool:
     """Return True if Muon steps a parameter, and False if AdamW does.
 
-    An attribute ``use_muon`` of the parameter decides. Without it Muon steps tensors of two dims or more, except those
-    of embeddings and of output layers.
+    An attribute ``use_muon`` of the parameter decides. Without it Muon steps layers of two dims or more (the biases of
+    experts, (E, D), have one), except those of embeddings and of output layers.
 
     Args:
         name: name of the parameter in its model.
@@ -287,7 +299,7 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter, owner: str = "") -> boo
     if chosen is not None:
         return bool(chosen)
     outer = any(word in owner.lower() for word in ("embedding", "head")) and "attention" not in owner.lower()
-    return parameter.dim() >= 2 and not outer and not any(word in name.lower() for word in _NOT_HIDDEN)
+    return layout_of(parameter).layer_dims >= 2 and not outer and not any(word in name.lower() for word in _NOT_HIDDEN)
 
 
 def split_for_muon(model: nn.Module, groups: Groups) -> Groups:

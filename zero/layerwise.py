@@ -1,6 +1,7 @@
 """Layers whose elements are sharded, for LAMB and Muon: norms over the shards, and whole matrices on one rank each.
 
-A rank owns a flat range of each bucket, so it holds parts of layers. A norm of a layer is summed over the replicas that
+A layer is a parameter, or one expert of a parameter that holds several. A rank owns a flat range of each bucket, so it
+holds parts of layers. A norm of a layer is summed over the replicas that
 own parts of it, in the order of ranks, and over the tensor axis. A matrix is sent to one replica, which assembles it
 (over the tensor axis too), computes the function of it, and sends each replica its part of the result: 2 bytes per
 element in each direction in bfloat16, and each replica computes its share of the matrices. In stage 0, where
@@ -26,7 +27,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class _Matrix(NamedTuple):
-    """Layer in a list of updates: its bucket, its elements there, and the replica that computes its function."""
+    """Parameter in a list of updates: its bucket, its elements there, the replica that computes its function."""
 
     update: int  # index in the list
     bucket: Bucket
@@ -60,29 +61,29 @@ class ShardedLayers:
     def __init__(self, buckets: Sequence[Bucket], grid: Grid) -> None:
         self._grid = grid
         self._bucket_of: dict[Tensor, Bucket] = {b.master: b for b in buckets if b.master is not None}
+        self._layers: dict[Bucket, _Layers] = {bucket: _Layers.of(bucket) for bucket in self._bucket_of.values()}
 
     def parts(self, stepped: Tensor) -> list[tuple[slice, tuple[int, ...]]]:
         """Return the index of each layer's part in a stepped range, and the shape of the whole layer."""
-        bucket = self._bucket_of[stepped]
-        return [(span, bucket.members[number].layout.shape) for number, span in _parts(bucket)]
+        layers = self._layers[self._bucket_of[stepped]]
+        return [(span, layers.shapes[number]) for number, span in layers.parts]
 
     def norms(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return for each stepped range and its update the 2-norms of the layers and of their updates, (parts, 2)."""
         buckets = [self._bucket_of[stepped] for stepped, _ in pairs]
-        tables = [torch.zeros(len(b.members), 2, dtype=torch.float64, device=self._grid.device) for b in buckets]
-        for (stepped, update), bucket, table in zip(pairs, buckets, tables, strict=True):
-            for number, span in _parts(bucket):
-                table[number, 0], table[number, 1] = square(stepped.detach()[span]), square(update[span])
+        each = [self._layers[bucket] for bucket in buckets]
+        tables = [torch.zeros(len(e.shapes), 2, dtype=torch.float64, device=self._grid.device) for e in each]
+        for (stepped, update), layers, table in zip(pairs, each, tables, strict=True):
+            if layers.parts:
+                values = stepped.detach()
+                squares = [square(flat[span]) for _, span in layers.parts for flat in (values, update)]
+                table.index_add_(0, layers.numbers, torch.stack(squares).view(-1, 2))
         for axis in dict.fromkeys(b.axis for b in buckets if b.sharded):
             _sum([t for t, b in zip(tables, buckets, strict=True) if b.sharded and b.axis is axis], axis)
-        layouts = [member.layout for bucket in buckets for member in bucket.members]
-        tensor, expert = self._grid.tensor, self._grid.expert
-        if tables and tensor.size > 1:  # a replicated layer has the norm of the first rank, equal on all
-            _sum(tables, tensor, torch.tensor([layout.sharded for layout in layouts], device=self._grid.device))
-        if expert.size > 1 and any(layout.expert_dim is not None for layout in layouts):
-            spread = [layout.expert_dim is not None for layout in layouts]
-            _sum(tables, expert, torch.tensor(spread, device=self._grid.device))
-        return [t.sqrt()[[number for number, _ in _parts(b)]] for t, b in zip(tables, buckets, strict=True)]
+        if tables and self._grid.tensor.size > 1:  # a replicated layer has the norm of the first rank, equal on all
+            sharded = [chosen for layers in each for chosen in layers.sharded]
+            _sum(tables, self._grid.tensor, torch.tensor(sharded, device=self._grid.device))
+        return [table.sqrt()[layers.numbers] for table, layers in zip(tables, each, strict=True)]
 
     def whole(self, updates: Sequence[tuple[Tensor, Tensor, Function]], dtype: torch.dtype) -> list[Tensor]:
         """Return the updates, in ``dtype``, after a function of each layer's whole update."""
@@ -150,15 +151,37 @@ class ShardedLayers:
                 unit=layout.unit,
             )
         tensor = self._grid.tensor
-        whole = function(layout.gather(tensor, flat.view(shape)))
+        whole = matrix.member.layout.map_layers(function, layout.gather(tensor, flat.view(shape)))
         return layout.shard(whole, tensor.rank, tensor.size).reshape(-1)
 
 
-def _parts(bucket: Bucket) -> list[tuple[int, slice]]:
-    """Return the number and the elements of each layer of which this rank owns a part, within the owned range."""
-    start, stop = bucket.owned
-    cut = [(max(slot.start, start) - start, min(slot.stop, stop) - start) for slot in bucket.flat.slots]
-    return [(number, slice(low, high)) for number, (low, high) in enumerate(cut) if low < high]
+class _Layers(NamedTuple):
+    """Layers of a bucket, of which this rank owns parts."""
+
+    shapes: list[tuple[int, ...]]  # of the whole layers
+    sharded: list[bool]  # True for a layer that the tensor axis shards
+    parts: list[tuple[int, slice]]  # number of the layer, and elements within the owned range
+    numbers: Tensor  # of the layers in ``parts``, (parts,)
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> _Layers:
+        """Return the layers of a bucket: of each parameter one, or one for each of this rank's experts."""
+        start, stop = bucket.owned
+        shapes: list[tuple[int, ...]] = []
+        sharded: list[bool] = []
+        parts: list[tuple[int, slice]] = []
+        for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+            first, layout, dim, local = len(shapes), member.layout, member.layout.expert_dim, member.parameter.shape
+            experts = 1 if dim is None else local[dim]
+            run = math.prod(local) if dim is None else math.prod(local[dim + 1 :])  # consecutive elements of a layer
+            shapes += [layout.shape if dim is None else layout.shape[:dim] + layout.shape[dim + 1 :]] * experts
+            sharded += [layout.sharded] * experts
+            for turn in range((slot.stop - slot.start) // run if run else 0):
+                low, high = max(slot.start + turn * run, start), min(slot.start + (turn + 1) * run, stop)
+                if low < high:
+                    parts.append((first + turn % experts, slice(low - start, high - start)))
+        numbers = torch.tensor([number for number, _ in parts], dtype=torch.int64, device=bucket.owned_gradient.device)
+        return cls(shapes, sharded, parts, numbers)
 
 
 def _sum(tables: Sequence[Tensor], axis: Axis, chosen: Tensor | None = None) -> None:

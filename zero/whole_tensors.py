@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..grid.layout import FlatRange
+from ..grid.layout import FlatRange, set_layout
 from .bucket import Bucket
 from .managed import ManagedParameter
 from .optimizer import RangeStepper, elementwise_target
@@ -46,6 +46,7 @@ class WholeStepper(RangeStepper):
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 span, shape = slice(slot.start, slot.stop), member.parameter.shape
                 master = nn.Parameter(bucket.master.detach()[span].view(shape))
+                set_layout(master, member.layout)
                 self.views.append(MasterView(member, master, bucket, span))
                 params[bucket.group].append(master)
         return make([{**options, "params": some} for options, some in zip(groups, params, strict=True)])

@@ -45,7 +45,7 @@ def choose_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         make = _like_instance(optimizer)
         require_whole_tensors(type(optimizer), config, grid.tensor.size)
-        _require_real(type(optimizer), groups)
+        _require_fitting(type(optimizer), groups)
         return make
     if optimizer is not None:
         return _from_function(optimizer)
@@ -54,7 +54,7 @@ def choose_optimizer(
     cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
     require_whole_tensors(cls, config, grid.tensor.size)
     optimizers.require_steps_on(grid.device.type, params)
-    _require_real(cls, groups)
+    _require_fitting(cls, groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
 
 
@@ -137,16 +137,24 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], config: Config, tens
     optimizers.require_whole_tensors(cls.__name__, zero.stage, offload, tensor)
 
 
-def _require_real(
+def _require_fitting(
     cls: type[torch.optim.Optimizer], groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
 ) -> None:
-    """Refuse complex parameters for an optimizer on whole tensors: Lamb, Muon, Adafactor.
+    """Refuse complex parameters for an optimizer on whole tensors (Lamb, Muon, Adafactor), and experts for Adafactor.
 
     Raises:
-        ConfigError: a parameter to train is complex; the message names it.
+        ConfigError: a parameter to train is complex, or holds several experts; the message names it.
     """
-    for parameter in (p for _, parameters in groups for p in parameters if p.is_complex()):
-        if cls.__name__ in optimizers.WHOLE_TENSOR | optimizers.LAYERWISE:
+    for parameter in (p for _, parameters in groups for p in parameters):
+        layout = layout_of(parameter)
+        if cls.__name__ in optimizers.WHOLE_TENSOR and layout.expert_dim is not None:
+            raise ConfigError(
+                f"optimizer {cls.__name__} scales each tensor by its root mean square, and "
+                f"{layout.name or 'a parameter'} of shape {list(layout.shape)} holds "
+                f"{layout.shape[layout.expert_dim]} experts, which would share one scale: take AdamW, Lion or Lamb, "
+                "which steps each expert as a layer of its own"
+            )
+        if parameter.is_complex() and cls.__name__ in optimizers.WHOLE_TENSOR | optimizers.LAYERWISE:
             raise ConfigError(
                 f"optimizer {cls.__name__} steps real tensors, and {layout_of(parameter).name or 'a parameter'} of "
                 f"shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}: take AdamW, or make "

@@ -16,9 +16,11 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.engine import read_config
 from triax.grid.errors import ConfigError
+from triax.moe import ModuleMoE
 from triax.optim.layerwise import Lamb, Muon, muon_groups, newton_schulz, split_for_muon
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
+from triax.zero.onebit.lamb import OneBitLamb
 
 from toys import mean_loss
 
@@ -138,6 +140,155 @@ def test_steps_equal_one_process(
     for _, found in results:
         for name, weight in wanted.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-10, atol=1e-12)
+
+
+EXPERTS = 4
+
+
+class Mixture(nn.Module):
+    """x + mixture(x) of experts with matrices and biases, each expert with weights of another size."""
+
+    def __init__(self, *, grid: Grid) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
+        self.moe = ModuleMoE(grid, WIDTH, expert, EXPERTS, top_k=2)
+        here = EXPERTS // grid.expert.size
+        mine = slice(grid.expert.rank * here, (grid.expert.rank + 1) * here)
+        for number, parameter in enumerate(self.moe.experts.parameters()):
+            drawn = torch.randn(EXPERTS, *parameter.shape[1:], generator=torch.Generator().manual_seed(number))
+            sizes = torch.arange(1, EXPERTS + 1).view(-1, *[1] * (parameter.dim() - 1))
+            parameter.data = (0.2 * drawn * sizes)[mine].to(parameter.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(x)[0]
+
+
+def mixture(x: Tensor, weights: dict[str, list[Tensor]], prefix: str) -> Tensor:
+    """``Mixture`` in plain PyTorch, of one parameter for each expert."""
+    scores = (x @ weights[f"{prefix}gate.weight"][0].T).softmax(-1)
+    best, chosen = scores.topk(2, dim=-1)
+    shares = torch.zeros_like(scores).scatter(1, chosen, best / best.sum(-1, keepdim=True))
+    linears = (f"{prefix}experts.0", f"{prefix}experts.2")
+    y = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        (w1, b1), (w2, b2) = ((weights[f"{n}_weight"][number], weights[f"{n}_bias"][number]) for n in linears)
+        y = y + shares[:, number : number + 1] * ((x @ w1.T + b1).tanh() @ w2.T + b2)
+    return x + y
+
+
+def engine_of_experts(axes: dict[str, int], kind: str, stage: int) -> Any:
+    grid = Grid(**{"data": 1, **axes}, timeout=60)
+    model = PipelineModule(
+        [LayerSpec(Mixture, grid=grid)] * 2, grid=grid, loss_fn=mean_loss, dtype=torch.float64, seed=5
+    )
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": EXPERT_PARAMS[kind]},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 60},
+    }
+    return triax.initialize(model=model, config=config)[0]
+
+
+def step_experts(engine: Any, number: int) -> None:
+    y, data = batch(number)[1], engine.grid.data
+    engine.train_batch(iter([(part, part.sin()) for part in y.chunk(data.size)[data.rank].split(2)]))
+
+
+def trained_experts(cells: list[tuple[dict[str, int], str, int]]) -> list[tuple[Weights, Weights]]:
+    found = []
+    for cell in cells:
+        engine = engine_of_experts(*cell)
+        before = engine.gather()
+        for number in range(STEPS):
+            step_experts(engine, number)
+        found.append((before, engine.gather()))
+    return found
+
+
+EXPERT_PARAMS = {**PARAMS, "OneBitLamb": {"lr": 0.05, "betas": [0.8, 0.95], "weight_decay": 0.1, "freeze_step": 2}}
+
+
+def reference_of_experts(before: Weights, kind: str, monkeypatch: pytest.MonkeyPatch) -> Weights:
+    weights = {
+        name: [nn.Parameter(w.clone()) for w in (whole if ".experts." in name else [whole])]
+        for name, whole in before.items()
+    }
+    every = {f"{name} {number}": p for name, each in weights.items() for number, p in enumerate(each)}
+    optimizers: list[torch.optim.Optimizer] = []
+    if kind == "Muon":  # torch computes in bfloat16 only
+        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
+        optimizers = [
+            torch.optim.Muon([p for p in every.values() if p.dim() == 2], lr=0.05, weight_decay=0.1),
+            torch.optim.AdamW([p for p in every.values() if p.dim() < 2], lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+        ]
+    if kind == "OneBitLamb":  # its equations: tests/zero/test_onebit.py
+        optimizers = [OneBitLamb(every.values(), **{**EXPERT_PARAMS[kind], "betas": (0.8, 0.95)})]
+    state: dict[str, Any] = {}
+    for number in range(STEPS):
+        x = batch(number)[1]
+        y = x
+        for layer in range(2):
+            y = mixture(y, weights, f"layers.{layer}.moe.")
+        mean_loss(y, x.sin()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if kind == "Lamb":
+            values = {name: p.detach() for name, p in every.items()}
+            lamb(values, {name: p.grad for name, p in every.items() if p.grad is not None}, state, number + 1)
+            for name, p in every.items():
+                p.data = values[name]
+        for p in every.values():
+            p.grad = None
+    return {
+        name: torch.stack([p.detach() for p in each]) if ".experts." in name else each[0].detach()
+        for name, each in weights.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=EXHAUSTIVE)])
+def test_each_expert_steps_as_a_layer_of_its_own(ranks: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAMB's coefficients and Muon's matrices are those of a model with one parameter for each expert."""
+    cells: list[tuple[dict[str, int], str, int]] = {
+        1: [({}, kind, 0) for kind in EXPERT_PARAMS],
+        2: [
+            (axes, kind, stage)
+            for kind in PARAMS
+            for axes, stage in (({"data": 2, "expert": 2}, 1), ({"data": 2}, 3), ({"pipe": 2}, 0), ({"tensor": 2}, 2))
+        ],
+        4: [({"data": 4, "expert": 2}, kind, stage) for kind in PARAMS for stage in range(4)],
+    }[size]
+    every = ranks(size, trained_experts, cells, timeout=120)
+    for number, (axes, kind, stage) in enumerate(cells):
+        with monkeypatch.context() as patch:
+            wanted = reference_of_experts(every[0][number][0], kind, patch)
+        for found in every:
+            for name, weight in wanted.items():
+                torch.testing.assert_close(
+                    found[number][1][name], weight, rtol=1e-10, atol=1e-12, msg=f"{axes} {kind} {stage} {name}"
+                )
+
+
+def test_a_checkpoint_has_the_coefficient_of_each_expert(tmp_path: Path) -> None:
+    engine = engine_of_experts({}, "OneBitLamb", 0)
+    for number in range(3):
+        step_experts(engine, number)
+    engine.save_checkpoint(str(tmp_path))
+    loaded = engine_of_experts({}, "OneBitLamb", 0)
+    loaded.load_checkpoint(str(tmp_path))
+    for each in (engine, loaded):
+        step_experts(each, 3)
+    torch.testing.assert_close(loaded.gather(), engine.gather(), rtol=0, atol=0)
+
+
+def test_adafactor_refuses_experts_that_share_one_scale() -> None:
+    grid = Grid(timeout=60)
+    model = PipelineModule([LayerSpec(Mixture, grid=grid)], grid=grid, loss_fn=mean_loss)
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.moe\.\S+ of shape \[4.*\] holds 4 experts, which would share one"
+    ):
+        triax.initialize(model=model, config=config)
 
 
 def resumed(folder: str, shape: tuple[int, int, int], kind: str, stage: int) -> Weights:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...grid.errors import require_at_least
+from ...grid.layout import layout_of
 from .adam import LocalValue, OneBit, State, corrected, denominator
 
 
@@ -16,7 +17,8 @@ class OneBitLamb(OneBit):
     """1-bit LAMB: LAMB for ``freeze_step`` steps, then a compressed momentum over a frozen variance.
 
     After the warm-up each tensor's coefficient is the mean of its coefficients so far, times a factor that estimates
-    how much the variance would have changed.
+    how much the variance would have changed. Experts that are stacked in one tensor have a coefficient each: in a state
+    of one number for each of them, of as many dims as the tensor.
 
     Li et al. 2021, arXiv:2104.06069, algorithm 1; LAMB: You et al. 2020, arXiv:1904.00962, algorithm 2. Names,
     defaults, and the effect of weight decay on the factor are DeepSpeed's.
@@ -74,7 +76,7 @@ class OneBitLamb(OneBit):
         divisor = denominator(state["exp_avg_sq"], group, frozen)
         rate = 1 / corrected(group["betas"][0], step, group["bias_correction"])
         update = state["exp_avg"] * rate / divisor
-        small = update.norm()
+        small = _norm(p, update)
         update.add_(p, alpha=group["weight_decay"])
         if local is None:
             coefficient = self._trust(p, update, group)
@@ -83,7 +85,7 @@ class OneBitLamb(OneBit):
             factor = self._factor(p, state, group, step, divisor)
             if group["weight_decay"]:
                 # As in DeepSpeed: only the part of the update that is not decay depends on the variance.
-                part = (small / update.norm()).nan_to_num(1.0).clamp(max=1.0)
+                part = (small / _norm(p, update)).nan_to_num(1.0).clamp(max=1.0)
                 factor = factor * part + (1 - part)
             factor = factor.clamp(group["factor_min"], group["factor_max"])
             # Scalars loaded from a checkpoint are on the CPU.
@@ -93,8 +95,8 @@ class OneBitLamb(OneBit):
         p.sub_(update.mul_(coefficient * group["lr"]))
 
     def _trust(self, p: Tensor, update: Tensor, group: State) -> Tensor:
-        """Return LAMB's coefficient: a tensor's norm over that of its update, within limits; 1 if one of them is 0."""
-        weight, step = p.norm(), update.norm()
+        """Return LAMB's coefficient: a layer's norm over that of its update, within limits; 1 if one of them is 0."""
+        weight, step = _norm(p, p), _norm(p, update)
         ratio = (weight / step).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((weight > 0) & (step > 0), ratio, torch.ones_like(ratio))
 
@@ -127,4 +129,19 @@ class OneBitLamb(OneBit):
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         fresh = state["exp_avg_sq_fresh"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         ratio = (divisor / denominator(fresh, group, step)).mul_(state["exp_avg_sq"].sign())
-        return ratio.max() if ratio.numel() else divisor.new_ones(())
+        dims = _within_a_layer(p)
+        if not ratio.numel():
+            return divisor.new_ones(())
+        return ratio.amax(dims, keepdim=True) if dims is not None else ratio.max()
+
+
+def _within_a_layer(p: Tensor) -> tuple[int, ...] | None:
+    """Return the dims of each of the experts in a tensor; None of a tensor that is one layer."""
+    expert_dim = layout_of(p).expert_dim
+    return None if expert_dim is None else tuple(dim for dim in range(p.dim()) if dim != expert_dim)
+
+
+def _norm(p: Tensor, x: Tensor) -> Tensor:
+    """Return the 2-norm of each layer of a tensor: (), or one for each expert, of as many dims as the tensor."""
+    dims = _within_a_layer(p)
+    return x.norm() if dims is None else torch.linalg.vector_norm(x, dim=dims, keepdim=True)

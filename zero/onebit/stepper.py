@@ -162,7 +162,7 @@ class OneBitStepper(WholeStepper):
                 elif key == self.optimizer.SERVER:
                     if ranges.writes(named):
                         yield key, FlatRange(layout.name, layout, *self.served(view.master), value)
-                else:
+                elif value.shape == view.master.shape:
                     yield from ((key, part) for part in ranges.of_replicated(named, value.reshape(-1)))
 
     def load_targets(self, ranges: ShardRanges, dtype_of: DtypeOf, keys: Iterable[str]) -> KeyedRanges:
@@ -195,8 +195,9 @@ class OneBitStepper(WholeStepper):
                     state[base] = total
 
     def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield nothing: ``states`` yields all of the state."""
-        return iter(())
+        """Yield state that is neither of the parameter's shape nor a server's part: the coefficients of experts."""
+        known = (*self.optimizer.OWN, self.optimizer.SERVER)
+        return (each for each in super().odd_shaped_state(ranges) if each[1] not in known)
 
     def _average(self, values: Sequence[LocalValue]) -> None:
         """Replace each value by its mean over the replicas, bucket by bucket, in the order of buckets. Collective."""
