@@ -61,7 +61,7 @@ class ShardedLayers:
     def __init__(self, buckets: Sequence[Bucket], grid: Grid) -> None:
         self._grid = grid
         self._bucket_of: dict[Tensor, Bucket] = {b.master: b for b in buckets if b.master is not None}
-        self._layers: dict[Bucket, _Layers] = {bucket: _Layers.of(bucket) for bucket in self._bucket_of.values()}
+        self._layers: dict[Bucket, BucketLayers] = {bucket: BucketLayers.of(bucket) for bucket in self._bucket_of.values()}
 
     def parts(self, stepped: Tensor) -> list[tuple[slice, tuple[int, ...]]]:
         """Return the index of each layer's part in a stepped range, and the shape of the whole layer."""
@@ -155,7 +155,7 @@ class ShardedLayers:
         return layout.shard(whole, tensor.rank, tensor.size).reshape(-1)
 
 
-class _Layers(NamedTuple):
+class BucketLayers(NamedTuple):
     """Layers of a bucket, of which this rank owns parts."""
 
     shapes: list[tuple[int, ...]]  # of the whole layers
@@ -164,7 +164,7 @@ class _Layers(NamedTuple):
     numbers: Tensor  # of the layers in ``parts``, (parts,)
 
     @classmethod
-    def of(cls, bucket: Bucket) -> _Layers:
+    def of(cls, bucket: Bucket) -> BucketLayers:
         """Return the layers of a bucket: of each parameter one, or one for each of this rank's experts."""
         start, stop = bucket.owned
         shapes: list[tuple[int, ...]] = []
