@@ -102,7 +102,7 @@ def plan(
         else:
             _print(result, limit, _days(work, found, run_tokens, run_seconds))
         if plot is not None:
-            picture(result["layouts"][:5], plot, limit / 2**30)
+            picture(result["layouts"][:5], plot, limit / 2**30, result.get("unfitted", ""))
         title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
         if html is not None:
             html.write_text(page(result, title), encoding="utf-8")
@@ -218,12 +218,19 @@ def _gpus(given: dict[str, list[Any]]) -> int:
     return math.prod(given.get(axis, [1])[0] for axis in ("pipe", "data", "context", "tensor"))
 
 
+def _unfitted(work: Work) -> dict[str, Any]:
+    """Return the first entry of a JSON object: a line about a machine to whose runs nothing is fitted."""
+    line = work.machine.unfitted(work.precision)
+    return {} if line is None else {"unfitted": line}
+
+
 def _result(found: Search, work: Work) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
     from ..plan.search import to_dict
 
     layouts = [to_dict(planned, work) for planned in found.layouts]
     return {
+        **_unfitted(work),
         "layouts": layouts,
         "considered": found.considered,
         "excluded": found.excluded,
@@ -310,9 +317,13 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
     if as_json:
         times = {kind: a["time_s"][kind] - b["time_s"][kind] for kind in a["time_s"]}
         sizes = {kind: a["memory_gib"][kind] - b["memory_gib"][kind] for kind in a["memory_gib"]}
-        typer.echo(json.dumps({"layouts": found, "difference": {"time_s": times, "memory_gib": sizes}}))
+        typer.echo(
+            json.dumps({**_unfitted(work), "layouts": found, "difference": {"time_s": times, "memory_gib": sizes}})
+        )
         return
     console = Console()
+    for line in _unfitted(work).values():
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"A: {name_of(a)}\nB: {name_of(b)}", highlight=False, soft_wrap=True)
     for key, unit in (("time_s", "seconds a step"), ("memory_gib", "GiB on the fullest GPU")):
         table = Table(title=unit, title_justify="left")
@@ -334,6 +345,8 @@ def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     from ..plan.picture import name_of
 
     console = Console()
+    if "unfitted" in result:
+        console.print(result["unfitted"], highlight=False, soft_wrap=True)
     table = Table()
     table.add_column("layout", overflow="fold")
     for head in ("seconds", "TFLOP/s", "MFU %", "GiB"):
@@ -412,4 +425,5 @@ def _write(path: Path, model: str, file: TrainingFile | None, work: Work, layout
         "zero": zero,
     }
     content["training"].pop("batch_tokens", None)
-    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    comment = "".join(f"# {line}\n" for line in _unfitted(work).values())
+    path.write_text(comment + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

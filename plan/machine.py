@@ -1,7 +1,8 @@
 """Descriptions of machines: speed of products, memory and links, each figure with its source.
 
 A description is one of ``MACHINES``, or a JSON or TOML file with the fields of ``Machine``. A file may start from one
-of them: ``{"base": "h100-80g", "memory": 60e9}``.
+of them: ``{"base": "h100-80g", "memory": 60e9}``. A file that changes a figure on which the fitted ones depend loses
+their sources: ``Machine.unfitted`` then says that nothing is fitted to runs of this machine.
 
 >>> machine("h100-80g").peak["bf16"] / 1e12
 989.0
@@ -71,7 +72,7 @@ class Machine:
         host_bandwidth: bytes a second between a rank and the CPU's memory.
         host_memory_bandwidth: bytes a second of the CPU's memory, divided by the ranks of a node.
         measured: times by size that ``triax plan --measure`` has found, which go before the efficiencies above.
-        sources: field -> source of its figure.
+        sources: field -> source of its figure; those of the two fitted ones begin with "fitted".
     """
 
     name: str
@@ -130,6 +131,22 @@ class Machine:
         """Bytes a second of elementwise kernels."""
         return self.bandwidth * self.bandwidth_efficiency
 
+    def unfitted(self, precision: str) -> str | None:
+        """Return a line that says why times are estimates that no run confirms; None if a table or times are fitted."""
+        if self.measured is not None:
+            return None
+        missing = [name for name in FITTED if not self.sources.get(name, "").startswith("fitted")]
+        advice = "Times may be wrong by tens of percent: time the machine with triax plan --measure FILE."
+        if missing:
+            figures = ", ".join(
+                f"{name} {getattr(self, name)} ({self.sources.get(name, 'assumed')})" for name in missing
+            )
+            return f"machine {self.name}: its figures are not fitted to any run of it: {figures}. {advice}"
+        if precision not in _FITTED_IN:
+            known = " and ".join(_FITTED_IN)
+            return f"machine {self.name}: its figures are fitted to runs in {known}, not in {precision}. {advice}"
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the description as a machine file holds it."""
         return asdict(self)
@@ -164,6 +181,11 @@ def machine(name: str) -> Machine:
         hint = nearest(str(base), MACHINES)
         raise ValueError(f"the machine file {path}: base is {describe(base)}, which is no machine's name; {hint}")
     start = {"name": path.stem} if base is None else MACHINES[base].to_dict()
+    if base is not None and isinstance(values.get("sources", {}), Mapping):
+        stale = {name for name in values if values[name] != start.get(name)}
+        stale |= set(FITTED) if stale & set(_HARDWARE) else set()
+        kept = {name: source for name, source in start["sources"].items() if name not in stale}
+        values = {**values, "sources": kept | values.get("sources", {})}
     try:
         return _made(Machine, start | values)
     except ValueError as error:
@@ -220,6 +242,10 @@ def _value(kind: str, value: Any, place: str) -> Any:
     return value
 
 
+FITTED = ("product_efficiency", "bandwidth_efficiency")  # the figures that plan/fit.py fits to published runs
+_FITTED_IN = ("bf16", "fp16")  # of the runs
+# Figures of which another value makes it another machine than that of the runs. The rest is software and the host.
+_HARDWARE = ("peak", "bandwidth", "links", "units", "tile", "attention_efficiency", *FITTED)
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
 _FITTED = "fitted, plan/fit.py"
 

@@ -43,6 +43,7 @@ def section(result: Mapping[str, Any], title: str) -> str:
     return "\n".join(
         [
             f'<section id="plan"><h2>{escape(title)}</h2>',
+            *(f"<p><b>{escape(result['unfitted'])}</b></p>" for _ in range("unfitted" in result)),
             "<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>",
             *(f"<tr>{row}</tr>" for row in rows),
             "</table>",

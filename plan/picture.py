@@ -43,8 +43,10 @@ def name_of(layout: Mapping[str, Any]) -> str:
     return " ".join(parts + ["offload"] * layout["offload"])
 
 
-def picture(layouts: Sequence[Mapping[str, Any]], path: Path, limit_gib: float) -> None:
+def picture(layouts: Sequence[Mapping[str, Any]], path: Path, limit_gib: float, note: str = "") -> None:
     """Draw memory and time of layouts, as ``--json`` prints them, to a .png, .svg or .pdf file.
+
+    ``note`` is a line above them.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -60,6 +62,7 @@ def picture(layouts: Sequence[Mapping[str, Any]], path: Path, limit_gib: float) 
     figure = Figure(figsize=(11, 2.2 + 0.8 * len(layouts)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 1)
+    figure.suptitle(note, fontsize=7, wrap=True)
     names = [name_of(layout).replace(" microbatch", "\nmicrobatch") for layout in layouts]
     for axis, key, unit in ((axes[0], "memory_gib", "GiB on the fullest GPU"), (axes[1], "time_s", "seconds a step")):
         kinds = [kind for kind in layouts[0][key] if any(layout[key][kind] > 0 for layout in layouts)]

@@ -17,7 +17,7 @@ from triax.cli.main import app
 from triax.cli.plan import model_of
 from triax.config.config import parse_config
 from triax.grid.errors import ConfigError
-from triax.plan.machine import machine
+from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
 from triax.train.file import read_training_file
 
@@ -191,3 +191,38 @@ def test_a_given_layout_that_does_not_fit_is_evaluated_and_a_change_named() -> N
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0 and len(json.loads(done.stdout)["layouts"]) == 1
     assert "GiB short" in done.stderr and "fits" in done.stderr
+
+
+def test_a_machine_to_whose_runs_nothing_is_fitted_says_so(tmp_path: Path) -> None:
+    """In the first line, in --json, on the page and in the written file; for machine files and other precisions too."""
+    sizes = ("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096")
+    given = ("--layout", "pipe=1,tensor=2,zero=1,microbatch=1,recompute=full")
+    outputs = ("--html", str(tmp_path / "page.html"), "--write", str(tmp_path / "run.yaml"))
+    line = "machine b200: its figures are not fitted to any run of it: product_efficiency 0.653 (of the h100-80g"
+    assert run(*sizes, *given, *outputs, "--machine", "b200").startswith(line)
+    assert line in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "run.yaml").read_text().startswith(f"# {line}")
+    assert read_training_file(tmp_path / "run.yaml")[0].grid.tensor == 2
+    found = ask(*sizes, *given, "--machine", "b200")
+    assert next(iter(found)) == "unfitted" and found["unfitted"].startswith(line)
+    pair = ("--why", "tensor=8,zero=1", "tensor=2,zero=3")
+    assert next(iter(ask(*sizes, *pair, "--machine", "b200"))) == "unfitted"
+    assert run(*sizes, *pair, "--machine", "b200").startswith(line)
+
+    def said(machine: str, *others: str) -> str:
+        return str(ask(*sizes, *given, "--machine", machine, *others).get("unfitted", ""))
+
+    def file(**fields: Any) -> str:
+        path = tmp_path / "own.json"
+        path.write_text(json.dumps(fields))
+        return str(path)
+
+    every = MACHINES["h100-80g"].to_dict()
+    fitted = {"product_efficiency": "fitted to our runs", "bandwidth_efficiency": "fitted to our runs"}
+    assert not said("h100-80g") and not said(file(base="h100-80g", memory=70e9, overlap_weights=False))
+    assert "cpu: its figures are not fitted" in said("cpu", "--precision", "fp32", "--memory", "90")
+    assert "fitted to runs in bf16 and fp16, not in fp32" in said("h100-80g", "--precision", "fp32", "--memory", "200")
+    assert "own: its figures are not fitted" in said(file(**{**every, "name": "own", "sources": {}}))
+    assert "0.363 (assumed)" in said(file(base="h100-80g", bandwidth=5e12))
+    assert not said(file(base="h100-80g", bandwidth=5e12, sources=fitted))
+    assert not HERE.unfitted("fp32")
