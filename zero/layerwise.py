@@ -61,7 +61,7 @@ class ShardedLayers:
     def __init__(self, buckets: Sequence[Bucket], grid: Grid) -> None:
         self._grid = grid
         self._bucket_of: dict[Tensor, Bucket] = {b.master: b for b in buckets if b.master is not None}
-        self._layers: dict[Bucket, BucketLayers] = {bucket: BucketLayers.of(bucket) for bucket in self._bucket_of.values()}
+        self._layers = {bucket: BucketLayers.of(bucket) for bucket in self._bucket_of.values()}
 
     def parts(self, stepped: Tensor) -> list[tuple[slice, tuple[int, ...]]]:
         """Return the index of each layer's part in a stepped range, and the shape of the whole layer."""
