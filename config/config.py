@@ -68,6 +68,16 @@ def check_keys(section: type[S], values: Any, separator: str = "; ") -> S:
         raise ConfigError(separator.join(messages)) from error
 
 
+def unknown_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return outermost keys of a configuration that are neither a key of any section nor like one of the outermost."""
+    known = {name for _, section in _sections(Config) for name in _names(section)}
+    return [
+        key
+        for key in map(str, values)
+        if key not in known and not key.startswith("_") and not close(key, _names(Config))
+    ]
+
+
 def batch_sizes(config: Config, data: int) -> BatchSizes:
     """Return all three batch sizes from those that the configuration gives.
 

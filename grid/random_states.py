@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_TENSOR = "model-parallel-rng"  # Megatron's name
+TENSOR_STATE = "model-parallel-rng"  # Megatron's name
 
 
 class RandomStates:
@@ -43,7 +43,7 @@ class RandomStates:
         self._states[name] = torch.Generator(generator.device).manual_seed(seed).get_state()
 
     @contextmanager
-    def fork(self, name: str = _TENSOR) -> Iterator[None]:
+    def fork(self, name: str = TENSOR_STATE) -> Iterator[None]:
         """Context in which random numbers come from a state, which goes on; the generator's own state comes back.
 
         Raises:
@@ -67,7 +67,7 @@ class RandomStates:
         """
         self.reset()
         _generator().manual_seed(seed)
-        self.add(_TENSOR, seed + 2718 + rank)
+        self.add(TENSOR_STATE, seed + 2718 + rank)
 
     def reseed_tensor_ranks(self, seed: int, rank: int) -> None:
         """Seed the state that differs between tensor ranks anew."""

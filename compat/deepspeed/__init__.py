@@ -13,6 +13,8 @@ configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch si
 monitors.py: ``MonitorMaster``: the configuration's monitors without an engine.
 accelerator.py: ``deepspeed.accelerator``: the device of this process.
 comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.
+groups.py: ``deepspeed.utils.groups``: ranks, sizes and process groups of the latest engine.
+runner.py: ``deepspeed.launcher.runner``: the functions that read a hostfile.
 utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, nests of tensors.
 fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
 zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``.

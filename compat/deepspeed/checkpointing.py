@@ -12,12 +12,14 @@ from typing import Any
 from ...config.json_comments import read
 from ...grid import Grid
 from ...grid.megatron import grid_of_mpu
-from ...grid.random_states import RandomStates
+from ...grid.random_states import TENSOR_STATE, RandomStates
 from ...pipe.recompute.calls import RecomputeCalls
 from .context import CONTEXT
 from .modules import rest_of
 
 __getattr__, __path__ = rest_of(__name__)
+_MODEL_PARALLEL_RNG_TRACKER_NAME = TENSOR_STATE  # GPT-NeoX imports both names
+_CUDA_RNG_STATE_TRACKER = CONTEXT.random
 
 
 def configure(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ...config.config import batch_sizes
+from ...config.config import batch_sizes, unknown_keys
+from ...config.json_comments import read
+from ...config.schema import Config
 from ...engine.setup.check import read_config
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -22,6 +25,25 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+def read_deepspeed_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Return a checked configuration. As in DeepSpeed, an outermost key that nobody knows has no effect.
+
+    A warning names it, on rank 0. A key like one that triax knows, in this section or another, is an error.
+
+    Args:
+        source: a configuration, a dict, or the path of a JSON file.
+    """
+    values = read(source) if isinstance(source, (str, Path)) else source
+    if not isinstance(values, Mapping):
+        return read_config(values)
+    unknown = unknown_keys(values)
+    for key in unknown if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        getLogger("triax").warning(
+            "the configuration's key %r has no effect: neither DeepSpeed nor triax knows it, or a key like it", key
+        )
+    return read_config({key: value for key, value in values.items() if key not in unknown})
 
 
 class DeepSpeedConfig:
@@ -41,7 +63,7 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._checked = self.monitor_config = checked = read_config(config)
+        self._checked = self.monitor_config = checked = read_deepspeed_config(config)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if mpu is not None:
             world = mpu.get_data_parallel_world_size()

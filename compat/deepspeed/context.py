@@ -14,14 +14,15 @@ from ...config.schema import Config
 from ...engine.base import Engine
 from ...engine.initialize import initialize as make_engine
 from ...engine.setup.arguments import config_source
-from ...engine.setup.check import read_config
 from ...grid import Grid
 from ...grid.megatron import grid_of_mpu
 from ...grid.random_states import RandomStates
+from ...moe.module_experts import ModuleMoE
 from ...pipe.module import PipelineModule
 from ...pipe.on_grid import on_grid
 from ...pipe.recompute.calls import RecomputeCalls
 from ...tensor_parallel.megatron_layouts import lay_out_megatron
+from .configuration import read_deepspeed_config
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
 
 PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
@@ -32,7 +33,7 @@ class DeepSpeedContext:
 
     Attributes:
         engines: engines by id, in the order of their creation, which is the same on every rank.
-        grid: the grid that layers with experts or ``tp_model_init`` have made, or None.
+        grid: the grid that layers with experts or ``tp_model_init`` have made last, or None.
         accelerator: the object that ``get_accelerator`` returns, made when it is first asked for.
         random: the random states that ``checkpointing.checkpoint`` repeats in the second run.
         recompute: what ``checkpointing.checkpoint`` calls, made when it is first called.
@@ -47,12 +48,17 @@ class DeepSpeedContext:
         self.engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
         self.random = RandomStates()
         self._grid: ReferenceType[Grid] | None = None
+        self._expert_grids: WeakValueDictionary[int, Grid] = WeakValueDictionary()  # by the size of the expert axis
 
     @property
     def grid(self) -> Grid | None:
-        """The grid that layers or ``tp_model_init`` have made, if it is in use and not closed."""
-        grid = None if self._grid is None else self._grid()
-        return None if grid is None or (grid.size > 1 and grid.world.group is None) else grid
+        """The grid that layers or ``tp_model_init`` have made last, if it is in use and not closed."""
+        return _open(None if self._grid is None else self._grid())
+
+    def latest_grid(self) -> Grid | None:
+        """Return the grid of the latest engine, before the first one that of ``grid``; None if there is none."""
+        engines = list(self.engines.values())
+        return engines[-1].grid if engines else self.grid
 
     def keep_grid(self, grid: Grid, owner: object) -> None:
         """Let ``initialize`` take this grid, for as long as its owner, a module, exists."""
@@ -62,21 +68,35 @@ class DeepSpeedContext:
     def expert_grid(self, size: int) -> Grid:
         """Return the grid of layers whose experts are spread over ``size`` ranks, and make it if there is none yet.
 
-        Collective when it makes the grid.
-
-        Raises:
-            ValueError: an earlier layer has asked for another size.
+        Collective when it makes the grid. Models of another size have another grid.
         """
         grid = self.grid
+        if grid is None or grid.expert.size != size:
+            grid = _open(self._expert_grids.get(size))
         if grid is None:
-            grid = Grid(expert=size)
-            self._grid = ref(grid)
-        if grid.expert.size != size:
-            raise ValueError(
-                f"ep_size is {size}, but an earlier layer has spread its experts over {grid.expert.size} ranks: give "
-                "all layers the same ep_size"
-            )
+            grid = self._expert_grids[size] = Grid(expert=size)
+        self._grid = ref(grid)
         return grid
+
+    def grid_of(self, model: nn.Module) -> Grid | None:
+        """Return the grid of a model's experts, or the one that ``tp_model_init`` or layers have made last.
+
+        Raises:
+            DeepSpeedConfigError: layers of the model have spread their experts over different numbers of ranks.
+        """
+        found = {name: part.grid for name, part in model.named_modules() if isinstance(part, ModuleMoE)}
+        sizes = {grid.expert.size: name for name, grid in reversed(found.items())}
+        if len(sizes) > 1:
+            listed = " and ".join(f"{name or 'the model'} ep_size={size}" for size, name in sorted(sizes.items()))
+            raise DeepSpeedConfigError(
+                f"{listed} are layers of one model, whose grid has one expert axis: give all of them the same ep_size"
+            )
+        return next(iter(found.values()), self.grid)
+
+
+def _open(grid: Grid | None) -> Grid | None:
+    """Return a grid that is in use; None if there is none or it was closed."""
+    return None if grid is None or (grid.size > 1 and grid.world.group is None) else grid
 
 
 # The one context of this adapter.
@@ -132,7 +152,7 @@ def initialize(
         )
     make: Any = make_engine
     with deepspeed_errors():
-        checked = _with_defaults(read_config(config_source(args, config, config_params)))
+        checked = _with_defaults(read_deepspeed_config(config_source(args, config, config_params)))
         sizes = checked.data_parallel_size, checked.sequence_parallel_size
         if mesh_param is None and all(sizes) and not isinstance(model, PipelineModule):
             mesh_param = sizes  # type: ignore[assignment]  # neither is None
@@ -153,7 +173,7 @@ def initialize(
             lr_scheduler,
             collate_fn,
             checked,
-            grid=CONTEXT.grid if grid is None else grid,
+            grid=CONTEXT.grid_of(model) if grid is None else grid,
             _classes=(DeepSpeedPipelineEngine, DeepSpeedEngine),
         )
     made[0].mpu = mpu

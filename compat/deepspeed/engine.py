@@ -440,6 +440,9 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         """Let ``train_batch`` without an argument read from an iterator."""
         self._data = iterator
 
+    def reset_activation_shape(self) -> None:
+        """Do nothing: each batch agrees on the shapes of its activations, so that they may change between batches."""
+
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Set a function that is applied to each microbatch that is read, and returns ``(inputs, labels)``."""
         self._batch_fn = fn

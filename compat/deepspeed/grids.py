@@ -30,6 +30,10 @@ _AXES = {
     "slice_parallel": ("tensor",),
     "tensor_model_parallel": ("tensor",),
     "model_parallel": ("pipe", "tensor"),
+    "sequence_parallel": ("context",),
+    "sequence_data_parallel": ("data_context",),
+    "expert_parallel": ("expert",),
+    "expert_data_parallel": ("expert_data",),
 }
 
 

@@ -41,6 +41,12 @@ ALIASES = {
     "ops.lamb.fused_lamb": "ops.lamb",
 }
 
+_GROUPS = (
+    "get_tensor_model_parallel_group get_model_parallel_group get_data_parallel_group "
+    "get_tensor_model_parallel_world_size get_model_parallel_world_size get_tensor_model_parallel_rank "
+    "get_model_parallel_rank get_tensor_model_parallel_src_rank get_data_parallel_world_size get_data_parallel_rank"
+)
+
 PRESENT = {
     "": {
         "": "PipelineModule",
@@ -113,12 +119,15 @@ PRESENT = {
         "config.monitoring": ("TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig"),
         "config.schema": "DeepSpeedMonitorConfig=Config",
     },
+    "launcher.runner": {
+        "compat.deepspeed.runner": "DLTS_HOSTFILE fetch_hostfile parse_inclusion_exclusion encode_world_info"
+    },
     "ops.adam": {"optim.deepspeed_classes": "FusedAdam DeepSpeedCPUAdam"},
     "ops.adagrad": {"optim.deepspeed_classes": "DeepSpeedCPUAdagrad"},
     "ops.lamb": {"optim.layerwise": "FusedLamb=Lamb"},
     "ops.lion": {"optim.deepspeed_classes": "DeepSpeedCPULion FusedLion"},
     "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "pipe.process_topology": "ProcessTopology"},
-    "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine"},
+    "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine DeepSpeedEngine"},
     "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
     "pipe.topology": {
         "compat.deepspeed.grids": "PipelineParallelGrid=ParallelGrid",
@@ -149,7 +158,9 @@ PRESENT = {
         "compat.deepspeed.configuration": "VALID_LR_SCHEDULES",
     },
     "runtime.utils": {
-        "compat.deepspeed.utils": "see_memory_usage set_random_seed move_to_device ensure_directory_exists",
+        "compat.deepspeed.utils": (
+            "see_memory_usage set_random_seed move_to_device ensure_directory_exists is_model_parallel_parameter"
+        ),
     },
     "utils": {
         "compat.deepspeed.zero": "z3_leaf_parameter",
@@ -170,6 +181,17 @@ PRESENT = {
             "set_log_level_from_string"
         ),
         "data.dataloader": "RepeatingLoader",
+        "compat.deepspeed.groups": _GROUPS,
+    },
+    "utils.groups": {
+        "compat.deepspeed.groups": f"{_GROUPS} "
+        "_get_data_parallel_group _get_data_parallel_group_ranks _get_data_parallel_rank _get_data_parallel_world_size "
+        "_get_model_parallel_world_size _get_broadcast_src_rank _get_sequence_parallel_group "
+        "_get_sequence_parallel_rank _get_sequence_parallel_world_size _get_sequence_data_parallel_group "
+        "_get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size _get_expert_parallel_group "
+        "_get_expert_parallel_group_ranks _get_expert_parallel_rank _get_expert_parallel_src_rank "
+        "_get_expert_parallel_world_size _get_expert_data_parallel_group _get_expert_data_parallel_group_ranks "
+        "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_broadcast_src_rank"
     },
     "utils.logging": {"compat.deepspeed.utils": "log_dist log_dist_once logger set_log_level_from_string"},
     "utils.timer": {
@@ -277,7 +299,11 @@ SPARSE = 'the configuration\'s "sparse_attention" section sets a pattern of spar
 COMPRESSION = "DeepSpeed has removed its compression library; triax has none"
 AUTOCAST = 'the configuration\'s "torch_autocast" section sets autocast: docs/autocast.md'
 ACTIVATIONS = 'the configuration\'s "activation_checkpointing" section offloads activations: docs/recompute.md'
-SCHEDULE = "a schedule is a value of triax.pipe: triax schedule draws it, and docs/schedules.md describes it"
+SCHEDULE = (
+    "a schedule is a value of triax.pipe, and no class of instructions: write its name under pipeline.schedule, or a "
+    "schedule of your own as in docs/extending/schedule.md; triax schedule draws it"
+)
+MASTERS = "the engine holds the master weights: engine.optimizer is a torch.optim.Optimizer"
 LAUNCHER = "triax run takes the place of deepspeed's launcher: docs/launch.md"
 MEMORY = "triax memory, on the command line, computes the memory of the model states in each stage of ZeRO"
 
@@ -353,15 +379,14 @@ ABSENT = {
     "runtime.swap_tensor": {NVME_TOOLS: "*"},
     "runtime.tensor_parallel": {AUTOTP: "*"},
     "runtime.torch_autocast": {AUTOCAST: "*"},
+    "launcher.runner": {"triax run gives the ranks environment variables by --export NAME": "EXPORT_ENVS"},
     "runtime.utils": {INTERNAL: "*"},
+    "utils.groups": {GROUPS: "*"},
     "utils": {
         COMM_LOG: "get_caller_func",
         GROUPS: (
-            "groups mpu expert_tensor_parallel_world_size mesh_device initialize get_tensor_model_parallel_group "
-            "get_model_parallel_group get_data_parallel_group set_tensor_model_parallel_world_size "
-            "get_tensor_model_parallel_world_size get_model_parallel_world_size set_tensor_model_parallel_rank "
-            "get_tensor_model_parallel_rank get_model_parallel_rank get_tensor_model_parallel_src_rank "
-            "get_data_parallel_world_size get_data_parallel_rank"
+            "mpu expert_tensor_parallel_world_size mesh_device initialize set_tensor_model_parallel_world_size "
+            "set_tensor_model_parallel_rank"
         ),
         FRAGMENT: (
             "tensor_fragment get_full_hp_param get_hp_fragment_mapping fragment_address get_full_hp_grad "
@@ -417,6 +442,7 @@ ABSENT_MODULES = {
     "ops.triton_ops": KERNELS,
     "pipe.schedule": SCHEDULE,
     "runtime.activation_checkpointing.offload_activations": ACTIVATIONS,
+    "runtime.bf16_optimizer": MASTERS,
     "runtime.comm": 'compressed collectives are set by "gradient_compression": docs/compression.md',
     "runtime.data_pipeline": DATA,
     "runtime.domino": AUTOTP,
@@ -426,7 +452,6 @@ ABSENT_MODULES = {
     "runtime.superoffload": ZENFLOW,
     "runtime.zenflow": ZENFLOW,
     "sequence": ULYSSES,
-    "utils.groups": GROUPS,
 }
 
 

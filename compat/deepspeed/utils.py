@@ -132,6 +132,12 @@ class OnDevice:
         self._stack.close()
 
 
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """Return True if tensor ranks hold different shards of a parameter."""
+    marks = (getattr(p, name, False) for name in ("model_parallel", "tensor_model_parallel"))
+    return layout_of(p).sharded or any(marks)
+
+
 def is_moe_param(param: Tensor) -> bool:
     """Return True if a parameter belongs to one expert of a mixture."""
     return layout_of(param).expert_dim is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import importlib
 import logging
 import weakref
 from pathlib import Path
@@ -19,6 +20,7 @@ import triax
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine
 from triax.compat.deepspeed.grids import ParallelGrid
+from triax.grid.errors import ConfigError
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import LayerSpec
 
@@ -277,12 +279,21 @@ def pipeline() -> list[Any]:
     engine.set_dataiterator(iter(loader))
     second = engine.train_batch()
     assert engine.was_step_applied() and second < first
+    engine.set_batch_fn(lambda batch: tuple(part.unsqueeze(1).expand(-1, 3, -1) for part in batch))
+    engine.reset_activation_shape()  # activations of another shape
+    engine.set_dataiterator(iter(loader))
+    assert engine.train_batch() > 0
     for wrong in (engine.forward, engine.backward, engine.step):
         with pytest.raises(RuntimeError, match="train_batch"):
             wrong()
     with pytest.raises(NotImplementedError, match="reduce_output=None would not be the mean"):
         engine.eval_batch(iter(loader), reduce_output=None)
-    grid = engine.grid
+    grid, groups = engine.grid, importlib.import_module("triax.compat.deepspeed.utils.groups")
+    assert dist.get_world_size(groups._get_data_parallel_group()) == groups._get_data_parallel_world_size() == 1
+    assert groups._get_broadcast_src_rank() == grid.rank and groups.get_model_parallel_world_size() == 2
+    assert groups._get_sequence_parallel_rank() == groups._get_expert_parallel_rank("ep_size_1") == 0
+    with pytest.raises(ValueError, match=r"asked for ep_size_2, but the engine's experts are spread over 1 ranks"):
+        groups._get_expert_data_parallel_group("ep_size_2")
     assert grid.get_pipe_parallel_rank() == grid.get_stage_id() == engine.stage_id == grid.stage_id
     assert grid.get_model_parallel_world_size() == 2 and grid.get_slice_parallel_world_size() == 1
     assert dist.get_world_size(grid.get_data_parallel_group()) == grid.get_data_parallel_world_size() == 1
@@ -291,6 +302,24 @@ def pipeline() -> list[Any]:
 
 def test_members_of_the_pipeline_engine(ranks: Any) -> None:
     assert ranks(2, pipeline) == [[True, False, 2, 1], [False, True, 2, 1]]
+
+
+def test_an_outermost_key_that_nobody_knows_has_no_effect_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """As in DeepSpeed; a key like a known one, or one of another section, is an error."""
+    engine, *_ = deepspeed.initialize(model=net(), config={**config(), "my_company": {"run": 3}, "_note": "a comment"})
+    assert [record.message for record in caplog.records if "my_company" in record.message] == [
+        "the configuration's key 'my_company' has no effect: neither DeepSpeed nor triax knows it, or a key like it"
+    ]
+    assert "_note" not in caplog.text and not hasattr(engine.config, "my_company")
+    assert deepspeed.DeepSpeedConfig({**config(), "my_company": 1}).train_batch_size == engine.batch.train
+    for key, text in (
+        ("gradient_cliping", "did you mean 'gradient_clipping'"),
+        ("stage", "there is no 'stage' here, but in zero_optimization: write it there"),
+    ):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=text):
+            deepspeed.initialize(model=net(), config={**config(), key: 1})
+    with pytest.raises(ConfigError, match="there is no 'my_company'"):  # triax's own configuration has no such key
+        triax.initialize(model=net(), config={**config(), "my_company": 1})
 
 
 def test_two_configurations_are_refused() -> None:

@@ -113,6 +113,25 @@ def test_a_residual_expert_and_padding() -> None:
     torch.testing.assert_close(y[0, 2], (layer.mlp(x) * weights[..., 1:])[0, 2])  # padding: no expert
 
 
+def two_sizes() -> tuple[int, int, str]:
+    """Models of different ep_size in one process; layers of different ep_size in one model are refused by name."""
+    models = [Model(1), Model(2)]
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}}
+    engines = [deepspeed.initialize(model=model, config=config)[0] for model in models]
+    with pytest.raises(deepspeed.DeepSpeedConfigError) as error:
+        deepspeed.initialize(model=nn.Sequential(*models), config=config)
+    for engine in engines:
+        engine.backward(engine(rows(engine.grid.rank).mean(0, keepdim=True)))
+        engine.step()
+    return engines[0].grid.expert.size, engines[1].grid.expert.size, str(error.value)
+
+
+def test_models_of_different_ep_size_have_a_grid_each(ranks: Any) -> None:
+    for first, second, told in ranks(2, two_sizes):
+        assert (first, second) == (1, 2)
+        assert "0.moe ep_size=1 and 1.moe ep_size=2 are layers of one model" in told
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 import triax
 import triax.compat.deepspeed as adapter
@@ -101,6 +102,51 @@ def test_a_missing_name_raises_its_sentence(installed: None) -> None:
             exec(statement)
     with pytest.raises(AttributeError, match=r"triax has no deepspeed\.zero\.nonsense, which is not among"):
         adapter.zero.nonsense  # noqa: B018
+
+
+def test_names_of_gpt_neox_and_diffusion_pipe(
+    installed: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the two programs import of DeepSpeed: present, or answered by what to use instead."""
+    for statement in (
+        "from deepspeed.launcher.runner import DLTS_HOSTFILE, fetch_hostfile, parse_inclusion_exclusion",
+        "from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology",
+        "from deepspeed.runtime.pipe.engine import PipelineEngine, DeepSpeedEngine",
+        "import deepspeed.runtime.activation_checkpointing.checkpointing as checkpointing",
+        "from deepspeed.runtime.pipe import module as ds_pipe_module, LayerSpec",
+        "from deepspeed.utils import groups; groups._get_data_parallel_group, groups._get_broadcast_src_rank",
+        "from deepspeed.utils.logging import logger, log_dist",
+        "import deepspeed.comm.comm as dist",
+    ):
+        exec(statement, {})
+    for statement, told in (
+        ("from deepspeed.runtime.pipe.schedule import SendGrad", "write its name under pipeline.schedule"),
+        ("from deepspeed.runtime.bf16_optimizer import BF16_Optimizer", "the engine holds the master weights"),
+        ("from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler", "pass a dataset"),
+        ("from deepspeed.comm import mpi_discovery", "read by the grid"),
+        ("from deepspeed.launcher.runner import main", "triax run takes the place"),
+        ("from deepspeed.launcher.runner import EXPORT_ENVS", "--export NAME"),
+    ):
+        with pytest.raises(ImportError) as error:
+            exec(statement, {})
+        assert told in str(error.value) or "cannot import name" in str(error.value), statement
+    with pytest.raises(AttributeError, match="by --export NAME"):
+        adapter.launcher.runner.EXPORT_ENVS  # type: ignore[attr-defined]  # noqa: B018
+    assert adapter.checkpointing._CUDA_RNG_STATE_TRACKER is adapter.checkpointing.get_cuda_rng_tracker()
+    assert adapter.checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"
+    runner = importlib.import_module("deepspeed.launcher.runner")
+    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=3\n")
+    pool = runner.fetch_hostfile(tmp_path / "hosts")
+    assert pool == {"one": 2, "two": 3} and runner.fetch_hostfile(tmp_path / "none") is None
+    assert "there is no hostfile" in caplog.text
+    assert runner.parse_inclusion_exclusion(pool, "", "two:1") == {"one": [0, 1], "two": [0, 2]}
+    assert runner.parse_inclusion_exclusion(pool, "two:0,2", "") == {"two": [0, 2]}
+    groups = importlib.import_module("deepspeed.utils.groups")
+    with pytest.raises(AttributeError, match=r"groups\.initialize: process groups belong to the engine's grid"):
+        groups.initialize  # noqa: B018
+    marked = importlib.import_module("deepspeed.runtime.utils").is_model_parallel_parameter
+    linear = triax.tensor_parallel.ColumnParallelLinear(2, 2, grid=triax.Grid())
+    assert marked(linear.weight) and not marked(nn.Linear(2, 2).weight)
 
 
 def kind_of(value: object) -> str:
