@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..grid.comm.axis import Axis
 from ..grid.errors import AgreedError
+from ..grid.loss_pair import sum_and_weight
 
 
 def share_of_mean(loss: Tensor | tuple[Tensor, Tensor | float], axis: Axis, call: str) -> Tensor:
@@ -19,9 +20,10 @@ def share_of_mean(loss: Tensor | tuple[Tensor, Tensor | float], axis: Axis, call
 
     Raises:
         AgreedError: the loss is the mean over a part, or no label counts.
+        ValueError: a tuple or list is not such a pair.
     """
-    if isinstance(loss, tuple):
-        total, count = loss
+    if isinstance(loss, (tuple, list)):
+        total, count = sum_and_weight(loss, f"{call} was given", "pass")
         counts = torch.as_tensor(float(count), dtype=torch.float64, device=total.device).view(1)
         axis.all_reduce(counts)
         if not counts > 0:

@@ -200,6 +200,7 @@ class PipelineEngine(Engine):
                 f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
                 "at least one label that is not ignored"
             )
+        result.require_one_form(weight, len(microbatches) * grid.data.size)
         self.auxiliary.require_weight(weight)
         value, skipped = mean(grid, loss, weight), self.skipped_steps
         self.optimizer_step.take(
@@ -266,7 +267,11 @@ class PipelineEngine(Engine):
                 result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
             finally:
                 self.module.train(training)
-            loss = mean(grid, *totals(grid, _own_sums(grid, result))) if compute_loss else None
+            loss = None
+            if compute_loss:
+                total, weight = totals(grid, _own_sums(grid, result))
+                result.require_one_form(weight, count * grid.data.size)
+                loss = mean(grid, total, weight)
             if not return_logits:
                 return loss
             return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])

@@ -8,6 +8,7 @@
 - ``ranges.py``: arithmetic of ranges and boxes, without torch
 - ``random.py``: initial weights and dropout masks that do not depend on the grid
 - ``random_states.py``: named states of the device's generator, which differ between tensor ranks
+- ``loss_pair.py``: the pair (sum, weight) of a loss function
 - ``auxiliary.py``: losses within the model, and the layers that have them
 - ``agreement.py``: sums over all ranks, equality of facts, errors raised on every rank
 - ``failure.py``: a rank that fails alone leaves the process group, so that the others stop

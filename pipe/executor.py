@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..grid.comm.clock import Clock, Mark
+from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.nest import map_tensors
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
@@ -29,6 +30,10 @@ from .stage_boundary import Boundary, joined
 # Sends of one channel that may be pending before the next one waits for the oldest. It bounds memory. The other
 # stage posts its receives early, so in normal operation the limit is not reached.
 _MAX_SENDS = 8
+_MIXED_FORMS = (
+    "loss_fn returned a mean for one microbatch of the batch, which weighs 1, and a pair (sum, weight) for another: "
+    "return the same form for every microbatch"
+)
 
 
 class DataAxis(Protocol):
@@ -82,13 +87,28 @@ class Result:
     Attributes:
         losses: microbatch -> (loss, weight).
         outputs: microbatch -> the last layer's output, if asked for.
+        pairs: True if ``loss_fn`` returned pairs (sum, weight), False if it returned means; None without a loss.
         reached: stage of this rank -> True if a backward pass gave its inputs a gradient, in any microbatch.
     """
 
     def __init__(self) -> None:
         self.losses: dict[int, tuple[Tensor, Tensor | float]] = {}
         self.outputs: dict[int, Any] = {}
+        self.pairs: bool | None = None
         self.reached: dict[int, bool] = {}
+
+    def require_one_form(self, weight: float, microbatches: int) -> None:
+        """Check that no other replica returned pairs where this rank returned means.
+
+        Args:
+            weight: weight of the whole batch.
+            microbatches: microbatches of the whole batch, each of which has the weight 1 if all are means.
+
+        Raises:
+            ValueError: on a rank that returned means.
+        """
+        if self.pairs is False and weight != microbatches:
+            raise ValueError(_MIXED_FORMS)
 
     def sums(self) -> tuple[Tensor | float, Tensor | float]:
         """Return (sum of losses, sum of weights) of all microbatches, in float64; tensors if they are on a GPU."""
@@ -96,8 +116,10 @@ class Result:
         weight: Tensor | float = 0.0
         for value, its in self.losses.values():  # on a CPU as numbers, on a GPU without a wait
             loss = loss + (float(value) if value.device.type == "cpu" else value.double())
-            there = isinstance(its, Tensor) and its.device.type != "cpu"
-            weight = weight + (its.double() if there else float(its))  # type: ignore[union-attr]
+            if isinstance(its, Tensor) and its.device.type != "cpu":
+                weight = weight + torch.where(its >= 0, its.double(), torch.nan)  # no batch may have a negative weight
+            else:
+                weight = weight + float(its)
         return loss, weight
 
 
@@ -364,30 +386,22 @@ class Executor:
         if not self._wants_loss:
             return []
         value = outputs if module.loss_fn is None else module.loss_fn(outputs, microbatch.labels)
-        pair = isinstance(value, (tuple, list)) and len(value) == 2
+        pair = is_pair(value)
         if not pair and module.grid.context.size > 1:
             raise ValueError(
                 f"the grid has context={module.grid.context.size}, so each rank computes the loss of its part of a "
                 "sequence, and a mean over it would weigh the parts alike: let loss_fn return a pair (sum of the "
                 "losses, number of labels), as triax.GPTLoss does"
             )
-        loss, weight = value if pair else (value, 1.0)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(
-                f"the loss that loss_fn returned is {shape}: return a mean (a 0-dim tensor), or a pair (sum, weight)"
-            )
-        if isinstance(weight, Tensor) and weight.numel() != 1:
-            raise ValueError(
-                f"the weight that loss_fn returned has the shape {tuple(weight.shape)}: return a pair (sum, weight) of "
-                "0-dim tensors"
-            )
+        loss, weight = sum_and_weight(value, "loss_fn returned", "return")
+        if self._result.pairs not in (None, pair):
+            raise ValueError(_MIXED_FORMS)
+        self._result.pairs = pair
         if self._training and not loss.requires_grad and float(weight):
             raise ValueError(
                 "the loss depends on no parameter that requires a gradient: remove a detach() or no_grad() before the "
                 "loss, or train at least one parameter"
             )
-        weight = weight.detach().view(()) if isinstance(weight, Tensor) else weight
         self._result.losses[index] = loss.detach(), weight
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
