@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -136,6 +137,8 @@ def initialize(
     grid = choose_grid(model, grid, mpu, checked)
     check_grid(grid, checked)
     require_same_settings(grid, checked, given_schedule)
+    if isinstance(model, PipelineModule):
+        model.take_loss()
     tuned = find_sizes(model, checked, optimizer, training_data, collate_fn, given_schedule)
     checked = checked if tuned is None else tuned.tuner.config
     batch = batch_sizes(checked, grid.data.size)
@@ -167,7 +170,7 @@ def initialize(
         print(json.dumps(resolve_config(engine.config, engine.batch), indent=2), flush=True)
     instrument(engine)
     engine.start_checkpointing()
-    found = (getattr(engine.lr_scheduler, "note", None), unsharded_note(engine.data_axis))
+    found = (getattr(engine.lr_scheduler, "note", None), unsharded_note(engine.data_axis), _untrained_in_loss(model))
     _warn(grid, [note for note in found if note is not None])
     engine.observer.install()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -210,6 +213,27 @@ def _pipeline_notes(config: Config) -> list[str]:
     if config.pipeline.model_fields_set - {"stages", "activation_checkpoint_interval"}:
         return ["pipeline has no effect, because the model is not a PipelineModule and runs as one stage"]
     return []
+
+
+def _untrained_in_loss(model: nn.Module) -> str | None:
+    """Return a note if a loss function that is no module holds parameters, of which the model does not know."""
+    loss_fn = getattr(model, "loss_fn", None)
+    if not isinstance(model, PipelineModule) or isinstance(loss_fn, nn.Module):
+        return None
+    entries = [entry for entry in model.layer_specs if isinstance(entry, nn.Module)]
+    known = {*model.parameters(), *(parameter for entry in entries for parameter in entry.parameters())}
+    function = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
+    held = [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
+    held += [*getattr(loss_fn, "args", ()), *getattr(loss_fn, "keywords", {}).values(), function]
+    held += inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
+    for each in held:
+        parameters = each.parameters() if isinstance(each, nn.Module) else (each,)
+        if any(isinstance(p, nn.Parameter) and p.requires_grad and p not in known for p in parameters):
+            return (
+                f"loss_fn uses parameters of a {type(each).__name__} that this engine does not train, because loss_fn "
+                "is not a module: pass an nn.Module that holds them, and they are trained as loss_fn's"
+            )
+    return None
 
 
 def _to_device(model: nn.Module, grid: Grid) -> None:

@@ -83,6 +83,7 @@ class PipelineEngine(Engine):
 
         module.training_started = True
         self._trainable_at_start = {parameter for parameter in module.parameters() if parameter.requires_grad}
+        self._loss_fn = module.loss_fn
         # The dict that holds each parameter: a step checks that it still does, without a walk over the modules.
         modules = list(module.modules())
         self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
@@ -90,7 +91,7 @@ class PipelineEngine(Engine):
             _managed(module, parts.groups),
             self._step_grid,
             module.tie_axes,
-            {stage: module.layers_of(stage) for stage in module.stages},
+            {stage: module.hooked(stage) for stage in module.stages},
             self._options,
             config.zero_optimization.reduce_bucket_size,
             keep=config.zero_optimization.stage3_keep_gathered,
@@ -334,6 +335,19 @@ class PipelineEngine(Engine):
                 f"{self.grid.describe()}: {name} is no longer where this engine steps it, because the model was given "
                 "to another engine, was moved or cast, or its parameters were assigned to. Do that before "
                 "triax.initialize"
+            )
+        loss_fn = self.module.loss_fn
+        if (
+            loss_fn is not self._loss_fn
+            and isinstance(loss_fn, nn.Module)
+            and any(
+                parameter.requires_grad and parameter not in self._trainable_at_start
+                for parameter in loss_fn.parameters()
+            )
+        ):
+            return (
+                f"{self.grid.describe()}: loss_fn was replaced after triax.initialize by a {type(loss_fn).__name__}, "
+                "whose parameters the optimizer does not have: set model.loss_fn before triax.initialize"
             )
         for owner, key, parameter in self._owners:
             if owner.get(key) is not parameter:

@@ -385,7 +385,7 @@ class Executor:
             self._result.outputs[index] = map_tensors(torch.Tensor.detach, kept)
         if not self._wants_loss:
             return []
-        value = outputs if module.loss_fn is None else module.loss_fn(outputs, microbatch.labels)
+        value = module.loss(outputs, microbatch.labels)
         pair = is_pair(value)
         if not pair and module.grid.context.size > 1:
             raise ValueError(

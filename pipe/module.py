@@ -78,7 +78,8 @@ class PipelineModule(nn.Module):
         loss_fn: ``loss_fn(outputs, labels)`` returns a mean (all microbatches then have the same weight), or a pair
             ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns the loss.
             For a model with auxiliary losses (``triax.moe``), a loss function that returns pairs needs a method
-            ``weight(labels)``, which returns the weight before the loss is computed.
+            ``weight(labels)``, which returns the weight before the loss is computed. If it is an ``nn.Module``, it
+            belongs to the last stage, and its parameters (``loss_fn.log_sigma``) are trained with the layers'.
         partition: how to cut the list into stages: ``"parameters"`` (the default: the largest stage has as few
             parameters as possible), ``"uniform"``, ``"type:REGEX"``, or boundaries such as ``[0, 8, 16, 23, 30]``.
         num_stages: instead of a grid: the number of ranks of the pipe axis; the other ranks are replicas.
@@ -120,6 +121,8 @@ class PipelineModule(nn.Module):
     placement: tuple[int, ...]
     chunks: int
     boundaries: list[int]
+    loss_fn: Any
+    _placed_loss: Any
 
     def __init__(
         self,
@@ -155,7 +158,8 @@ class PipelineModule(nn.Module):
         self.grid = grid_of(grid, num_stages, topology)
         known = chunks if chunks is not None else _known_chunks(placement, method, self.grid.pipe.size)
         self.chunks_follow = known is None
-        self.loss_fn = loss_fn
+        # A module is known to ``parameters()`` on the rank of the last stage only: see ``_place_loss``.
+        self.__dict__["loss_fn"] = loss_fn
         self.output_fn = output_fn
         self.dtype = dtype
         self.dropout_state = DropoutState(self.seed)
@@ -262,6 +266,31 @@ class PipelineModule(nn.Module):
             x = call(x) if hook is None else hook(stage, index, call, x)
         return x
 
+    def loss(self, outputs: Any, labels: Any) -> Any:
+        """Return what ``loss_fn`` returns for a microbatch; without a ``loss_fn`` the outputs, which are the loss."""
+        if self.loss_fn is None:
+            return outputs
+        if self.run_hook is None or not self.has_loss_module:
+            return self.loss_fn(outputs, labels)
+        stage, loss_fn = len(self.placement) - 1, self.loss_fn
+        return self.run_hook(stage, len(self._list), lambda outputs: loss_fn(outputs, labels), outputs)
+
+    @property
+    def has_loss_module(self) -> bool:
+        """True if the loss function is a module on this rank, which holds the last stage."""
+        return "loss_fn" in self._modules
+
+    @property
+    def parameters_elsewhere(self) -> set[nn.Parameter]:
+        """Parameters of a loss module that another rank trains, which holds the last stage."""
+        away = isinstance(self.loss_fn, nn.Module) and not self.has_loss_module
+        return {*self.loss_fn.parameters()} - {*self.parameters()} if away else set()
+
+    def named_layers(self) -> list[tuple[int, str, nn.Module]]:
+        """Return (index, whole-model name, module) of this rank's layers and of a loss module, which comes last."""
+        found = [(int(source), f"layers.{source}", layer) for source, layer in self.layers.items()]
+        return [*found, (len(self._list), "loss_fn", self.loss_fn)] if self.has_loss_module else found
+
     def modules_of(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
         """Return (index in the list of layers, module) of layers of one of this rank's stages, without plain functions.
 
@@ -274,8 +303,13 @@ class PipelineModule(nn.Module):
         return [typename(layer) for layer in self._list[self.boundaries[stage] : self.boundaries[stage + 1]]]
 
     def layers_of(self, stage: int) -> list[int]:
-        """Return the indices of a stage's modules in the list of layers, in order, as ``run_hook`` gets them."""
+        """Return the indices of a stage's modules in the list of layers, in order."""
         return [index for index, key, _ in self._calls[stage] if key is not None]
+
+    def hooked(self, stage: int) -> list[int]:
+        """Return the indices with which ``run_hook`` is called for a stage: its layers, then a loss module."""
+        is_last = stage == len(self.placement) - 1
+        return [*self.layers_of(stage), *([len(self._list)] if is_last and self.has_loss_module else [])]
 
     def forward(self, x: Any) -> Any:
         """Run the whole model, if this rank holds all of it. (A pipeline is run by the engine.)"""
@@ -349,9 +383,10 @@ class PipelineModule(nn.Module):
         """Return this rank's parameters, each once, in the order of the list."""
         stages: dict[nn.Parameter, dict[int, None]] = {}  # the inner dicts are ordered sets
         layers: dict[nn.Parameter, dict[int, None]] = {}
+        held = {index: layer for index, _, layer in self.named_layers()}
         for stage in self.stages:
-            for index, layer in self.modules_of(stage):
-                for parameter in layer.parameters():
+            for index in self.hooked(stage):
+                for parameter in held[index].parameters():
                     stages.setdefault(parameter, {})[stage] = None
                     layers.setdefault(parameter, {})[index] = None
         keys = {tie.key: i for i, tie in enumerate(self.ties)}
@@ -380,7 +415,11 @@ class PipelineModule(nn.Module):
         self.boundaries = boundaries(self.partition, len(self.placement), names, self._parameter_counts)
         self._calls = [[self._call(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
         stages = [stage for stage, (start, stop) in enumerate(pairwise(self.boundaries)) for _ in range(start, stop)]
-        self.ties, self._shared = find_ties(self._list, self._sources, stages)
+        entries, places = self._list, self._sources
+        if isinstance(self.loss_fn, nn.Module):  # it may share parameters with layers
+            entries, places = [*entries, self.loss_fn], [*places, len(entries)]
+            stages.append(len(self.placement) - 1)
+        self.ties, self._shared = find_ties(entries, places, stages)
 
     def _call(self, index: int) -> LayerCall:
         entry, source = self._list[index], self._sources[index]
@@ -403,20 +442,24 @@ class PipelineModule(nn.Module):
 
     def _broadcast_built_modules(self) -> None:
         """Broadcast the weights of modules that the caller built from rank 0, because each process built its own."""
-        if self.grid.size == 1:
-            return
         for source, entry in enumerate(self._list):
             if isinstance(entry, nn.Module) and self._sources[source] == source:
-                for tensor in [*entry.parameters(), *entry.buffers()]:
-                    layout, grid, axes = layout_of(tensor), self.grid, [self.grid.world]
-                    if layout.sharded or layout.expert_dim is not None:
-                        # Shards are taken from a rank that holds the same one, along one axis after the other.
-                        axes = [grid.pipe, grid.axis(layout.replicas), *([] if layout.sharded else [grid.tensor])]
-                    data = tensor.detach().to(grid.device).contiguous()
-                    for axis in axes:
-                        if axis.size > 1:
-                            axis.broadcast(data)
-                    tensor.data.copy_(data)
+                self._broadcast(entry)
+        if isinstance(self.loss_fn, nn.Module):
+            self._broadcast(self.loss_fn)
+
+    def _broadcast(self, entry: nn.Module) -> None:
+        """Broadcast a module's parameters and buffers from rank 0. Collective."""
+        for tensor in [*entry.parameters(), *entry.buffers()] if self.grid.size > 1 else ():
+            layout, grid, axes = layout_of(tensor), self.grid, [self.grid.world]
+            if layout.sharded or layout.expert_dim is not None:
+                # Shards are taken from a rank that holds the same one, along one axis after the other.
+                axes = [grid.pipe, grid.axis(layout.replicas), *([] if layout.sharded else [grid.tensor])]
+            data = tensor.detach().to(grid.device).contiguous()
+            for axis in axes:
+                if axis.size > 1:
+                    axis.broadcast(data)
+            tensor.data.copy_(data)
 
     def _build(self) -> None:
         """Build this rank's layers that are missing, and name their parameters as in the whole model."""
@@ -431,21 +474,47 @@ class PipelineModule(nn.Module):
                     for change in self._changes:
                         change(f"layers.{source}", layer)
                     self._name(source, layer)
+        self._place_loss()
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
         self._record_checksums()
+
+    def take_loss(self) -> None:
+        """Make a loss module that was assigned to ``loss_fn`` after construction a part of the model. Collective."""
+        if isinstance(self.loss_fn, nn.Module) and self.loss_fn is not self._placed_loss:
+            self._broadcast(self.loss_fn)
+            self._cut(self.placement, self.chunks)
+            for source, layer in self.layers.items():  # it may share their parameters
+                self._name(int(source), layer)
+            self._build()
+
+    def _place_loss(self) -> None:
+        """Make a loss module a part of this rank's model, if this rank holds the last stage, and else a mere attribute.
+
+        Every rank has the module that the caller built, so that it need not be sent if the last stage moves.
+        """
+        self.__dict__["_placed_loss"] = loss_fn = self.loss_fn
+        if isinstance(loss_fn, nn.Module):
+            self.__dict__.pop("loss_fn", None)
+            self._modules.pop("loss_fn", None)
+            if self.is_last:
+                self.loss_fn = loss_fn.to(device=self.grid.device, dtype=self.dtype)
+                self._name(len(self._list), loss_fn)
+            else:
+                self.__dict__["loss_fn"] = loss_fn
 
     def _name(self, source: int, layer: nn.Module) -> None:
         """Give a layer's parameters their whole-model names, and bind its dropouts and auxiliary losses."""
         keys = {tie.key for tie in self.ties}
+        prefix = f"layers.{source}" if source < len(self._list) else "loss_fn"
         for attribute, parameter in layer.named_parameters():
-            name, key = self._shared.get((source, attribute), (f"layers.{source}.{attribute}", ""))
+            name, key = self._shared.get((source, attribute), (f"{prefix}.{attribute}", ""))
             key = key or f"layers.{source}"
             rename(parameter, name, key if key in keys else None)
         for name, module in layer.named_modules():
             if isinstance(module, Dropout):
-                module.bind(f"layers.{source}.{name}", self.dropout_state)
+                module.bind(f"{prefix}.{name}", self.dropout_state)
             elif isinstance(module, AuxiliaryLayer):
-                module.bind(f"layers.{source}.{name}".rstrip("."), self.auxiliary)
+                module.bind(f"{prefix}.{name}".rstrip("."), self.auxiliary)
 
     def _make(self, source: int) -> nn.Module:
         """Build the layer whose first index is ``source``, or its placeholders.

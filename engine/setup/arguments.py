@@ -114,7 +114,7 @@ def unless_all(model: PipelineModule, parameters: Iterable[Any] | None) -> list[
     """Return None in place of all parameters to train, as a schedule may move others to this rank. Collective."""
     given = None if parameters is None else list(parameters)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    known = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter) for parameter in {*model.parameters(), *model.parameters_elsewhere}}
     everything = given is None or trained <= {id(parameter) for parameter in given} <= known
     return None if all(model.grid.pipe.all_gather_json(everything)) else given
 
@@ -132,9 +132,11 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
     groups: Groups = []
     seen: set[nn.Parameter] = set()
     known = set(model.parameters())
+    elsewhere = model.parameters_elsewhere if isinstance(model, PipelineModule) else set()
     for group in given:
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = [parameter for parameter in parameters if parameter not in elsewhere]
         strangers = sum(parameter not in known for parameter in parameters)
         if strangers:
             where = ""

@@ -191,10 +191,10 @@ def buffers(module: nn.Module, rank: int) -> Iterator[tuple[str, Tensor, bool]]:
     if not isinstance(module, PipelineModule):
         yield from ((name, buffer, True) for name, buffer in _persistent(module))
         return
-    for source, layer in module.layers.items():
-        stage = bisect.bisect_right(module.boundaries, int(source)) - 1
+    for source, prefix, layer in module.named_layers():
+        stage = min(bisect.bisect_right(module.boundaries, source), len(module.placement)) - 1
         for name, buffer in _persistent(layer):
-            yield f"layers.{source}.{name}", buffer, module.placement[stage] == rank
+            yield f"{prefix}.{name}", buffer, module.placement[stage] == rank
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -60,7 +60,11 @@ def load_weights(
             if found[1] and grid.rank == 0:
                 logging.getLogger("triax").warning("%s", found[1])
     tensors = open_checkpoint(grid, folder, LoadOptions(weights_only=True, verify=verify)).tensors
-    targets = {name: (layout, tensor) for name, layout, tensor in _targets(module, grid)}
+    targets = {
+        name: (layout, tensor)
+        for name, layout, tensor in _targets(module, grid)
+        if name in tensors or not name.startswith(f"{BUFFERS}/loss_fn.")  # older checkpoints do not have them
+    }
     away = next((name for name, (_, tensor) in targets.items() if tensor.is_meta), None)
     if away is not None:
         raise ValueError(

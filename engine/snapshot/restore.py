@@ -53,7 +53,10 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
             engine.replica_state.require_loadable(snapshot, options)
     shapes = {f"{WEIGHTS}/{named.layout.name}": named.layout.shape for named in shards.parameters}
     shapes |= {
-        f"{BUFFERS}/{name}": layout_of(buffer).shape for name, buffer, _ in buffers(engine.module, grid.pipe.rank)
+        f"{BUFFERS}/{name}": layout_of(buffer).shape
+        for name, buffer, _ in buffers(engine.module, grid.pipe.rank)
+        # Class weights of a loss, for instance: checkpoints did not have them before.
+        if not name.startswith("loss_fn.") or f"{BUFFERS}/{name}" in snapshot.tensors
     }
     problems = []
     if loads_optimizer and not same_optimizer_state(snapshot, engine):

@@ -252,13 +252,16 @@ def wrapping(module: Any) -> Any:
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return whole-model name -> parameter of a module, with each tied parameter once."""
-    return {layout_of(p).name or name: p for name, p in module.named_parameters()}
+    """Return whole-model name -> parameter of a module, with each tied parameter once, without a loss function's."""
+    found = {layout_of(p).name or name: p for name, p in module.named_parameters()}
+    return {name: parameter for name, parameter in found.items() if not name.startswith("loss_fn.")}
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return whole-model name -> buffer of the layers of ``triax.models`` in a module: biases of routers, loads."""
-    return {} if hugging_face(module)[0] is not None or wrapping(module) is not None else dict(module.named_buffers())
+    if hugging_face(module)[0] is not None or wrapping(module) is not None:
+        return {}
+    return {name: buffer for name, buffer in module.named_buffers() if not name.startswith("loss_fn.")}
 
 
 def held_everywhere(own: Mapping[str, Tensor], grid: Grid) -> dict[str, Held]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +111,177 @@ def test_two_losses_are_not_a_sum_and_its_weight(ranks: Any) -> None:
         assert all("trained as their quotient" in message for message in ranks(2, two_losses_refused, sizes))
     for message in ranks(2, unlike_replicas):
         assert "return the same form for every microbatch" in message
+
+
+# ------------------------------------------------------------------------------------------- losses with parameters
+
+
+class Balanced(nn.Module):
+    """Two losses with trained weights (Kendall et al. 2018), class centers in a linear layer, and a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_sigma = nn.Parameter(torch.tensor([0.3, -0.2]))
+        self.centers = nn.Linear(6, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        if self.training:
+            self.seen += 1
+        first, second = (outputs - labels).square().sum(), self.centers(outputs).tanh().sum()
+        a, b = (-self.log_sigma).exp()
+        return first * a + second * b + self.log_sigma.sum() * labels.numel(), labels.numel()
+
+
+def balanced(seed: int = 3) -> Balanced:
+    torch.manual_seed(seed)
+    return Balanced().double()
+
+
+def batches(steps: int = 3, micro: int = 4) -> list[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(steps, micro, 2, 3, 6, generator=generator, dtype=torch.float64)
+    return [[(pair[0], pair[1]) for pair in step] for step in x]
+
+
+def with_loss(
+    grid: Grid, stage: int, schedule: str, loss: Any, layers: list[Any] | None = None, **more: Any
+) -> triax.PipelineEngine:
+    layers = layers or [LayerSpec(nn.Linear, 6, 6) for _ in range(4)]
+    module = PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4 // grid.data.size,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+    return triax.initialize(model=module, config=config, schedule=schedule)[0]
+
+
+def train_balanced(
+    sizes: tuple[int, int, int], cases: list[tuple[int, str]], folder: Path
+) -> list[tuple[list[float], dict[str, Tensor], dict[str, Tensor]]]:
+    """Losses, gradients and weights after three steps, between which a checkpoint is loaded into a new engine."""
+    grid, found = Grid(*sizes, timeout=60), []
+    for stage, schedule in cases:
+        # Each process builds its own loss: rank 0's is the model's.
+        engine = with_loss(grid, stage, schedule, balanced(seed=3 + grid.rank))
+        losses = [take(engine, step) for step in batches()[:2]]
+        path = folder / f"{stage}-{schedule}"
+        engine.save_checkpoint(path)
+        engine = with_loss(grid, stage, schedule, balanced(seed=9))
+        engine.load_checkpoint(path)
+        losses.append(take(engine, batches()[2]))
+        if grid.data.is_first and engine.module.is_last:
+            assert engine.module.loss_fn.seen == 12 // grid.data.size
+        found.append((losses, engine.gather("gradients"), engine.gather()))
+    return found
+
+
+def take(engine: triax.PipelineEngine, step: list[tuple[Tensor, Tensor]]) -> float:
+    data = engine.grid.data
+    return engine.train_batch(iter(step[data.rank :: data.size])).item()
+
+
+def plain_balanced(
+    loss_fn: nn.Module, layers: list[nn.Module], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "loss_fn": loss_fn})
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in batches():
+        optimizer.zero_grad()
+        pairs = [loss_fn(nn.Sequential(*layers)(x), y) for x, y in step]
+        loss = sum(total for total, _ in pairs) / sum(weight for _, weight in pairs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    named = dict(model.named_parameters())
+    return losses, {n: p.grad for n, p in named.items()}, {n: p.detach() for n, p in named.items()}
+
+
+def initial_layers() -> list[nn.Module]:
+    engine = with_loss(Grid(), 0, "1f1b", None, [LayerSpec(nn.Linear, 6, 6) for _ in range(4)])
+    return [*copy.deepcopy(engine.module.layers).values()]
+
+
+STAGES = [(stage, "1f1b") for stage in range(4)]
+CASES = [
+    ((1, 1, 1), [*STAGES, (3, "zb-h1")]),
+    ((2, 1, 1), [(0, "1f1b"), (3, "1f1b"), (0, "zb-h1"), (2, "zb-v"), (3, "zb-v"), (1, "interleaved")]),
+    ((1, 2, 1), STAGES),
+    ((2, 2, 1), [(0, "zb-h1"), (1, "1f1b"), (2, "zb-v"), (3, "zb-h1")]),
+    ((2, 1, 2), [(1, "zb-h1")]),
+]
+
+
+def same_numbers(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(("sizes", "cases"), CASES, ids=str)
+def test_parameters_of_a_loss_are_trained(ranks: Any, tmp_path: Path, sizes: Any, cases: Any) -> None:
+    """They were listed and never trained."""
+    wanted = plain_balanced(balanced(), initial_layers())
+    for rank in ranks(math.prod(sizes), train_balanced, sizes, cases, tmp_path):
+        for found in rank:
+            same_numbers(found, wanted)
+
+
+def late_and_shared() -> tuple[Any, Any]:
+    """A loss that is assigned later, with the first layer's weight among its own, on two stages."""
+    found = []
+    for stage, schedule in ((0, "1f1b"), (3, "zb-h1")):
+        layers = tied_layers()
+        module = PipelineModule(layers, grid=Grid(pipe=2, timeout=60), dtype=torch.float64, partition="uniform")
+        module.loss_fn = balanced()
+        module.loss_fn.centers = layers[0]
+        log_sigma = module.loss_fn.log_sigma
+        rest = [parameter for parameter in module.parameters() if parameter is not log_sigma]
+        given = [{"params": rest}, {"params": [log_sigma], "lr": 0.01}]
+        engine = triax.initialize(
+            model=module,
+            config={
+                "train_micro_batch_size_per_gpu": 3,
+                "gradient_accumulation_steps": 4,
+                "gradient_clipping": 0.5,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            },
+            model_parameters=given,
+            schedule=schedule,
+        )[0]
+        losses = [take(engine, step) for step in batches()]
+        found.append((losses, engine.gather()))
+        module.loss_fn = balanced()
+        with pytest.raises(RuntimeError, match=r"loss_fn was replaced after .* by a Balanced"):
+            take(engine, batches()[0])
+    return found
+
+
+def tied_layers() -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [nn.Linear(6, 6).double() for _ in range(4)]
+
+
+def test_a_loss_may_be_assigned_and_share_a_weight_with_a_layer(ranks: Any) -> None:
+    layers, loss_fn = tied_layers(), balanced()
+    loss_fn.centers = layers[0]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "loss_fn": loss_fn})
+    groups = [{"params": [*model["layers"].parameters()]}, {"params": [loss_fn.log_sigma], "lr": 0.01}]
+    wanted, _, weights = plain_balanced(loss_fn, layers, torch.optim.AdamW(groups, lr=0.05))
+    for rank in ranks(2, late_and_shared):
+        for losses, found in rank:
+            same_numbers(losses, wanted)
+            same_numbers(found, weights)
+
+
+def test_parameters_that_a_plain_function_hides_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    hidden = balanced()
+    for loss in (hidden.forward, lambda outputs, labels: hidden(outputs, labels), functools.partial(hidden)):
+        caplog.clear()
+        with_loss(Grid(), 0, "1f1b", loss)
+        assert "loss_fn uses parameters of a Balanced that this engine does not train" in caplog.text
