@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ..grid.errors import ConfigError, close, describe, no_such
-from .base import Section, inner_section
+from .base import Section, extra_of, inner_section
 from .consistency import check_consistency
+from .foreign_keys import counterpart
 from .json_comments import read
 from .schema import Config
 
@@ -148,7 +149,7 @@ def _keys_of(place: Sequence[str | int], root: type[Section]) -> list[str]:
 
 
 def _no_such_key(place: list[str], key: str, root: type[Section]) -> str:
-    """Return the error message for an unknown key: the nearest key, or the sections that have a key of this name.
+    """Return the error message for an unknown key: another library's counterpart, the nearest key, or other sections.
 
     Args:
         place: the names of the sections that lead to the key, from the outermost one.
@@ -156,17 +157,26 @@ def _no_such_key(place: list[str], key: str, root: type[Section]) -> str:
         root: the outermost section.
     """
     known = _names(_section(place, root))
-    sections = [name for name, section in _sections(root) if key in _names(section)]
     where = ".".join(place) or root.TITLE
-    if 0 < len(sections) <= 3:
+    if (instead := counterpart(place, key, root is not Config)) is not None:
+        return f"{where}: there is no {key!r}; write {instead}"
+    near = close(key, known)
+    # A name of one word means something else in each section: the interval of recomputation is not that of checkpoints.
+    sections = [name for name, section in _sections(root) if "_" in key and key in _active(section)]
+    if not near and 0 < len(sections) <= 3:
         return f"{where}: there is no {key!r} here, but in {' and '.join(sections)}: write it there"
-    if root is Config and len(known) > 20 and not close(key, known):
+    if not near and root is Config and len(known) > 20:
         return f"{where}: there is no {describe(key)}, and no key like it: `triax config --table` lists all keys"
     return no_such(where, key, known)
 
 
 def _names(section: type[Section]) -> list[str]:
     return [field.alias or key for key, field in section.model_fields.items()]
+
+
+def _active(section: type[Section]) -> list[str]:
+    fields = section.model_fields.items()
+    return [field.alias or key for key, field in fields if extra_of(field).get("x-status") not in ("idle", "refused")]
 
 
 def _sections(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:

@@ -54,6 +54,26 @@ def parse(text: str, source: str) -> Any:
     def constant(name: str) -> float:
         raise ConfigError(f"the configuration {source} has {name}, which is not a number in JSON: leave the key out")
 
+    try:
+        return json.loads(plain(text, source), object_pairs_hook=section, parse_constant=constant)
+    except ConfigError:
+        raise
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"the configuration {source} is not JSON: {error.msg}: {where}") from error
+    except ValueError as error:  # of a number with thousands of digits
+        raise ConfigError(f"the configuration {source} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the configuration {source} is nested too deeply") from error
+
+
+def plain(text: str, source: str) -> str:
+    """Return a JSON text with spaces in place of comments and of commas before a closing bracket.
+
+    Raises:
+        ConfigError: a comment that does not end.
+    """
+
     def blank(match: re.Match[str]) -> str:
         token = match[0]
         if token.startswith('"'):
@@ -63,13 +83,4 @@ def parse(text: str, source: str) -> Any:
             raise ConfigError(f"the configuration {source} has a comment /* in line {line} that does not end: add */")
         return re.sub(r"[^\n]", " ", token)  # keeps line numbers
 
-    plain = _TOKEN.sub(blank, text)
-    plain = _LAST_COMMA.sub(lambda match: match[0] if match[0].startswith('"') else " ", plain)
-    try:
-        return json.loads(plain, object_pairs_hook=section, parse_constant=constant)
-    except ConfigError:
-        raise
-    except ValueError as error:  # json's own error is a ValueError
-        raise ConfigError(f"the configuration {source} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"the configuration {source} is nested too deeply") from error
+    return _LAST_COMMA.sub(lambda match: match[0] if match[0].startswith('"') else " ", _TOKEN.sub(blank, text))

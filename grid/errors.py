@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,12 +46,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def close(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is nearest to an unknown one; None if none is near."""
+    """Return the known name that an unknown one is a misspelling or the beginning of; None if there is no such name.
+
+    A name that differs in a digit, or in a whole word, means something else: h200 is no misspelling of h100.
+    """
     names = list(known)
-    if near := difflib.get_close_matches(name, names, n=1):
-        return near[0]
-    near = difflib.get_close_matches(name.lower(), [each.lower() for each in names], n=1)
-    return next((each for each in names if near and each.lower() == near[0]), None)
+    lowered = {each.lower(): each for each in reversed(names)}
+    longer = [each for each in names if each.lower().startswith(f"{name.lower()}-")]
+    if len(longer) == 1:
+        return longer[0]
+    near = difflib.get_close_matches(name.lower(), lowered, n=5, cutoff=0.7)
+    return next((lowered[each] for each in near if _is_misspelt(name.lower(), each)), None)
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    """Return True if a name has nearly the words of a known one, or some of its words, and its digits but for one."""
+    digits, wanted_digits = (re.sub(r"\D", "", each) for each in (name, known))
+    if digits not in (wanted_digits, *(wanted_digits[:i] + wanted_digits[i + 1 :] for i in range(len(wanted_digits)))):
+        return False
+    words, wanted = (re.findall(r"[^\W_]+", each) for each in (name, known))
+    if len(words) == len(wanted):
+        return all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.5 for pair in zip(words, wanted))
+    shared = set(words) & set(wanted)
+    return 2 <= len(shared) in (len(words), len(wanted)) or difflib.SequenceMatcher(None, name, known).ratio() >= 0.85
 
 
 def require_at_least(least: float, **numbers: float) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..grid.errors import ConfigError, describe, nearest
+from ..grid.errors import ConfigError, close, describe
 
 Made = TypeVar("Made")
 
@@ -31,7 +31,9 @@ def check_arguments(
     taken = {key: p for key, p in inspect.signature(made).parameters.items() if key not in skip}
     for key in params:
         if key not in taken:
-            raise ConfigError(f"{where}: {name} has no {key[:60]}; it takes {', '.join(taken)} ({nearest(key, taken)})")
+            near = close(key, taken)
+            guess = f" (did you mean {near!r}?)" if near else ""
+            raise ConfigError(f"{where}: {name} has no {key[:60]}; it takes {', '.join(taken)}{guess}")
     for key, parameter in taken.items():
         required = parameter.default is inspect.Parameter.empty
         if required and key not in params:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ..config.config import check_keys
-from ..config.json_comments import parse
+from ..config.json_comments import parse, plain
 from ..grid.errors import ConfigError, describe
 from .schema import SHORT, TrainingFile
 
@@ -28,7 +28,7 @@ class ReadFile:
     Attributes:
         path: the file.
         values: its keys and values, changed by ``key=value``.
-        lines: line of each dotted key, where the format has lines.
+        lines: line of each dotted key.
         changed: dotted keys that were given as ``key=value``.
     """
 
@@ -99,7 +99,9 @@ def _read(path: Path) -> ReadFile:
             values = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
+        _note_toml_lines(text, lines)
     elif kind == ".json":
+        _note_json_lines(text, str(path), lines)
         values = parse(text, str(path))
     else:
         values = _yaml(text, str(path), lines)
@@ -136,22 +138,10 @@ def _change(source: ReadFile, change: str) -> ReadFile:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML loader with the numbers of YAML 1.2, and without dates. A key that stands twice is an error.
+    """YAML loader with the numbers of YAML 1.2, and without dates.
 
     1e-3 is a number. 010, which was octal, and 1:30, which was 90, are texts.
     """
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key is a list or a section, but it must be a name", key.start_mark
-                )
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 _NUMBERS = {
@@ -210,7 +200,20 @@ def _in_words(problem: str) -> str:
 
 
 def _note_lines(node: Any, prefix: str, lines: dict[str, int], file: str, seen: list[int], depth: int = 0) -> None:
-    """Write the line of each key under a node into ``lines``. ``seen`` counts the nodes."""
+    """Write the line of each key under a node into ``lines``, and check that none stands twice in a section.
+
+    Args:
+        node: the node.
+        prefix: what the dotted keys under it begin with.
+        lines: line of each dotted key, written.
+        file: name of the file, for messages.
+        seen: number of nodes so far, counted on.
+        depth: level of the node.
+
+    Raises:
+        ConfigError: too many levels or values.
+        ConstructorError: a key that is no text, or that stands twice.
+    """
     seen[0] += 1
     if depth > _DEEPEST or seen[0] > _MOST:
         raise ConfigError(
@@ -218,13 +221,72 @@ def _note_lines(node: Any, prefix: str, lines: dict[str, int], file: str, seen: 
             "write fewer"
         )
     if isinstance(node, yaml.MappingNode):
+        here: set[str] = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is a list or a section, but it must be a name", key.start_mark
+                )
+            if key.value in here:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
+            here.add(key.value)
             name = f"{prefix}{key.value}"
             lines.setdefault(name, key.start_mark.line + 1)
             _note_lines(value, f"{name}.", lines, file, seen, depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
             _note_lines(value, prefix, lines, file, seen, depth + 1)
+
+
+def _note_json_lines(text: str, file: str, lines: dict[str, int]) -> None:
+    """Write the line of each key of a JSON text into ``lines``, by the YAML parser, to which JSON is YAML.
+
+    Raises:
+        ConfigError: a section has a key twice, or there are too many sections or values.
+    """
+    try:
+        node = yaml.compose(plain(text, file).replace("\t", " "), Loader=_YamlLoader)
+        _note_lines(node, "", lines, file, [0])
+    except yaml.constructor.ConstructorError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ConfigError(f"{file}{line}: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError):
+        lines.clear()  # it is no JSON, which the JSON parser says
+
+
+def _note_toml_lines(text: str, lines: dict[str, int]) -> None:
+    """Write the line of each key of a TOML text into ``lines``.
+
+    TOML has one header or key a line, except where a list or a text goes on in the next ones. So each line, with those
+    that it goes on in, is a TOML text by itself.
+    """
+    section, statement, start, goes_on = "", "", 0, False
+    for number, line in enumerate(text.split("\n"), 1):
+        if not statement:
+            start, goes_on = number, False
+        statement += f"{line}\n"
+        if goes_on and not re.search(r"""[]}]|"{3}|'{3}""", line):
+            continue  # neither a list nor a text ends here
+        try:
+            found = list(_paths(tomllib.loads(statement)))
+        except tomllib.TOMLDecodeError:
+            goes_on = True
+            continue
+        if statement.lstrip().startswith("["):
+            section = ""
+        for path in found:
+            lines.setdefault(section + path, start)
+        if statement.lstrip().startswith("["):
+            section, lines[found[-1]] = f"{found[-1]}.", start  # [a] may stand behind [a.b]
+        statement = ""
+
+
+def _paths(value: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a section, inner sections too."""
+    for inner in value if isinstance(value, list) else [value]:
+        for key, each in inner.items() if isinstance(inner, Mapping) else ():
+            yield f"{prefix}{key}"
+            yield from _paths(each, f"{prefix}{key}.")
 
 
 def _require_names(values: Any, name: str) -> None:

@@ -844,8 +844,8 @@ def test_a_batch_of_another_size(ranks: Any, shape: tuple[int, int, int], schedu
     ("config", "words"),
     [
         (
-            {"momentum": 0.1},
-            "the configuration: there is no 'momentum' here, but in gradient_compression: write it there",
+            {"min_compression": 3},
+            "the configuration: there is no 'min_compression' here, but in gradient_compression: write it there",
         ),
         ({"bf16": {"loss_scale": 0}}, "bf16: there is no 'loss_scale' here, but in fp16 and amp: write it there"),
         ({"zero_optimization": {"qwerty": 1}}, "no key like it: `triax config --table` lists all keys"),

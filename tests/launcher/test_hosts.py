@@ -75,7 +75,7 @@ def test_slots_chosen(include: str, exclude: str, wanted: dict[str, tuple[int, .
     ("include", "exclude", "words"),
     [
         ("worker-1", "worker-2", "both given"),
-        ("worker-3", "", "there is no host 'worker-3'; did you mean 'worker-2'?"),
+        ("worker-3", "", "there is no host 'worker-3'; known are worker-1, worker-2"),
         ("worker-1:4", "", "--include names slot 4, but worker-1 has slots 0 to 3"),
         ("worker-1:a", "", "'a' is not a slot of worker-1"),
         ("worker-1:", "", "'' is not a slot of worker-1"),

@@ -80,6 +80,50 @@ def test_errors_name_line_and_key(tmp_path: Path, before: str, after: str, expec
     assert expected in str(caught.value) and str(caught.value).startswith(str(tmp_path))
 
 
+TOML = (
+    'data.training = [\n  "a]",\n  "b",\n]\n[model]\npreset = """\n\\\nbytes-tiny"""\n[training.optimizer]\n'
+    'type = "SGD"\n[training]\nsteps = 2\nbatch = 8\nzero = {stage = 1}\n'
+)
+JSON = """\
+{
+  // a comment
+  "model": {"preset": "bytes-tiny"}, "data": "tokens",
+\t"training": {"steps": 2,
+    "batch": 8, /* and
+    another */
+    "zero": {"stage": 1},
+  },
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "expected"),
+    [
+        ("run.toml", "batch", "bacth", "line 13: training: there is no 'bacth'; did you mean 'batch'?"),
+        ("run.toml", "batch = 8", "batch = -8", "line 13: training.batch = -8"),
+        ("run.toml", "stage = 1", "stage = 9", "line 14: training.zero.stage = 9"),
+        ("run.toml", '"b"', "3", "line 1: data.training"),
+        ("run.toml", '"SGD"', "3", "line 10: training.optimizer.type = 3"),
+        ("run.toml", "preset", "prest", "line 6: model: there is no 'prest'; did you mean 'preset'?"),
+        ("run.toml", "batch = 8", "steps = 8", "is not TOML: "),
+        ("run.json", '"batch"', '"bacth"', "line 5: training: there is no 'bacth'; did you mean 'batch'?"),
+        ("run.json", '"batch": 8', '"batch": -8', "line 5: training.batch = -8"),
+        ("run.json", '"stage": 1', '"stage": 9', "line 7: training.zero.stage = 9"),
+        ("run.json", '"batch": 8', '"steps": 8', "line 5: 'steps' stands here twice"),
+        ("run.json", '"batch": 8', '"batch": ', "is not JSON: Expecting value: line 5, column 14"),
+    ],
+)
+def test_errors_of_the_other_formats_name_the_line(
+    tmp_path: Path, name: str, before: str, after: str, expected: str
+) -> None:
+    text = TOML if name == "run.toml" else JSON
+    assert before in text and read_training_file(_write(tmp_path, text, name))
+    with pytest.raises(ConfigError) as caught:
+        read_training_file(_write(tmp_path, text.replace(before, after), name))
+    assert expected in str(caught.value) and name in str(caught.value)
+
+
 def test_errors_of_changes(tmp_path: Path) -> None:
     path = _write(tmp_path, RUN)
     for change, expected in (
