@@ -186,6 +186,8 @@ class Axis:
         receive, send = receive or [1] * self.size, send or [1] * self.size
         row = math.prod(tensor.shape[1:]) * tensor.element_size()
         self._count("all_to_all", nbytes(tensor) - send[self.rank] * row)
+        if not self._exchanges:
+            return self._start(dist.all_to_all_single, async_op, output, tensor, receive, send)
         parts = [rows * row for rows in receive], [rows * row for rows in send]
         return self._start(dist.all_to_all_single, async_op, _bytes(output), _bytes(tensor), *parts)
 

@@ -185,6 +185,65 @@ def test_experts_are_given_equal_numbers_of_tokens() -> None:
     assert run.records[0]["sent"]["expert"] > 0
 
 
+def every_exchange() -> None:
+    """Receive into memory without values by every collective of torch, and check each value received."""
+    torch.use_deterministic_algorithms(True)  # torch then fills such memory with NaN or with the largest integer
+    grid = triax.Grid(2, 4)
+    n, me = grid.data.size, grid.data.rank
+    group = grid.data.group
+    for device, length in (("cpu", 2), ("cpu", 5000), ("meta", 2)):
+        mine = torch.full((length,), 3, device=device)
+        parts = [torch.full((length,), 7 if rank == me else 5, device=device) for rank in range(n)]
+        table = torch.stack(parts)
+
+        def empty(*shape: int, like: Tensor = mine) -> Tensor:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+        results: dict[str, tuple[Tensor, int]] = {}
+        dist.all_reduce(total := mine.clone(), group=group)
+        results["all_reduce"] = total, 3 * n
+        dist.all_gather_into_tensor(all_parts := empty(n * length), mine, group=group)
+        results["all_gather_into_tensor"] = all_parts, 3
+        dist.all_gather(rows := [empty(length) for _ in range(n)], mine, group=group)
+        results |= {f"all_gather {index}": (row, 3) for index, row in enumerate(rows)}
+        dist.reduce_scatter_tensor(sums := empty(length), table.view(-1), group=group)
+        results["reduce_scatter_tensor"] = sums, 7 * n
+        dist.reduce_scatter(sums_of_list := empty(length), parts, group=group)
+        results["reduce_scatter"] = sums_of_list, 7 * n
+        dist.all_to_all_single(swapped := empty(n, length), table, group=group)
+        results["all_to_all_single"] = swapped, 7
+        grid.data.all_to_all(by_axis := torch.empty_like(table), table)
+        results["Axis.all_to_all"] = by_axis, 7
+        dist.all_to_all(outputs := [empty(length) for _ in range(n)], parts, group=group)
+        results |= {f"all_to_all {index}": (row, 7) for index, row in enumerate(outputs)}
+        dist.broadcast(theirs := mine.clone() if grid.rank == 0 else empty(length), 0)
+        # Rank 0 has run before every other rank. What is large is not exchanged.
+        known = length <= 4096 or grid.rank == 0
+        results["broadcast"] = theirs, 3 if known else 0
+        unfilled = 0 if device == "cpu" else 1  # the stand-in
+        dist.send(mine, group_dst=(me - 1) % n, group=group)
+        dist.recv(message := empty(length), group_src=(me + 1) % n, group=group)
+        results["recv"] = message, unfilled
+        sizes = [length - 1] + [length] * (n - 1)
+        dist.all_to_all_single(uneven := empty(sum(sizes)), mine.repeat(n), sizes, [length] * n, group=group)
+        results["uneven all_to_all_single"] = uneven, unfilled
+        for name, (tensor, expected) in results.items():
+            found = set(tensor.flatten().tolist())
+            assert found == {expected}, f"{name} of {length} on {device} gave {sorted(found)[:3]}, not {expected}"
+    told = [{"of rank 0": grid.rank}]
+    dist.broadcast_object_list(told, 0)
+    assert told == [{"of rank 0": 0}]
+    dist.all_gather_object(objects := [None] * grid.size, ["equal ranks send equal objects"])
+    assert objects == [["equal ranks send equal objects"]] * grid.size
+
+
+def test_no_received_value_depends_on_memory_that_no_exchange_fills() -> None:
+    run = dried(8, every_exchange)
+    assert run.problems == []
+    assert run.records[0]["outcome"] == "no step"
+    assert max(run.records) == 7
+
+
 @pytest.mark.exhaustive
 def test_a_value_that_is_not_computed_is_said_and_can_be_set() -> None:
     def plant(grid: Any) -> None:
@@ -230,7 +289,11 @@ def test_small_values_are_known_on_the_meta_device() -> None:
         assert unknown.cpu().shape == (10_000,)
         assert torch.ones(3, device="cuda").is_meta
         assert (torch.ones(3) + torch.ones(3, device="meta")).is_meta
-    assert [name for name, _ in values.asked.values()] == ["tolist", "item", "cpu"]
+        # Memory as it happens to be has no known values, and zeros on a CPU.
+        assert torch.empty_like(flags).tolist() == [7, 7]
+        assert torch.empty(3, dtype=torch.int64).tolist() == [0] * 3
+        assert torch.add(flags, 1, out=torch.zeros_like(flags)).tolist() == [7, -1]
+    assert [name for name, _ in values.asked.values()] == ["tolist", "item", "cpu", "tolist"]
     assert list(values.mixed.values()) == ["add"]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
+NOT_RUN = "not run"  # answer in place of the values of a rank that no process runs
 Message = dict[str, Any]
 
 
@@ -75,7 +76,7 @@ class Hub:
 
     Args:
         announced: called with a rank and its message when it makes its first grid.
-        joined: values that ranks gave in collectives, by name of the collective: those of ranks that ran before stand
+        joined: values that ranks gave in collectives and messages, by their names: those of ranks that ran before stand
             for ranks that do not run.
 
     Attributes:
@@ -86,7 +87,6 @@ class Hub:
         self._announced = announced
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, RankSocket] = {}
-        self._posted: dict[str, Any] = {}
         self._joined = joined
         self._waiting: dict[int, Message] = {}
         self.ended: dict[int, Message | None] = {}
@@ -113,11 +113,9 @@ class Hub:
         kind = message["kind"]
         if kind == "grid":
             self._announced(rank, message)
-        elif kind == "post":
-            self._posted[message["key"]] = message["value"]
-        elif kind == "join":
+        elif kind in ("post", "join"):
             self._joined.setdefault(message["key"], {})[rank] = message["value"]
-        else:  # "get", "members"
+        else:  # "get", "look", "members"
             self._waiting[rank] = message
 
     def _answer(self) -> None:
@@ -136,15 +134,18 @@ class Hub:
 
     def _missing(self, request: Message) -> list[int]:
         """Return the ranks that a request waits for."""
-        if request["kind"] == "get":
-            return [] if request["key"] in self._posted else [request["source"]]
         joined = self._joined.get(request["key"], {})
+        if request["kind"] == "get":
+            return [] if request["source"] in joined else [request["source"]]
+        if request["kind"] == "look":
+            return []
         return [member for member in request["members"] if member not in joined]
 
     def _value(self, request: Message) -> Any:
-        if request["kind"] == "get":
-            return self._posted[request["key"]]
-        return [[rank, value] for rank, value in self._joined[request["key"]].items()]
+        joined = self._joined.get(request["key"], {})
+        if request["kind"] in ("get", "look"):
+            return joined.get(request["source"], NOT_RUN)
+        return [[rank, value] for rank, value in joined.items()]
 
     def _reply(self, rank: int, answer: Message) -> None:
         del self._waiting[rank]

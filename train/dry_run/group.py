@@ -1,8 +1,14 @@
 """Process group of a dry run: it sends nothing, records what it is asked for, and exchanges small values.
 
-Like torch's fake process group it leaves tensors as they are, and it does two things more. Each collective and message
-is recorded, with its size, dtype and place in the program. Small values (flags, the schema of a message) are exchanged
-with the ranks that run at the same time; the others are taken to send what the rank of their class sends.
+Unlike torch's fake process group it leaves no received value to chance. Each collective and message is recorded, with
+its size, dtype and place in the program. Small values (flags, the schema of a message) are exchanged with the ranks
+that run at the same time, or ran before. What else is received has these values:
+
+| operation | values |
+|---|---|
+| collective to which every rank gives a part | as if every rank gave what this one gives |
+| broadcast, scatter from another rank | those of this rank's own tensor, which is taken to be equal already |
+| receive, uneven all-to-all | zeros on a CPU, the stand-in on the meta device |
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...grid.topology import Topology
-from .exchange import HangError, RankSocket
+from .exchange import NOT_RUN, HangError, RankSocket
 from .places import calling_place
 from .values import known, set_known
 
@@ -213,10 +219,10 @@ class RecordingGroup(_Group):
 
     def _reduce_one(self, kind: str, tensor: Tensor, op: str) -> RecordedWork:
         self._note(kind, tensor)
-        if tensor.numel() > _SMALL:
-            return RecordedWork()
         values = known(tensor)
         mine = None if values is None else values.detach().clone()
+        if tensor.numel() > _SMALL:
+            return RecordedWork(lambda: set_known(tensor, self._combined(op, [mine] * self.size())))
         joined = self._join(kind, mine)
         return RecordedWork(lambda: set_known(tensor, self._combined(op, joined())))
 
@@ -228,7 +234,7 @@ class RecordingGroup(_Group):
     def _broadcast_one(self, tensor: Tensor, source: int) -> RecordedWork:
         self._note(f"broadcast from {source}", tensor)
         key = self._next("broadcast")
-        if not _is_small(tensor) or self._ranks[source] not in self._recorder.column:
+        if not _is_small(tensor):
             return RecordedWork()
         if source == self._me:
             self._post(key, tensor)
@@ -239,6 +245,10 @@ class RecordingGroup(_Group):
         """Record an all-gather."""
         self._note("all_gather", tensor)
         self._require(output.numel() == tensor.numel() * self.size(), "all_gather", output, tensor)
+        if output.is_meta:
+            values = known(tensor)
+            set_known(output, None if values is None else torch.cat([values.detach().reshape(-1)] * self.size()))
+            return RecordedWork()
         return self._gathered(list(output.view(self.size(), -1)), tensor)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
@@ -252,14 +262,12 @@ class RecordingGroup(_Group):
         return _all(works)
 
     def _gathered(self, rows: list[Tensor], tensor: Tensor) -> RecordedWork:
-        if not _is_small(tensor) or not rows[0].is_cpu:
-            return RecordedWork()
-        joined = self._join("all_gather", tensor)
+        small = _is_small(tensor) and rows[0].is_cpu
+        joined = self._join("all_gather", tensor) if small else lambda: [known(tensor)] * len(rows)
 
         def fill() -> None:
             for row, value in zip(rows, joined(), strict=True):
-                if value is not None:
-                    set_known(row, value)
+                set_known(row, value)
 
         return RecordedWork(fill)
 
@@ -275,15 +283,22 @@ class RecordingGroup(_Group):
         """Record a reduce-scatter."""
         self._note(f"reduce_scatter {_reduction(opts)}", tensor)
         self._require(tensor.numel() == output.numel() * self.size(), "reduce_scatter", output, tensor)
-        set_known(output, None)
-        return RecordedWork()
+        values = known(tensor)
+        return self._reduced(output, None if values is None else values.view(self.size(), -1)[self._me], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> RecordedWork:
         """Record reduce-scatters of lists."""
-        for parts in tensors:
+        for output, parts in zip(outputs, tensors, strict=True):
             self._note(f"reduce_scatter {_reduction(opts)}", parts[0])
+            self._reduced(output, known(parts[self._me]), opts)
+        return RecordedWork()
+
+    def _reduced(self, output: Tensor, part: Tensor | None, opts: Any) -> RecordedWork:
+        """Set the output of a reduce-scatter to the sum of as many equal parts as there are ranks."""
+        part = None if part is None else part.detach().clone()
+        set_known(output, self._combined(_reduction(opts), [part] * self.size()))
         return RecordedWork()
 
     def reduce_scatter_single_coalesced(
@@ -300,11 +315,11 @@ class RecordingGroup(_Group):
         """Record an all-to-all."""
         even = len({*(receive or ()), *(send or ())}) < 2
         self._note("all_to_all", tensor, even=even)
-        values = known(tensor) if even and tensor.numel() <= _SMALL else None
+        values = known(tensor) if even else None
         if values is not None:  # each rank sends this one what this one sends itself
             parts = values.detach().view(self.size(), -1)
             values = parts[self._me].expand(parts.shape).clone()
-        set_known(output, values)
+        _fill(output, values)
         return RecordedWork()
 
     alltoall_base = all_to_all_single
@@ -312,16 +327,24 @@ class RecordingGroup(_Group):
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> RecordedWork:
         """Record an all-to-all of lists."""
         self._note("all_to_all", tensors[0], even=False)
+        for output in outputs:
+            mine = tensors[self._me]
+            _fill(output, known(mine) if mine.shape == output.shape else None)
         return RecordedWork()
 
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> RecordedWork:
         """Record a gather to one rank."""
         self._note(f"gather to {opts.rootRank}", tensors[0])
+        for rows, tensor in zip(outputs, tensors, strict=False):  # no outputs but on the root
+            for row in rows:
+                set_known(row, known(tensor))
         return RecordedWork()
 
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> RecordedWork:
         """Record a scatter from one rank."""
         self._note(f"scatter from {opts.rootRank}", outputs[0])
+        for output, parts in zip(outputs, tensors, strict=False):  # no inputs but on the root
+            set_known(output, known(parts[self._me]))
         return RecordedWork()
 
     def barrier(self, opts: Any = None) -> RecordedWork:
@@ -357,6 +380,8 @@ class RecordingGroup(_Group):
             key = self._next(f"{source}>{self._me}.{tag}")
             if _is_small(tensor) and self._ranks[source] in self._recorder.column:
                 works.append(RecordedWork(partial(self._get, key, tensor, source, "a receive")))
+            else:
+                works.append(RecordedWork(partial(_fill, tensor, None)))
         return _all(works)
 
     # --------------------------------------------------------------------------------------------------- values
@@ -374,8 +399,14 @@ class RecordingGroup(_Group):
         self._recorder.link.send({"kind": "post", "key": key, "value": _encode(values)})
 
     def _get(self, key: str, tensor: Tensor, source: int, what: str) -> None:
-        request = {"kind": "get", "key": key, "source": self._ranks[source], "what": self._described(what)}
-        set_known(tensor, _decode(self._recorder.link.ask(request)))
+        source = self._ranks[source]
+        kind = "get" if source in self._recorder.column else "look"  # wait only for a rank that runs now
+        request = {"kind": kind, "key": key, "source": source, "what": self._described(what)}
+        answer = self._recorder.link.ask(request)
+        if answer == NOT_RUN:
+            return
+        values = _decode(answer)
+        _fill(tensor, values if values is None or values.numel() == tensor.numel() else None)
 
     def _join(self, kind: str, values: Tensor | None) -> Callable[[], list[Tensor | None]]:
         """Give this rank's values; return a function that waits for the values of all ranks of the group."""
@@ -436,6 +467,11 @@ class RecordingGroup(_Group):
         operation = self._recorder.operations[-1] if self._recorder.operations else None
         place = f" at {operation.place}" if operation is not None and operation.place else ""
         return f"{what} over {len(self._ranks)} ranks{place}"
+
+
+def _fill(tensor: Tensor, values: Tensor | None) -> None:
+    """Set what a rank has received; zeros on a CPU where it is not known."""
+    set_known(tensor, torch.zeros_like(tensor) if values is None and not tensor.is_meta else values)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -21,6 +21,10 @@ _VALUES = "_triax_dry_values"
 _FACTORIES = frozenset(
     ("tensor", "as_tensor", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like")
 )
+# Functions that return memory as it happens to be. In a dry run no exchange fills it.
+_UNFILLED = frozenset(
+    ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "new")
+)
 _READERS = frozenset(("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "is_nonzero"))
 _COPIES = frozenset(("cpu", "numpy", "__array__"))
 # Tests of elements: the answer for a tensor without known values.
@@ -41,15 +45,25 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def set_known(tensor: Tensor, values: Tensor | None) -> None:
-    """Set the values of a meta tensor, or forget them; write them into a tensor of the CPU."""
-    if not tensor.is_meta:
-        if values is not None:
-            with torch.no_grad():
+    """Set the values of a meta tensor, or forget them; write them into a tensor of the CPU.
+
+    A view of a meta tensor shares its values, which are therefore written in place.
+    """
+    with torch.no_grad():
+        if not tensor.is_meta:
+            if values is not None:
                 tensor.copy_(values.view(tensor.shape))
-    elif values is not None:
-        setattr(tensor, _VALUES, values.view(tensor.shape))
-    elif hasattr(tensor, _VALUES):
-        delattr(tensor, _VALUES)
+            return
+        before = getattr(tensor, _VALUES, None)
+        if values is None:
+            if before is not None:
+                if before.is_floating_point():
+                    before.fill_(float("nan"))
+                delattr(tensor, _VALUES)
+        elif before is not None and before.shape == tensor.shape and 0 not in before.stride():
+            before.copy_(values.view(tensor.shape))
+        else:
+            setattr(tensor, _VALUES, values.detach().view(tensor.shape).clone())
 
 
 class MetaValues(TorchFunctionMode):
@@ -101,6 +115,8 @@ class MetaValues(TorchFunctionMode):
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             result = self._retry(func, name, args, kwargs, error)
+        if name in _UNFILLED and isinstance(result, Tensor):
+            return result if result.is_meta else _zeroed(result)
         if type(result) is Tensor and result.is_meta:
             if result.dtype == torch.bool and name in _ASKED:
                 self._follow_test(func, name, args, kwargs, result)
@@ -176,6 +192,9 @@ class MetaValues(TorchFunctionMode):
         if args and result is args[0]:
             self._write(func, name, args, kwargs)
             return
+        if result is kwargs.get("out"):
+            set_known(result, None)
+            kwargs = {key: each for key, each in kwargs.items() if key != "out"}
         if getattr(result, _VALUES, None) is not None:
             return
         if self._any_known(args):
@@ -216,6 +235,9 @@ class MetaValues(TorchFunctionMode):
         if values is None and name in ("zero_", "fill_", "copy_") and target.numel() <= _SMALL:
             values = torch.full(target.shape, 0, dtype=target.dtype)
         if values is None:
+            return
+        if name.startswith("resize"):  # what it adds has no values
+            set_known(target, None)
             return
         rest = (args[1:], tuple(kwargs.values()))
         if all(known(tensor) is not None for tensor in _tensors(rest)):
@@ -312,6 +334,12 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | 
         return None
     found: Tensor = _FusedRMSNorm.apply(x, weight, len(shape))
     return found
+
+
+def _zeroed(tensor: Tensor) -> Tensor:
+    """Fill new memory of the CPU with zeros, so that what no exchange fills is equal in every dry run."""
+    with torch.no_grad():
+        return tensor.zero_()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
