@@ -12,14 +12,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..grid.errors import to_install
+
 # Package -> what needs it, and how to install it.
 _OPTIONAL = {
-    "tensorboard": ("the section tensorboard of a configuration", "pip install 'triax[tensorboard]'"),
-    "wandb": ("the section wandb of a configuration", "pip install wandb"),
-    "transformers": ("Hugging Face's models and triax.Trainer", "pip install 'triax[hf]'"),
-    "accelerate": ("Hugging Face's Accelerate after compat.deepspeed.install()", "pip install accelerate"),
+    "tensorboard": ("the section tensorboard of a configuration", to_install("tensorboard")),
+    "wandb": ("the section wandb of a configuration", to_install("wandb")),
+    "transformers": ("Hugging Face's models and triax.Trainer", to_install("hf")),
+    "accelerate": ("triax.Trainer, and Hugging Face's Accelerate after compat.deepspeed.install()", to_install("hf")),
     "datasets": ("Hugging Face's data sets", "pip install datasets"),
-    "matplotlib": ("triax schedule --plot", "pip install 'triax[plot]'"),
+    "matplotlib": ("triax schedule --plot", to_install("plot")),
+    "pyarrow": ("Parquet and Arrow files of triax data tokenize", to_install("data")),
+    "fsspec": ("checkpoints in a bucket", to_install("remote")),
 }
 # Command -> what needs it.
 _COMMANDS = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from ..grid.environment import read_environment
-from ..grid.errors import ConfigError
+from ..grid.errors import ConfigError, to_install
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error
@@ -280,7 +280,7 @@ class TokenizerText:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ValueError(f"{folder} has a tokenizer. It needs pip install 'triax[hf]'.") from error
+            raise ValueError(f"{folder} has a tokenizer. It needs transformers. Type {to_install('hf')}") from error
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.ends = list(ends)
         self._ids: list[int] = []

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..grid.errors import ConfigError
+from ..grid.errors import ConfigError, to_install
 from ..grid.topology import Topology
 from ..pipe.partition import uniform
 
@@ -67,7 +67,7 @@ def grid(
         try:
             _draw(topology, ranks, cuts, zero, plot)
         except ImportError as error:
-            raise ConfigError("Pictures need matplotlib. Install it with pip install matplotlib.") from error
+            raise ConfigError(f"Pictures need matplotlib. Type {to_install('plot')}") from error
     if as_json:
         typer.echo(json.dumps({"sizes": topology.sizes, "ranks": [each._asdict() for each in ranks]}))
     else:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..grid.errors import ConfigError, nearest
+from ..grid.errors import ConfigError, nearest, to_install
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 UNITS = {"text": "line", "jsonl": "line", "parquet": "row", "arrow": "row"}
@@ -363,7 +363,7 @@ def import_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise ConfigError("Parquet and Arrow files need pyarrow. Run pip install 'triax[data]'.") from error
+        raise ConfigError(f"Parquet and Arrow files need pyarrow. Type {to_install('data')}") from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grid.errors import ConfigError
+from ..grid.errors import ConfigError, to_install
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts
@@ -118,7 +118,7 @@ def load_transformers(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(f"{folder} needs transformers. Run pip install 'triax[hf]'.") from error
+        raise ConfigError(f"{folder} needs transformers. Type {to_install('hf')}") from error
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
@@ -238,7 +238,7 @@ def _import_tokenizers(name: str) -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise ConfigError(f"{name} needs the package tokenizers. Run pip install 'triax[hf]'.") from error
+        raise ConfigError(f"{name} needs the package tokenizers. Type {to_install('hf')}") from error
     return tokenizers
 
 

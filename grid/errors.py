@@ -1,10 +1,11 @@
-"""The library's errors, and helpers for their messages: a value in short, the nearest known name."""
+"""The library's errors, and helpers for their messages: a value in short, the nearest name, what to install."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -69,6 +70,17 @@ def _is_misspelt(name: str, known: str) -> bool:
         return all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.5 for pair in zip(words, wanted))
     shared = set(words) & set(wanted)
     return 2 <= len(shared) in (len(words), len(wanted)) or difflib.SequenceMatcher(None, name, known).ratio() >= 0.85
+
+
+def to_install(extra: str) -> str:
+    """Return the command that installs the packages of one of triax's extras, such as ``plot``.
+
+    In a checkout it names the folder. Elsewhere triax is installed, and pip reads the extra from there.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if (root / "pyproject.toml").is_file():
+        return f"pip install -e '{root}[{extra}]'"
+    return f"pip install 'triax[{extra}]'"
 
 
 def require_at_least(least: float, **numbers: float) -> None:

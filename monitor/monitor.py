@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
 import weakref
@@ -41,7 +42,9 @@ class Monitor:
         self._mailbox, self._position = mailbox, position
         self._step = 0
         if self._writers and mailbox is not None:
-            weakref.finalize(self, _receive, mailbox, self._writers)  # what arrives after the last step; also at exit
+            received = weakref.finalize(self, _receive, mailbox, self._writers)  # what arrives after the last step
+            # At exit Python calls the function registered last first: this one before wandb's, which ends its run.
+            atexit.register(received)
         self._since: tuple[int, float] | None = None  # the step and the time from which samples/s are measured
 
     @property

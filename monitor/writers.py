@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..grid.errors import ConfigError
+from ..grid.errors import ConfigError, to_install
 from .files import HISTOGRAMS, METRICS
 from .protocol import Histogram
 
@@ -126,7 +126,7 @@ def tensorboard_writer(folder: Path) -> Write:
     Raises:
         ConfigError: the package is not installed.
     """
-    _require("tensorboard", "triax[tensorboard]")
+    _require("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(log_dir=str(folder))
@@ -147,12 +147,18 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
     """Start a run of Weights & Biases, and return a writer that logs to it.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package is not installed, or the run cannot be started.
     """
-    _require("wandb", "wandb")
+    _require("wandb")
     import wandb
 
-    run = wandb.init(project=project, group=group, entity=team)
+    try:
+        run = wandb.init(project=project, group=group, entity=team)
+    except Exception as error:  # wandb raises errors of many types
+        raise ConfigError(
+            f"wandb.enabled is true, but the run of Weights & Biases cannot be started: {error} Without an account or "
+            "a network, set the environment variable WANDB_MODE=offline: it writes a folder for wandb sync."
+        ) from error
 
     def write(events: Sequence[Event], step: int) -> None:
         shown: dict[str, Any] = {name: value for name, value, _ in _numbers(events)}
@@ -173,13 +179,9 @@ def _histograms(events: Sequence[Event]) -> list[tuple[str, Histogram, int]]:
     return [(name, value, samples) for name, value, samples in events if isinstance(value, Histogram)]
 
 
-def _require(package: str, install: str) -> None:
-    if not _installed(package):
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"{package}.enabled is true, but the package {package} is not installed. Type pip install '{install}', or "
+            f"{package}.enabled is true, but the package {package} is not installed. Type {to_install(package)}, or "
             "use csv_monitor."
         )
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

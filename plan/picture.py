@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..grid.errors import to_install
+
 # One color for each kind, in the terminal, in the picture and on the page.
 COLORS = {
     "parameters": "#4269d0",
@@ -58,7 +60,7 @@ def picture(layouts: Sequence[Mapping[str, Any]], path: Path, limit_gib: float, 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("pictures need matplotlib: pip install matplotlib, or triax[plot]") from None
+        raise ImportError(f"pictures need matplotlib: {to_install('plot')}", name="matplotlib") from None
     figure = Figure(figsize=(11, 2.2 + 0.8 * len(layouts)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 1)

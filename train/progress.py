@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..grid.errors import to_install
 from ..monitor.report.run_folder import Run, read_run
 from ..monitor.report.write import write_report
 from ..pipe.program.schedule import Schedule
@@ -94,10 +95,10 @@ class Reporter:
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
                 draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
-        except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
+        except ImportError as error:
+            if error.name is None or not error.name.startswith("matplotlib"):
                 raise
-            print(f"no pictures: {error} (pip install 'triax[plot]')", file=sys.stderr)
+            print(f"no pictures: they need matplotlib: {to_install('plot')}", file=sys.stderr)
 
 
 def minutes(seconds: float) -> str:

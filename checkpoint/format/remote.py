@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...grid.errors import CheckpointError, ConfigError
+from ...grid.errors import CheckpointError, ConfigError, to_install
 
 _URI, _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+)://."), re.compile(r"([a-z][a-z0-9+.-]+):/[^/]")
 # Stores without folders, where writing an object replaces it in one step. In others a file is renamed.
@@ -47,7 +47,7 @@ class RemotePath:
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise ConfigError(
-                f"{self._uri} needs the package fsspec, which is not installed. Type pip install 'triax[remote]'"
+                f"{self._uri} needs the package fsspec, which is not installed. Type {to_install('remote')}"
             ) from error
         try:
             system, path = url_to_fs(self._uri)

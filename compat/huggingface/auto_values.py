@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...config.json_comments import parse, read
-from ...grid.errors import ConfigError, describe
+from ...grid.errors import ConfigError, describe, to_install
 
 # Keys of the section checkpoint, and the Trainer's arguments that replace them.
 _TRAINER_ARGUMENTS = {
@@ -254,5 +254,5 @@ def hidden_size(model_config: Any) -> int | None:
 def missing_extra(missing: ImportError) -> ImportError:
     """Return the error for a missing package of the extra ``hf``."""
     return ImportError(
-        f"triax.Trainer and TrainingArguments need transformers and accelerate ({missing}): pip install 'triax[hf]'"
+        f"triax.Trainer and TrainingArguments need transformers and accelerate ({missing}): {to_install('hf')}"
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...grid.errors import to_install
 from .chrome_trace import ChromeTrace
 from .ops import COMPUTE, Op
 from .schedule import Schedule
@@ -170,7 +171,7 @@ def picture(
         from matplotlib.legend_handler import HandlerTuple
         from matplotlib.patches import Patch
     except ImportError:
-        raise ImportError("pictures need matplotlib: pip install matplotlib, or triax[plot]") from None
+        raise ImportError(f"pictures need matplotlib: {to_install('plot')}", name="matplotlib") from None
     times = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not times:
         raise ValueError("the list of timelines is empty: give at least one, such as simulate(schedule).timeline")

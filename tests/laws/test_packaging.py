@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
+from triax.grid.errors import to_install
 
 from import_reader import FOLDERS, library, needs_no_torch
 from paths import ROOT
@@ -92,6 +94,24 @@ def test_wheel_says_what_it_needs(unpacked: Path) -> None:
     assert core == {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "PyYAML"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "triax = triax.cli.main:main" in (info / "entry_points.txt").read_text()
+
+
+def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) -> None:
+    """pip takes the advice, of a checkout and of a wheel, from any folder, and every extra that is named exists."""
+    advice = re.compile(r"to_install\(['\"]([a-z]+)['\"]\)")
+    texts = {file: (ROOT / file).read_text() for file in library(ROOT)}
+    named = {extra for text in texts.values() for extra in advice.findall(text)} | {"tensorboard", "wandb"}
+    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"bench", "test", "lint", "docs", "dev"}
+    assert [file for file, text in texts.items() if "triax[" in text] == ["grid/errors.py"]
+    say = "from triax.grid.errors import to_install; print(to_install('tensorboard'))"
+    checkout = to_install("tensorboard")
+    wheel = bare(unpacked, "-c", say).stdout.strip()
+    assert checkout == f"pip install -e '{ROOT}[tensorboard]'" and wheel == "pip install 'triax[tensorboard]'"
+    for command, path, more in ((checkout, "", ["--no-build-isolation"]), (wheel, str(unpacked), [])):
+        words = [sys.executable, "-m", *shlex.split(command), "--no-index", "--dry-run", *more]
+        done = run(*words, cwd=tmp_path, PYTHONPATH=path)
+        assert done.returncode == 0 and "does not provide the extra" not in done.stderr, done.stderr
+        assert "tensorboard>=2.17" in done.stdout, done.stdout
 
 
 def test_every_folder_of_the_library_is_packaged() -> None:

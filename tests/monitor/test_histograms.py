@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.config.schema import Config
 from triax.engine import read_config
-from triax.monitor import writers
 from triax.monitor.protocol import Histogram
 from triax.monitor.report.run_folder import read_run
 from triax.monitor.report.write import write_report
@@ -103,36 +98,6 @@ def test_histograms_equal_those_of_whole_tensors(
     page = write_report(tmp_path / "run").read_text()
     assert "Weights and gradients" in page and "layers.1.weight" in page and "own/rank_0" in page
     assert page.count('preserveAspectRatio="none"') == len(whole)
-
-
-def test_a_histogram_reaches_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments of torch's SummaryWriter, which needs a package that tests do not install."""
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    class SummaryWriter:
-        def __init__(self, log_dir: str) -> None:
-            assert log_dir == str(tmp_path)
-
-        def add_histogram_raw(self, tag: str, **given: Any) -> None:
-            inspect.signature(real).bind(self, tag, **given)
-            calls.append((tag, given))
-
-        def flush(self) -> None:
-            pass
-
-    source = Path(torch.__file__).parent / "utils" / "tensorboard" / "writer.py"
-    tree = next(
-        node
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name == "add_histogram_raw"
-    )
-    names = ", ".join(f"{each.arg}=None" for each in tree.args.args)
-    real = eval(f"lambda {names}: None")  # the signature of torch's method
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
-    monkeypatch.setattr(writers, "_installed", lambda package: True)
-    writers.tensorboard_writer(tmp_path)([("Weights/a", Histogram(0.0, 2.0, [1, 3], 4, 5.0, 7.0, 0), 8)], 1)
-    figures = {"min": 0.0, "max": 2.0, "num": 4, "sum": 5.0, "sum_squares": 7.0}
-    assert calls == [("Weights/a", {**figures, "bucket_limits": [1.0, 2.0], "bucket_counts": [1, 3], "global_step": 8})]
 
 
 def test_edges_of_equal_elements_and_the_note_without_a_monitor() -> None:
