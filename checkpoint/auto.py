@@ -21,7 +21,7 @@ from ..grid.agreement import agreed
 from ..grid.errors import CheckpointError, DamagedError
 from .async_writer import report_failure
 from .format import folder as folders
-from .format.remote import Folder, RemotePath
+from .format.remote import Folder
 from .lineage import Lineage
 from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
@@ -49,9 +49,9 @@ def load_newest(
     found = None
     with agreed(grid):
         if grid.rank == 0:
-            _tidy_up(folder, lineage)
             for tag, reason in folders.unreadable(folder):
                 _LOG.warning("%s is not used: %s", folder / tag, reason)
+            lineage.tidy_up(folder)
             found = folders.tags(folder)[::-1]
     for tag in grid.world.all_gather_json(found)[0]:
         try:
@@ -63,14 +63,6 @@ def load_newest(
     if grid.rank == 0:
         _LOG.warning("%s has no checkpoint to resume from: the run starts from the beginning", folder)
     return False
-
-
-def _tidy_up(folder: Folder, lineage: Lineage) -> None:
-    """Undo what an interrupted run left, unless a run saves into the folder now, or it cannot be written to."""
-    if not isinstance(folder, RemotePath) and folder.is_dir():
-        with contextlib.suppress(CheckpointError, OSError):
-            if lineage.lock(folder, wait=False):
-                lineage.unlock(folder)
 
 
 class AutoSaver:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from ..grid.errors import CheckpointError
 from .format import folder as folders
 from .format.lock import FolderLock, RemoteLock
 from .format.remote import Folder, RemotePath
@@ -57,8 +59,15 @@ class Lineage:
         if len(self._locks) > _MOST_LOCKS:  # a Trainer saves each checkpoint in another folder
             del self._locks[next(iter(self._locks))]
         if taken:
-            folders.restore(folder)
+            folders.tidy_up(folder, self.run)
         return taken
+
+    def tidy_up(self, folder: Folder) -> None:
+        """Undo and remove what an interrupted run left, unless a run saves into the folder now, or it is read-only."""
+        if not isinstance(folder, RemotePath) and folder.is_dir():
+            with contextlib.suppress(CheckpointError, OSError):
+                if self.lock(folder, wait=False):
+                    self.unlock(folder)
 
     def unlock(self, folder: Folder) -> None:
         """Release the lock of a folder."""
@@ -67,8 +76,6 @@ class Lineage:
     def begin(self, folder: Folder, tag: str, identity: dict[str, Any]) -> None:
         """Make the folder to write a checkpoint to, and set the checkpoint's order. Only rank 0 calls it."""
         taken = self.lock(folder)
-        if taken:
-            folders.remove_parts(folder)
         if taken or folder not in self._orders:
             self._orders[folder] = folders.last_order(folder)
         identity["order"] = self._orders[folder] + 1

@@ -154,11 +154,14 @@ def prune(
     """Remove all but the last checkpoints. The one that ``latest`` names stays in any case."""
     from ..checkpoint.format.folder import prunable, remove
     from ..checkpoint.format.remote import folder_at
+    from ..checkpoint.lineage import Lineage
 
     where = folder_at(folder)
     if isinstance(where, Path) and not where.is_dir():
         raise ConfigError(f"{folder} is not a folder. Give a folder of checkpoints.")
     try:
+        if not dry_run:
+            Lineage("prune").tidy_up(where)
         gone = prunable(where, keep)
         for tag in gone:
             if not dry_run:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ...grid.errors import CorruptError
+from ...grid.errors import CheckpointError, CorruptError
 from .index import NAME, Index, read_index
 from .remote import Folder as Folder
 from .remote import RemotePath
@@ -59,20 +59,8 @@ def begin(folder: Folder, tag: str, run: str) -> None:
     if isinstance(folder, RemotePath):
         return
     for path in (partial_path(folder, tag, run), replaced_path(folder, tag)):
-        if path.exists():
-            shutil.rmtree(path)
+        _remove_tree(path)
     partial_path(folder, tag, run).mkdir()
-
-
-def remove_parts(folder: Folder) -> None:
-    """Remove what runs that have ended were writing. Only the owner of the folder's lock calls it."""
-    if isinstance(folder, RemotePath):
-        for tag in _remote_tags(folder)[1]:
-            (folder / tag).remove()
-        return
-    for path in folder.glob(".*.part"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def commit(folder: Path, tag: str, run: str, save_latest: bool) -> None:
@@ -117,23 +105,44 @@ def remove(folder: Folder, tag: str) -> None:
         (folder / tag).remove()
         return
     removed = folder / f".{tag}.gone"
+    _remove_tree(removed)  # of a removal that a kill interrupted
     (folder / tag).rename(removed)
-    shutil.rmtree(removed)
+    _remove_tree(removed)
 
 
-def restore(folder: Folder) -> None:
-    """Finish removals and undo replacements that a kill interrupted. Only the lock's owner calls it."""
+def _remove_tree(path: Path) -> None:
+    """Remove a folder, if it is there. Of a symbolic link the link is removed, and not the folder that it names."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def tidy_up(folder: Folder, run: str) -> None:
+    """Finish removals and undo replacements that a kill interrupted, and remove what was never finished.
+
+    Only the owner of the folder's lock calls it, when it has taken the lock: every other run has then ended.
+
+    Args:
+        folder: the folder of checkpoints.
+        run: the owner's identity. What it is writing stays.
+    """
     if isinstance(folder, RemotePath):
+        with contextlib.suppress(CheckpointError):  # an account that may not remove files
+            for tag in _remote_tags(folder)[1]:
+                (folder / tag).remove()
         return
-    for removed in folder.glob(".*.gone"):
-        shutil.rmtree(removed, ignore_errors=True)
     for before in folder.glob(".*.old"):
         final = folder / before.name.removeprefix(".").removesuffix(".old")
         with contextlib.suppress(OSError):  # a folder that is read-only
             if final.exists():
-                shutil.rmtree(before)
+                _remove_tree(before)
             else:
                 before.rename(final)
+    for left in (*folder.glob(".*.gone"), *folder.glob(".*.part")):
+        if (left.is_dir() or left.is_symlink()) and not left.name.endswith(f".{run}.part"):
+            with contextlib.suppress(OSError):
+                _remove_tree(left)
 
 
 def readable_path(folder: _Either, tag: str) -> _Either:

@@ -199,8 +199,8 @@ class RemoteLock:
         except (FileNotFoundError, ValueError):
             found = {}
         if all(found.get(key) == mine[key] for key in ("machine", "pid", "started")):
-            taken, self._taken = not self._taken, True
-            return taken
+            self._taken = True
+            return False  # engines of one process share the folder
         if self._taken:
             raise CheckpointError(
                 f"the run {found.get('run', '?')} on host {found.get('host', '?')}, process {found.get('pid', '?')}, "

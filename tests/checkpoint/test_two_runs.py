@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -16,12 +17,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import triax
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format import lock as locks
 from triax.checkpoint.format.index import Index, read_index
+from triax.cli.main import app
 from triax.grid.errors import CheckpointError, CorruptError
+
+from pool import RankFailure
 
 
 def engine(seed: int = 0, **section: Any) -> Any:
@@ -275,3 +280,49 @@ def test_latest_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         shutil.rmtree(path)
     with pytest.raises((CheckpointError, CorruptError), match="latest is damaged"):
         trained.load_checkpoint(tmp_path / "runs")
+
+
+def killed_while_saving(folder: str, every: int | None) -> None:
+    """A run that is killed in its first save, when its shard is written and the checkpoint has no name yet."""
+    folders.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    trained = engine(1, dir=folder, every=every) if every else engine(1)
+    train(trained)
+    trained.save_checkpoint(folder, "global_step1")
+
+
+def parts(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(".*") if path.name != ".lock")
+
+
+@pytest.mark.parametrize("way", ["start", "resume", "save", "prune"])
+def test_what_a_killed_run_left_is_removed(ranks: Any, tmp_path: Path, way: str) -> None:
+    """Each kill of a run with automatic saves left up to a whole checkpoint, for good."""
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        ranks(1, killed_while_saving, str(tmp_path), 1, timeout=60)
+    (left,) = parts(tmp_path)
+    assert left.startswith(".global_step1.") and left.endswith(".part") and any((tmp_path / left).iterdir())
+    (tmp_path / ".best.gone").mkdir()
+    if way == "start":
+        mine = engine(dir=str(tmp_path), every=1)
+    elif way == "resume":
+        mine = engine(dir=str(tmp_path), resume="auto")
+    elif way == "save":
+        mine = engine()
+        train(mine)
+        assert mine.save_checkpoint(tmp_path, "other")
+    else:
+        assert CliRunner().invoke(app, ["checkpoint", "prune", str(tmp_path), "--keep", "1"]).exit_code == 0
+    assert not parts(tmp_path)
+    if way != "start":
+        return
+    # What a run that lives is writing stays: of this process, and of another host, whose heartbeat moves.
+    (tmp_path / ".global_step2.abc.part").mkdir()
+    again = engine(dir=str(tmp_path), every=1, resume="auto")
+    lock = tmp_path / ".lock"
+    there = json.loads(lock.read_text())
+    del mine, again
+    gc.collect()
+    lock.write_text(json.dumps(there | {"machine": "far", "host": "far", "pid": 1}))
+    engine(dir=str(tmp_path), resume="auto")
+    CliRunner().invoke(app, ["checkpoint", "prune", str(tmp_path), "--keep", "1"])
+    assert parts(tmp_path) == [".global_step2.abc.part"]
