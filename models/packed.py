@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..context.order import positions, shard
 from ..grid import Axis
+from ..grid.uncompiled import uncompiled
 
 # On the tensor of documents itself, so that the blocks of one stage build a microbatch's mask once, and it goes with
 # the microbatch.
@@ -83,6 +84,7 @@ def attach(x: Tensor, documents: Tensor | None) -> Tensor | tuple[Tensor, Tensor
     return x if documents is None else (x, documents)
 
 
+@uncompiled
 def check_documents(ids: Tensor, documents: Tensor | None) -> None:
     """Check that ``documents`` has one document number for each token.
 

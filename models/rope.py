@@ -96,6 +96,8 @@ class Rope:
         """
         if positions is None:
             cos, sin = self._rotations(torch.arange(q.shape[2], device=q.device), q.dtype)  # (T, dim / 2)
+        elif torch.compiler.is_compiling():  # the compiler cannot trace attributes of a tensor that it makes itself
+            cos, sin = self._rotations(positions[:, None], q.dtype)  # (B, 1, T, dim / 2)
         else:
             # On the tensor of positions itself, so that the layers of a decode step compute them once.
             known = vars(positions).setdefault(_ATTRIBUTE, {})

@@ -168,6 +168,35 @@ def test_compiled_layers_on_every_grid(ranks: Any, name: str) -> None:
         assert graphs >= layers - 1 and runs >= layers * STEPS
 
 
+# --------------------------------------------------------------------------------------------------- packed rows
+
+
+def packed_rows(context: int) -> None:
+    """On a rank: a Llama on packed rows of an odd length, compiled and not."""
+    import torch._dynamo
+
+    torch._dynamo.reset()  # the process has run other tests
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]])
+    found = []
+    for compiled in (None, ON):
+        engine = made({"model": "llama", "context": context, "train_batch_size": 4}, compiled)
+        batches = iter(lambda: ((ids[:, :-1], documents), ids[:, 1:]), None)
+        losses = [engine.train_batch(batches).item() for _ in range(STEPS)]
+        found.append((losses, engine.gather("gradients"), engine.gather()))
+    counts = engine.compilation
+    assert counts is not None and counts.graphs >= len(counts.layers) and counts.runs >= len(counts.layers) * STEPS * 2
+    (losses, gradients, weights), (compiled_losses, compiled_gradients, compiled_weights) = found
+    assert compiled_losses == pytest.approx(losses, abs=1e-12)
+    assert alike(compiled_gradients, gradients) < 1e-12
+    assert alike(compiled_weights, weights) < 1e-10
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_compiled_rotary_layers_take_packed_rows(ranks: Any, context: int) -> None:
+    ranks(context, packed_rows, context, timeout=180)
+
+
 # ------------------------------------------------------------------------------------------------- plain modules
 
 
