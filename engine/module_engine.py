@@ -97,6 +97,7 @@ class ModuleEngine(Engine):
             self.optimizer = ModuleOptimizer(make, listed, *layout, **common)
             self.backward_passes = self.optimizer.backward_passes
         self.data_axis = self.backward_passes.data_axis
+        self.backward_passes.origin = self._scales.origin
         self.accounts = MemoryAccounts(self.data_axis, module, grid)
         self._sent_before: dict[str, dict[str, Sent]] | None = None  # when this step began; None: it has not
         self._make_step(parts)
@@ -179,18 +180,19 @@ class ModuleEngine(Engine):
                     f"{describe_loss(loss)}. For another output, call output.backward(gradient), and then engine.step()"
                 )
             self._begin_step()
+            self._require_one_loss((id(self), self._scales.steps))
             before, accumulation = self.backward_passes.count, self.batch.accumulation
             scale = self.optimizer_step.scale
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
             self._auxiliary.scale = factor
-            with self._scales.running(scale):
+            with self._scales.running(scale, id(self)):
                 scaled = loss if factor == 1.0 else loss.float() * factor
                 self.backward_passes.watch(scaled)
                 with self.accounts.counting():
                     scaled.backward(retain_graph=retain_graph)
-            if self.backward_passes.count == before:
-                self.backward_passes.run_empty()
+                if self.backward_passes.count == before:
+                    self.backward_passes.run_empty()
             self._engine_backwards += self.backward_passes.count - before
             loss = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
             self._losses.append(number(loss))
@@ -222,6 +224,7 @@ class ModuleEngine(Engine):
                 raise AgreedError(
                     "step() without a backward pass: call engine.backward(loss), or loss.backward(), before each step()"
                 )
+            self._require_one_loss()
             unseen = self._eval_outputs_opaque and not self._outputs_entered and self.loss_scaler is not None
             backwards_on_loss = self.backward_passes.count - self.backward_passes.seen - self._engine_backwards
             if backwards_on_loss > 0:
@@ -263,6 +266,7 @@ class ModuleEngine(Engine):
         known = len(losses) > 0
         loss = torch.tensor(total / grid.data.size if known else math.nan, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
+        self._scales.steps += 1
         weight, skipped = grid.data.size * self.batch.accumulation, self.skipped_steps
         self.optimizer_step.take(
             grid,
@@ -278,6 +282,26 @@ class ModuleEngine(Engine):
         self.global_steps += 1
         self.observer.end_step(grid, loss)
         log_profile(self.recompute)
+
+    def _require_one_loss(self, *following: tuple[int | None, int]) -> None:
+        """Refuse to add the gradients of this engine's own loss and of a loss of which another engine's step was made.
+
+        Args:
+            following: the origin of the pass that is about to begin.
+
+        Raises:
+            RuntimeError: a backward pass of this microbatch belongs to another engine's ``backward`` and one to this
+                engine's; or another engine has stepped between two passes.
+        """
+        origins = [*self.backward_passes.origins[self.backward_passes.seen :], *following]
+        owners, steps = ({*each} for each in zip(*origins, strict=True))
+        if len(steps) > 1 or (id(self) in owners and owners - {id(self), None}):
+            raise AgreedError(
+                f"the gradients of {type(self.module).__name__} come from this engine's loss and from the loss of "
+                "another engine, which flows through this module as a generator's loss does through a discriminator: "
+                "one step would add both. Call zero_grad() of this engine before its own backward pass to discard the "
+                "other gradients; to add both, run one backward pass of the sum of the losses"
+            )
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if this microbatch is the last one of a step."""

@@ -49,6 +49,8 @@ class BackwardScales:
 
     def __init__(self) -> None:
         self._scalers: WeakSet[LossScaler] = WeakSet()
+        self.steps = 0  # that the engines of this process have taken
+        self._owners: list[int] = []  # ids of the engines whose ``backward`` runs
         # Scale of the loss whose backward pass runs now, last in the list. Autograd's device threads read it too.
         self._running = [1.0]
         # Scales of the losses of ``scaled`` in the last backward pass that reached one, by autograd's number of it.
@@ -67,13 +69,29 @@ class BackwardScales:
         return len(self._scalers) > 0
 
     @contextmanager
-    def running(self, scale: float) -> Iterator[None]:
-        """Context for the backward pass that ``engine.backward`` runs on a loss multiplied by ``scale``."""
+    def running(self, scale: float, owner: int) -> Iterator[None]:
+        """Context for the backward pass that ``engine.backward`` runs on a loss multiplied by ``scale``.
+
+        Args:
+            scale: the engine's loss scale.
+            owner: the engine's ``id``.
+        """
         self._running.append(scale)
+        self._owners.append(owner)
         try:
             yield
         finally:
             self._running.pop()
+            self._owners.pop()
+
+    def origin(self) -> tuple[int | None, int]:
+        """Return the origin of the backward pass that runs now.
+
+        Returns:
+            The ``id`` of the engine whose ``backward`` runs, or None in a ``loss.backward()`` of torch; and the number
+            of steps that the engines of this process have taken.
+        """
+        return (self._owners[-1] if self._owners else None), self.steps
 
     def scaled(self, loss: Tensor, scale: float) -> Tensor:
         """Return the loss times the engine's loss scale. The user then calls ``backward()`` on the result."""

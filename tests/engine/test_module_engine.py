@@ -403,6 +403,64 @@ def test_one_loss_over_two_engines(ranks: Any, stages: tuple[int, int]) -> None:
                 torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
+def judge(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)).double()
+
+
+def adversaries(torchs_backward: bool) -> list[list[dict[str, Tensor]]]:
+    """A generator whose loss flows through a discriminator, in each stage, with and without ``zero_grad``."""
+    grid, found = Grid(timeout=60), []
+    for stage in range(4):
+        settings = config(stage=stage)
+        makers, judges = (initialize(model=judge(seed), config=settings, grid=grid)[0] for seed in range(2))
+
+        def backward(engine: Any, loss: Tensor) -> None:
+            loss.backward() if torchs_backward else engine.backward(loss)
+
+        def forgetful(engine: Any, y: Tensor) -> None:
+            backward(engine, engine(y).square().mean())
+            engine.step()
+
+        for step in range(STEPS):
+            x, y = microbatch(step, 0, grid.data.rank)
+            made = makers(x)
+            if step == 1:  # forgotten once
+                with pytest.raises(RuntimeError, match=r"gradients of Sequential.*Call zero_grad\(\) of this engine"):
+                    forgetful(judges, y)
+            judges.zero_grad()
+            backward(judges, judges(y).square().mean())
+            backward(judges, (judges(made.detach()) - 1.0).square().mean())
+            judges.step()
+            backward(makers, judges(made).square().mean())
+            makers.step()
+        found.append([makers.module_state_dict(), judges.module_state_dict()])
+    return found
+
+
+@pytest.mark.parametrize(("size", "torchs_backward"), [(1, True), (2, False), (2, True)])
+def test_a_step_does_not_add_the_loss_of_another_engine(ranks: Any, size: int, torchs_backward: bool) -> None:
+    makers, judges = judge(0), judge(1)
+    cls, options = OPTIMIZERS["SGD"]
+    optimizers = [cls(model.parameters(), **options) for model in (makers, judges)]
+    for step in range(STEPS):
+        batches = [microbatch(step, 0, replica) for replica in range(size)]
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        made = makers(x)
+        judges.zero_grad()
+        (judges(y).square().mean() + (judges(made.detach()) - 1.0).square().mean()).backward()
+        nn.utils.clip_grad_norm_(judges.parameters(), CLIP)
+        optimizers[1].step()
+        makers.zero_grad()
+        judges(made).square().mean().backward()
+        nn.utils.clip_grad_norm_(makers.parameters(), CLIP)
+        optimizers[0].step()
+    for found in ranks(size, adversaries, torchs_backward):
+        for states in found:
+            wanted = [dict(makers.state_dict()), dict(judges.state_dict())]
+            torch.testing.assert_close(states, wanted, rtol=0, atol=1e-10)
+
+
 def sharded(stage: int) -> dict[str, Tensor]:
     """Replicas of tensor ranks: two of the linears sharded, the rest whole."""
     grid = Grid(data=2, tensor=2, timeout=60)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -47,6 +47,7 @@ class BackwardPasses:
         next_is_last: the next pass is the step's last one; read if ``expected`` is None.
         count: backward passes of this step so far.
         seen: a counter for the caller, which is set to 0 together with ``count``.
+        origin: called when a pass is counted; its results are ``origins``, for the caller.
         reduced: True if all gradients of the step are reduced.
         stepped: True if the optimizer has stepped with these gradients. Then ``reset`` begins the next step.
 
@@ -121,6 +122,8 @@ class BackwardPasses:
             )
         self._running: AbstractContextManager[None] | None = None  # context of the running backward pass
         self.count = self.seen = 0
+        self.origin: Callable[[], Any] = lambda: None
+        self.origins: list[Any] = []
         self.next_is_last = self.reduced = self.stepped = False
         self._last_began = False  # the last pass has begun
         self._reopened = False  # another pass after it may begin
@@ -133,6 +136,7 @@ class BackwardPasses:
         """Begin a step, with zero gradients."""
         self.data_axis.begin()
         self.count = self.seen = 0
+        self.origins = []
         self.reduced = self.stepped = self._last_began = self._reopened = False
         if self._units is not None:
             self._units.reset()
@@ -230,6 +234,7 @@ class BackwardPasses:
         """Count a backward pass, and return the context in which it runs."""
         self._reopen()
         self.count, self._reopened = self.count + 1, False
+        self.origins.append(self.origin())
         self._last_began |= last
         return self.data_axis.backward(0, last=self._last_began)
 
