@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Agent(LocalElasticAgent):
         self._hosts = handler if isinstance(handler, HostRendezvous) else None
         self._restarts, self._stop_limit = restarts, stop
         self._ended: RunResult | None = None
+        self._cleared: set[int] = set()  # processes of ranks whose groups were killed
 
     def launch(self) -> None:
         """Run the ranks until they end.
@@ -99,6 +101,7 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         stopped = isinstance(sys.exception(), SignalException)
         super()._shutdown(death_sig, self._grace if stopped else timeout)  # type: ignore[arg-type]
+        self._kill_what_ranks_left()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._stop_limit)
@@ -120,11 +123,22 @@ class Agent(LocalElasticAgent):
                 if not mark(self._job.folder, "done", rank).exists():
                     mark(self._job.folder, "left", rank).touch()
 
+    def _kill_what_ranks_left(self) -> None:
+        """Kill the processes that a rank has started, e.g. workers of a data loader, if it did not end in order."""
+        context: Any = self._pcontext
+        for rank, process in zip(self.ranks, context._pc.processes if context is not None else (), strict=False):
+            orderly = process.exitcode == 0 and mark(self._job.folder, "done", rank).exists()
+            if process.exitcode is not None and not orderly and process.pid not in self._cleared:
+                self._cleared.add(process.pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # each rank leads a group of its own
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._ended is None:
             self._mark_ranks_that_left()
             with self._kill_after_limit():
                 result = super()._monitor_workers(worker_group)
+            self._kill_what_ranks_left()
         else:
             result = self._ended
         if result.is_failed() and self._remaining_restarts > 0:
@@ -141,7 +155,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
-    @contextmanager
+    @contextlib.contextmanager
     def _kill_after_limit(self) -> Iterator[None]:
         """Context in which, if a rank of this host has failed, the others are killed after the limit for their end.
 

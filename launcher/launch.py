@@ -19,6 +19,7 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -86,8 +87,9 @@ def launch(
     | code | meaning |
     |---|---|
     | 0 | every rank ended without an error |
+    | 128 + n | signal n ended the rank that failed first, or this process received it |
     | 2 | a rank called ``user_error``, which printed a message |
-    | 128 + n | signal n ended a rank, or this process received it |
+    | n | the rank that failed first called ``sys.exit(n)`` or ``os._exit(n)`` |
     | 1 | any other failure |
 
     Args:
@@ -147,6 +149,9 @@ def outcome_of(
         # The server imports its modules while this process imports its own, below. A running server is used unchanged.
         multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
         with _ignored_by_children():
+            # It would warn of the semaphores of killed processes, after the launcher's last line.
+            with _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
+                multiprocessing.resource_tracker.ensure_running()
             multiprocessing.forkserver.ensure_running()
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
@@ -272,8 +277,7 @@ def _explain(
     for rank, code in exits.items():
         # A rank that raised an error has written it down; this one was killed.
         if not any(failure.rank == rank for failure in failures):
-            code_ = 128 - code if code < 0 else 1
-            return Outcome(code_, f"{name(rank)} died: {_exit(code)}{_STOPPED}")
+            return Outcome(128 - code if code < 0 else code, f"{name(rank)} died: {_exit(code)}{_STOPPED}")
     # A lost connection is a consequence of another rank's end: shown only if there is no other failure.
     first = min(failures, key=lambda failure: (failure.lost_peer, failure.when))
     if first.code == 2:
@@ -292,7 +296,7 @@ def _explain(
             f". To run the script as it is, write triax run --module triax.compat.deepspeed {script}, or change its "
             "import to: import triax.compat.deepspeed as deepspeed"
         )
-    return Outcome(1, line, first.trace, cause=not first.lost_peer)
+    return Outcome(first.code, line, first.trace, cause=not first.lost_peer)
 
 
 def _consequence(failure: Failure, ends: Ends, name: Callable[[int], str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import multiprocessing
 import os
@@ -24,6 +25,8 @@ from ..grid.hang_watch import timed_out
 EVERY = -1  # stands for all ranks
 LOCAL_RANK = "{local-rank}"  # in an argument of a script: stands for each rank's number on its host
 LINGER = 1.5  # seconds that a failing rank waits, so that the launcher notices a killed rank before it
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 # Messages of a rank whose peer has ended: of gloo, NCCL and the store, in torch 2.11 to 2.13, and of the engine when
 # another rank's failure was reported to it.
@@ -119,6 +122,8 @@ def run_rank(job: LaunchJob) -> None:
     """Run one rank: the entry point of its process, which has torchrun's environment variables."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them
         signal.signal(number, signal.SIG_DFL)
+    os.setsid()  # the processes that a rank starts are a group, which ends with it
+    multiprocessing.set_start_method(None, force=True)  # a script starts processes as without a launcher
     _leave_with_launcher()
     os.environ.update(job.environment)
     os.environ["TRIAX_LAUNCH_FOLDER"] = job.folder  # a grid writes its rank's name there
@@ -136,7 +141,7 @@ def run_rank(job: LaunchJob) -> None:
     try:
         _run(job)
     except SystemExit as leave:
-        if leave.code is not None and leave.code != 0:
+        if exit_code(leave) != 0:
             _fail(job, rank, leave)
     except BaseException as error:
         _fail(job, rank, error)
@@ -170,6 +175,7 @@ def _run(job: LaunchJob) -> None:
     args = [str(each).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for each in job.args]
     if isinstance(job.target, Executable):
         sys.stdout.flush()
+        _killed_with_parent()
         os.execvp(job.target.name, [job.target.name, *args])
     if isinstance(job.target, Path):
         sys.argv = [str(job.target), *args]
@@ -193,7 +199,7 @@ def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:
         error: the error with which the rank ended.
     """
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
+        code = exit_code(error)
         line = error.code if isinstance(error.code, str) else f"sys.exit({error.code!r})"
         failure = Failure(rank, time.time(), line, "", False, code)
     else:
@@ -211,7 +217,14 @@ def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(LINGER)
-    os._exit(failure.code or 1)  # without exit handlers, which might communicate with ranks that have ended
+    os._exit(failure.code)  # without exit handlers, which might communicate with ranks that have ended
+
+
+def exit_code(leave: SystemExit) -> int:
+    """Return the exit code with which Python ends after ``sys.exit``."""
+    if leave.code is None:
+        return 0
+    return leave.code & 0xFF if isinstance(leave.code, int) else 1
 
 
 def leave_failure(folder: str | Path, failure: Failure) -> None:
@@ -222,15 +235,21 @@ def leave_failure(folder: str | Path, failure: Failure) -> None:
 
 
 def _leave_with_launcher() -> None:
-    """Start a thread that ends this rank when the launcher was killed (SIGKILL)."""
+    """Start a thread that ends this rank, and the processes that it started, when the launcher was killed (SIGKILL)."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
 
         def watch(sentinel: int = launcher.sentinel) -> None:
             connection.wait([sentinel])
-            os._exit(1)
+            os.killpg(0, signal.SIGKILL)
 
         threading.Thread(target=watch, daemon=True, name="watches the launcher").start()
+
+
+def _killed_with_parent() -> None:
+    """Let the kernel kill this process when the fork server ends: a program in its place has no thread that watches."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def lost_peer(error: BaseException) -> bool:

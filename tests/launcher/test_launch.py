@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -91,7 +92,7 @@ def test_killed_first_rank_is_named(run: Any) -> None:
 
 def test_silent_exit_is_named(run: Any) -> None:
     code, _, err = run("if grid.rank == 1: os._exit(3)\nforever()", topology=None)
-    assert code == 1
+    assert code == 3
     assert last_line(err).startswith("rank 1 (pipe 1, data 0, tensor 0) died: exit status 3, without an exception")
 
 
@@ -181,10 +182,26 @@ def test_user_error_is_one_line_and_code_2(run: Any, tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
 
 
-def test_other_exit_codes(run: Any) -> None:
+def test_exit_codes_of_a_rank_and_the_end_of_what_it_started(run: Any, tmp_path: Path) -> None:
+    start = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen(sys.argv[1], 'w').write(str(child.pid))\n"
+    )
+    for ending, expected in (("sys.exit(3)", 3), ("sys.exit(-1)", 255), ("os._exit(7)", 7)):
+        code, _, err = run(f"{HASTY}if grid.rank == 1:\n  exec({start!r})\n  {ending}\nforever()", tmp_path / "child")
+        assert code == expected, err
+        end_of([int((tmp_path / "child").read_text())])
+    assert run("sys.exit(256)")[0] == 0  # as Python ends
     code, _, err = run(f"{HASTY}if grid.rank == 1: sys.exit('no more paper')\nforever()")
     assert code == 1
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: no more paper"
+
+
+def end_of(pids: list[int], limit: float = 10) -> None:
+    """Wait for the end of processes."""
+    deadline = time.monotonic() + limit
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
 
 
 def test_missing_deepspeed_names_the_way_to_run_the_script(run: Any, tmp_path: Path) -> None:
@@ -227,31 +244,38 @@ def test_ranks_save_after_a_signal_to_every_process(number: signal.Signals, tmp_
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM, signal.SIGKILL]
 )
 def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C stops a program that launches itself while its ranks wait for one another."""
+    """Ctrl-C stops a program that launches itself while its ranks wait for one another.
+
+    So do other signals; what the ranks have started ends too: programs, and the worker processes of data loaders.
+    """
     script = tmp_path / "program.py"
     script.write_text(
         "import sys\n"
         "from triax.launcher.launch import launch\n"
         "def work():\n"
         + "".join(f"    {line}\n" for line in GRID.strip().splitlines())
-        + "    os.write(1, b'%d\\n' % os.getpid())\n"
+        + "    import multiprocessing, subprocess\n"
+        "    assert multiprocessing.get_start_method() == sys.argv[1]\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    worker = multiprocessing.get_context('forkserver').Process(target=time.sleep, args=(600,), daemon=True)\n"
+        "    worker.start()\n"
+        "    os.write(1, b'%d %d %d\\n' % (os.getpid(), child.pid, worker.pid))\n"
         "    forever()\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(launch(work, ranks=2))\n"
     )
-    with started(sys.executable, script) as program:
+    with started(sys.executable, script, multiprocessing.get_start_method()) as program:
         assert program.stdout is not None and program.stderr is not None
-        pids = [int(program.stdout.readline()) for _ in range(2)]
+        lines = [program.stdout.readline().split() for _ in range(2)]
+        pids, theirs = [int(line[0]) for line in lines], [int(pid) for line in lines for pid in line[1:]]
         os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
         if number == signal.SIGKILL:  # the launcher can say nothing, and do nothing
             assert program.wait(20) == -number
         else:
             assert program.wait(20) == 128 + number
             assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
-        deadline = time.monotonic() + (10 if number == signal.SIGKILL else 0)
-        while alive := [pid for pid in pids if is_alive(pid)]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.05)
+        end_of(pids, 10 if number == signal.SIGKILL else 0)
+        end_of(theirs)
 
 
 @pytest.mark.exhaustive
