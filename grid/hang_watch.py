@@ -8,6 +8,7 @@ question the thread only looks into the store, once a second.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import linecache
@@ -73,6 +74,34 @@ class WatchedGrid(Protocol):
     def reported_failure(self) -> str | None: ...
 
 
+class _StoreThread(threading.Thread):
+    """Daemon thread that calls the store, and ends before the interpreter does.
+
+    Python ends a daemon thread where it next takes the interpreter's lock. In a call of the store that is C++ code that
+    may not be unwound, and the process would be aborted after its work is done.
+
+    Attributes:
+        over: event that tells the thread to end.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self.over = threading.Event()
+
+
+@atexit.register
+def _end_store_threads() -> None:
+    """End all threads that call the store, at the end of the program; wait no longer than the store may take."""
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _StoreThread)]
+    for thread in threads:
+        thread.over.set()
+    deadline = time.monotonic() + _STORE
+    # A watch may start one more call, which has a limit of its own, before it ends.
+    while threads and time.monotonic() < deadline:
+        threads[0].join(deadline - time.monotonic())
+        threads = [thread for thread in threading.enumerate() if isinstance(thread, _StoreThread)]
+
+
 class HangWatch:
     """Watching thread of one rank. It runs until its grid is closed.
 
@@ -86,12 +115,13 @@ class HangWatch:
         self._grid = weakref.ref(grid)
         self._store, self._limit, self._me = store, grid.timeout, grid.rank
         self._main = threading.get_ident()
-        self._over = threading.Event()
+        self._thread = _StoreThread(self._run, "watches for hung ranks")
+        self._over = self._thread.over
         self._finding = threading.Lock()
         self._said = False
         self._beat = min(1.0, grid.timeout / 10)
         self._reported: float | None = None
-        threading.Thread(target=self._run, daemon=True, name="watches for hung ranks").start()
+        self._thread.start()
 
     def end(self) -> None:
         """Stop the thread: the grid is closed."""
@@ -243,7 +273,7 @@ def with_timeout(seconds: float, call: Callable[[], T]) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="a call with a limit").start()
+    _StoreThread(run, "a call with a limit").start()
     if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return answer.result()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import time
 import weakref
 from contextlib import nullcontext
@@ -420,3 +422,26 @@ def test_a_rank_that_gives_up_while_another_reads_it() -> None:
     store = Store()
     assert store_barrier(store, "save", 0, 3, "first", 0.0) == ["first", None, None]
     assert store_barrier(Other(store), "save", 2, 3, "late", 0.0) == [None, None, "late"]
+
+
+MANY_WATCHES = """
+import time
+from types import SimpleNamespace
+from torch.distributed import TCPStore
+from triax.grid.hang_watch import Activity, HangWatch
+class Grid(SimpleNamespace):
+    pass
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+grids = [Grid(rank=0, size=2, timeout=0.01, activity=Activity()) for _ in range(16)]
+watches = [HangWatch(grid, store) for grid in grids]  # each looks into the store 1,000 times a second
+time.sleep(0.2)
+print("done")
+"""
+
+
+def test_a_program_whose_grids_still_exist_ends_in_order() -> None:
+    """Such a program was aborted after its work: a thread was in a call of the store when Python ended the thread."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_WATCHES], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
