@@ -202,12 +202,39 @@ class DropoutState:
         return step if task != -1 and task == backward_task() else self.step
 
 
-class Dropout(nn.Module):
+class SampleRandom(nn.Module):
+    """Base of modules that draw the same numbers on every grid: keyed by (seed, step, sample, layer, element).
+
+    A ``PipelineModule`` and an engine of a plain module bind each to its layer's name and to the current step; a
+    ``PipelineModule`` without an engine counts each forward pass as a step. Without ``bind``, all forward passes have
+    the same numbers.
+
+    Args:
+        kind: a word of the key.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind, self._layer = kind, ""
+        self._state = DropoutState()
+
+    def bind(self, layer: str, state: DropoutState) -> None:
+        """Set the layer's name and the state, which are parts of the key of this module's numbers."""
+        self._layer, self._state = layer, state
+
+    def key(self) -> int:
+        """Return the key of the numbers drawn now: of the seed, the step and the layer."""
+        return derive(self._state.seed, self._kind, self._state.draw(), self._layer)
+
+    def samples_of(self, x: Tensor) -> range:
+        """Return the microbatch's samples in the global batch; outside a step of the engine, the rows of a tensor."""
+        return self._state.samples or range(x.shape[0])
+
+
+class Dropout(SampleRandom):
     """Dropout that drops the same elements on every grid: keyed by (seed, step, sample, layer, element).
 
-    ``nn.Dropout`` draws from the process's generator, so that its masks depend on the grid. A ``PipelineModule`` and an
-    engine of a plain module bind each ``Dropout`` to its layer's name and to the current step; a ``PipelineModule``
-    without an engine counts each forward pass as a step. Without ``bind``, all forward passes have the same mask.
+    ``nn.Dropout`` draws from the process's generator, so that its masks depend on the grid.
 
     Args:
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).
@@ -221,17 +248,11 @@ class Dropout(nn.Module):
     """
 
     def __init__(self, p: float, axis: Axis | None = None, rows: Callable[[int], Tensor] | None = None) -> None:
-        super().__init__()
+        super().__init__("dropout")
         if not 0.0 <= p < 1.0:
             raise ValueError(f"the dropout probability p is {p}: give a number of at least 0 and less than 1")
         self.p = p
         self.axis, self.rows = axis, rows
-        self._layer = ""
-        self._state = DropoutState()
-
-    def bind(self, layer: str, state: DropoutState) -> None:
-        """Set the layer's name and the state, which are parts of the key of this module's masks."""
-        self._layer, self._state = layer, state
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop and scale elements, in training mode only."""
@@ -239,13 +260,13 @@ class Dropout(nn.Module):
 
     @uncompiled  # the key changes in each step
     def _drop(self, x: Tensor) -> Tensor:
-        samples = self._state.samples or range(x.shape[0])
+        samples = self.samples_of(x)
         if len(samples) != x.shape[0]:
             raise ValueError(
                 f"the input of the Dropout {self._layer or 'of a layer'} has {x.shape[0]} rows on dim 0, but the "
                 f"microbatch has {len(samples)} samples: put the samples on dim 0"
             )
-        key = derive(self._state.seed, "dropout", self._state.draw(), self._layer)
+        key = self.key()
         ids = torch.tensor(samples, device=x.device)  # (B,)
         count = math.prod(x.shape[1:])
         # Dim 1 is the outermost dim of a sample: its shards are contiguous.
@@ -265,11 +286,11 @@ class Dropout(nn.Module):
 
 
 def bind_dropout(module: nn.Module, seed: int) -> DropoutState | None:
-    """Bind the module's ``triax`` dropouts to a common state, the key of their masks; return that state.
+    """Bind the module's ``SampleRandom`` modules, dropouts for instance, to a common state; return that state.
 
-    The result is None if the module has no such dropout.
+    The state is a part of the key of their numbers. The result is None if the module has none of them.
     """
-    found = [(name, part) for name, part in module.named_modules() if isinstance(part, Dropout)]
+    found = [(name, part) for name, part in module.named_modules() if isinstance(part, SampleRandom)]
     state = DropoutState(seed)
     for name, part in found:
         part.bind(name, state)

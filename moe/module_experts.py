@@ -37,10 +37,11 @@ class ModuleMoE(nn.Module):
             sequence, in training mode. None: no limit.
         eval_capacity: the same in evaluation mode.
         min_capacity: smallest number of tokens that an expert may take.
+        noise: of the router in training, ``jitter`` or ``gumbel``; None: none.
         residual: add the output of a dense copy of ``expert``; a softmax of a linear layer weighs the two.
 
     Raises:
-        ValueError: the expert axis does not divide E, or the expert has buffers.
+        ValueError: the expert axis does not divide E, the expert has buffers, or the context axis would shard noise.
     """
 
     def __init__(
@@ -54,14 +55,20 @@ class ModuleMoE(nn.Module):
         eval_capacity: float | None = None,
         min_capacity: int = 1,
         residual: bool = False,
+        noise: str | None = None,
     ) -> None:
         super().__init__()
         size = grid.expert.size
         if experts % size:
             raise ValueError(f"{size} ranks of the expert axis do not divide {experts} experts: give a divisor of it")
+        if noise is not None and grid.context.size > 1:
+            raise ValueError(
+                f"noise={noise!r} is drawn for the tokens of whole sequences, but the context axis of "
+                f"{grid.context.size} ranks shards them: leave it out, or make the grid with context=1"
+            )
         self.grid, self.num_experts, self.k = grid, experts, top_k
         self.capacities, self.min_capacity = (eval_capacity, capacity), min_capacity
-        self.gate = Router(hidden, experts, top_k, normalize=top_k > 1)
+        self.gate = Router(hidden, experts, top_k, normalize=top_k > 1, noise=noise)
         self.experts = ModuleExperts(expert, experts, (grid.expert.rank, size))
         self.mlp = copy.deepcopy(expert) if residual else None
         self.coefficient = nn.Linear(hidden, 2) if residual else None

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..grid.random import Distribution, Uniform, sharded_parameter
+from ..grid.random import Distribution, SampleRandom, Uniform, sharded_parameter, uniform
+from ..grid.uncompiled import uncompiled
 
+_JITTER = 0.01  # Fedus et al. 2021, arXiv:2101.03961
 _TINY = 1e-20  # added to a sum of sigmoids, which may underflow to 0
 
 
@@ -44,6 +46,38 @@ class Routing:
     weights: Tensor
 
 
+class GateNoise(SampleRandom):
+    """Noise of a router in training, the same for a token on every grid.
+
+    Args:
+        kind: ``jitter``, factors of a token's inputs between 0.99 and 1.01; ``gumbel``, terms of its logits, for the
+            selection only, so that an expert is drawn with the probability of its score.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+    @uncompiled  # the key changes in each step
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the numbers for the inputs or the logits of tokens, of their shape (B, T, N).
+
+        Raises:
+            ValueError: the tokens are not those of whole samples.
+        """
+        samples = self.samples_of(x)
+        if x.shape[:2].numel() % len(samples):
+            raise ValueError(
+                f"the router {self._layer.rpartition('.')[0]} with {self.kind} noise was given {x.shape[:2].numel()} "
+                f"tokens of a microbatch of {len(samples)} samples: give it as many tokens of each sample, in order"
+            )
+        keys = torch.tensor(samples, device=x.device) + self.key()
+        drawn = uniform(keys, torch.arange(x.numel() // len(samples), device=x.device)).view_as(x)
+        values = 1.0 + _JITTER * (2.0 * drawn - 1.0) if self.kind == "jitter" else drawn.log().neg().log().neg()
+        return values.to(x.dtype)
+
+
 class Router(nn.Module):
     """Linear layer without a bias, whose outputs score the experts.
 
@@ -62,6 +96,7 @@ class Router(nn.Module):
         replicas: axis of ranks that route the same tokens; all take the choice of its first rank. Their weights may
             differ in the last bit, because their gradients were summed in another order, and so may nearly equal
             scores.
+        noise: ``jitter`` or ``gumbel``, see ``GateNoise``; None: none.
         init: distribution of the weight; by default ``nn.Linear``'s.
         device, dtype: of the weight.
 
@@ -89,6 +124,7 @@ class Router(nn.Module):
         partial: bool = False,
         biased: bool = False,
         replicas: Axis | None = None,
+        noise: str | None = None,
         init: Distribution | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -111,6 +147,7 @@ class Router(nn.Module):
         self.experts, self.top_k, self.kind = experts, top_k, kind
         self._replicas = replicas if replicas is not None and replicas.size > 1 else None
         self.normalize, self.scale = normalize, scale
+        self.noise = None if noise is None else GateNoise(noise)
         self.groups, self.groups_limit = groups, limit
         layout = Layout((experts, hidden), partial=partial)
         self.weight = sharded_parameter(layout, init or Uniform(1 / math.sqrt(hidden)), 0, 1, device, dtype)
@@ -127,13 +164,18 @@ class Router(nn.Module):
         """
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(dtype), self.weight.to(dtype))  # (B, T, E)
+            x = x.to(dtype)
+            noise = self.noise if self.training else None
+            if noise is not None and noise.kind == "jitter":
+                x = x * noise(x)
+            logits = F.linear(x, self.weight.to(dtype))  # (B, T, E)
             if self.kind == "softmax":
                 scores = shares = logits.softmax(-1)
             else:
                 scores = logits.sigmoid()
                 shares = scores / (scores.sum(-1, keepdim=True) + _TINY)
-            chosen = self._choose(scores.detach())  # (B, T, k)
+            drawn = noise is not None and noise.kind == "gumbel"
+            chosen = self._choose((logits + noise(logits) if drawn else scores).detach())  # (B, T, k)
             if self._replicas is not None:
                 self._replicas.broadcast(chosen := chosen.contiguous())
             weights = scores.gather(-1, chosen)

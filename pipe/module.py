@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
-from ..grid.random import Dropout, DropoutState, seeded
+from ..grid.random import DropoutState, SampleRandom, seeded
 from .deepspeed_arguments import grid_of, partition_of, seed_of
 from .partition import boundaries
 from .placeholders import Placeholders, Put
@@ -511,7 +511,7 @@ class PipelineModule(nn.Module):
             key = key or f"layers.{source}"
             rename(parameter, name, key if key in keys else None)
         for name, module in layer.named_modules():
-            if isinstance(module, Dropout):
+            if isinstance(module, SampleRandom):
                 module.bind(f"{prefix}.{name}", self.dropout_state)
             elif isinstance(module, AuxiliaryLayer):
                 module.bind(f"{prefix}.{name}".rstrip("."), self.auxiliary)

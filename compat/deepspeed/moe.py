@@ -7,6 +7,7 @@ from torch import nn
 from ...moe.module_experts import ModuleMoE
 from .context import CONTEXT
 from .modules import rest_of
+from .utils import logger
 
 
 class DeepSpeedMoE(ModuleMoE):
@@ -24,7 +25,9 @@ class DeepSpeedMoE(ModuleMoE):
         eval_capacity_factor: the same in evaluation mode.
         min_capacity: smallest number of tokens that an expert may take.
         use_residual: add the output of a dense copy of ``expert``; a softmax of a linear layer weighs the two.
-        noisy_gate_policy: None.
+        noisy_gate_policy: ``Jitter`` multiplies a token's inputs of the router by factors from 0.99 to 1.01,
+            ``RSample`` draws the expert (of k=1; without effect, which a warning says, for more), in training mode. The
+            numbers are those of the seed, the step and the sample, equal on every grid.
         drop_tokens: limit experts to their capacity.
         use_rts: without effect: tokens are dropped in the order of the sequence, never at random.
         use_tutel: False.
@@ -53,8 +56,13 @@ class DeepSpeedMoE(ModuleMoE):
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
-        refused = {"noisy_gate_policy": noisy_gate_policy, "use_tutel": use_tutel}
-        refused["enable_expert_tensor_parallelism"] = enable_expert_tensor_parallelism
+        if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
+            raise ValueError(f"noisy_gate_policy={noisy_gate_policy!r} is unknown: give 'Jitter', 'RSample' or None")
+        noise = {"Jitter": "jitter", "RSample": "gumbel"}.get(noisy_gate_policy or "")
+        if noise == "gumbel" and k > 1:
+            logger.warning("noisy_gate_policy='RSample' has no effect with k=%d, as in DeepSpeed: it acts with k=1", k)
+            noise = None
+        refused = {"use_tutel": use_tutel, "enable_expert_tensor_parallelism": enable_expert_tensor_parallelism}
         for name, given in refused.items():
             if given:
                 raise ValueError(f"{name}={given!r} is not implemented: leave it out, or use triax.moe.MoE")
@@ -62,7 +70,7 @@ class DeepSpeedMoE(ModuleMoE):
             raise ValueError(f"ep_size={ep_size} does not divide num_experts={num_experts}: give a divisor of it")
         first, second = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
         grid = CONTEXT.expert_grid(ep_size)
-        super().__init__(grid, hidden_size, expert, num_experts, k, first, second, min_capacity, use_residual)
+        super().__init__(grid, hidden_size, expert, num_experts, k, first, second, min_capacity, use_residual, noise)
 
 
 __getattr__, __path__ = rest_of(__name__)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.moe import DeepSpeedMoE as MoE
+from triax.grid.random import DropoutState
+from triax.moe.router import GateNoise
 
 D, E = 6, 4
 
@@ -67,14 +69,18 @@ def plain(options: dict[str, Any]) -> dict[str, Tensor]:
     model = Model(1, **options)
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     k, total = options.get("k", 1), torch.zeros(())
+    noise, state = GateNoise(options.get("noisy_gate_policy", "").lower().replace("rsample", "gumbel")), DropoutState()
+    noise.bind("moe.gate.noise", state)
     for number in range(2):
         x = F.linear(rows(number), weights["first.weight"], weights["first.bias"])
-        shares = F.linear(x, weights["moe.gate.weight"]).softmax(-1)
+        state.samples = range(2 * number, 2 * number + 2)
+        logits = F.linear(x * noise(x) if noise.kind == "jitter" else x, weights["moe.gate.weight"])
+        shares, order = logits.softmax(-1), logits + noise(logits) if noise.kind == "gumbel" else logits
         y, taken, firsts = torch.zeros_like(x), torch.zeros(2, E), torch.zeros(E)
         capacity = max(-(-k * 5 // E), 1) if options.get("drop_tokens", True) else 99
         for b in range(2):
             for t in range(5):
-                best = shares[b, t].detach().argsort(descending=True)[:k]
+                best = order[b, t].detach().argsort(descending=True)[:k]
                 firsts[best[0]] += 1
                 scale = shares[b, t, best].sum() if k > 1 else 1.0
                 for e in best.tolist():
@@ -92,7 +98,15 @@ def plain(options: dict[str, Any]) -> dict[str, Tensor]:
     return {name: w.grad for name, w in weights.items() if w.grad is not None}
 
 
-@pytest.mark.parametrize("options", [{"k": 2, "drop_tokens": False}, {"k": 1, "min_capacity": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": 2, "drop_tokens": False},
+        {"k": 1, "min_capacity": 1},
+        {"k": 1, "drop_tokens": False, "noisy_gate_policy": "RSample"},
+        {"k": 2, "drop_tokens": False, "noisy_gate_policy": "Jitter"},
+    ],
+)
 def test_it_is_the_sum_over_the_experts_of_each_token(ranks: Any, options: dict[str, Any]) -> None:
     wanted = plain(options)
     for found in (train(1, 0, options), ranks(2, train, 2, 3, options)[0]):
@@ -111,6 +125,28 @@ def test_a_residual_expert_and_padding() -> None:
     assert int(counts.sum()) == 3 and layer.mlp is not None and layer.coefficient is not None
     weights = layer.coefficient(x).softmax(-1)
     torch.testing.assert_close(y[0, 2], (layer.mlp(x) * weights[..., 1:])[0, 2])  # padding: no expert
+
+
+def test_noise_of_the_gate(caplog: pytest.LogCaptureFixture) -> None:
+    """RSample draws each expert with the probability of its score; Jitter's factors are from 0.99 to 1.01."""
+    layer = MoE(D, nn.Linear(D, D), E, noisy_gate_policy="RSample", drop_tokens=False)
+    x = torch.randn(D, generator=torch.Generator().manual_seed(0)).expand(1, 20000, D)
+    shares = F.linear(x[0, 0], layer.gate.weight).softmax(-1)
+    assert ((layer(x)[2] / 20000 - shares).abs() < 0.01).all()
+    layer.eval()
+    assert int(layer(x)[2].max()) == 20000  # without noise
+    factors = GateNoise("jitter")(torch.zeros(1, 500, D))
+    assert 0.99 <= factors.min() < 0.991 and 1.009 < factors.max() <= 1.01 and abs(factors.mean() - 1) < 1e-3
+    MoE(D, nn.Linear(D, D), E, k=2, noisy_gate_policy="RSample")
+    assert "noisy_gate_policy='RSample' has no effect with k=2, as in DeepSpeed" in caplog.text
+    bound = GateNoise("jitter")
+    state = DropoutState()
+    state.samples = range(3)
+    bound.bind("moe.gate.noise", state)
+    with pytest.raises(
+        ValueError, match=r"moe\.gate with jitter noise was given 10 tokens of a microbatch of 3 samples"
+    ):
+        bound(torch.zeros(2, 5, D))
 
 
 def two_sizes() -> tuple[int, int, str]:
@@ -135,7 +171,8 @@ def test_models_of_different_ep_size_have_a_grid_each(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"noisy_gate_policy": "RSample"}, "noisy_gate_policy='RSample' is not implemented"),
+        ({"noisy_gate_policy": "Gauss"}, "noisy_gate_policy='Gauss' is unknown: give 'Jitter', 'RSample' or None"),
+        ({"use_tutel": True}, "use_tutel=True is not implemented"),
         ({"num_experts": 4, "ep_size": 3}, "ep_size=3 does not divide num_experts=4"),
         ({"expert": nn.BatchNorm1d(D)}, "the expert has the buffer running_mean"),
     ],
