@@ -557,6 +557,7 @@ class Engine:
         if save_dir is None or not str(save_dir):
             raise ConfigError(f"save_checkpoint was given save_dir={save_dir!r}: give the path of a folder")
         with self.all_or_none("save_checkpoint"):
+            self.data_axis.enter("calls save_checkpoint")
             return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> str | None:
@@ -599,6 +600,7 @@ class Engine:
             RuntimeError: if a rank did not call this within ``checkpoint.patience`` seconds.
         """
         with self.all_or_none("load_checkpoint"):
+            self.data_axis.enter("calls load_checkpoint")
             options = self.checkpointer.load_options(
                 strict=load_module_strict if strict is None else strict,
                 optimizer=load_optimizer_states,
@@ -624,6 +626,7 @@ class Engine:
             CheckpointError: on every rank, if a rank could not write.
         """
         with self.all_or_none("save_16bit_model"):
+            self.data_axis.enter("calls save_16bit_model")
             self.checkpointer.export(save_dir, save_filename, exclude_frozen_parameters)
             return True
 

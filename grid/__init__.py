@@ -12,6 +12,7 @@
 - ``auxiliary.py``: losses within the model, and the layers that have them
 - ``agreement.py``: sums over all ranks, equality of facts, errors raised on every rank
 - ``failure.py``: a rank that fails alone leaves the process group, so that the others stop
+- ``call_order.py``: ranks that make the same collective calls in the same order, or an error on all of them
 - ``hang_watch.py``: finds the rank that hangs, with its op and line
 - ``mailbox.py``: texts that any rank posts for rank 0, without a collective
 - ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from .comm.pending import Pending
 from .errors import AgreedError
 from .grid import Grid
 
@@ -23,6 +24,22 @@ def all_or_none(grid: Grid, abandon: Callable[[], object], what: str) -> Abstrac
         what: the name of the call, for error messages.
     """
     return nullcontext() if grid.size == 1 else _guarded(grid, abandon, what)
+
+
+def wait_for(pending: Pending, grid: Grid, what: str) -> None:
+    """Wait for an operation. If it fails because another rank has failed, the error names that rank and its reason.
+
+    Args:
+        pending: handle of the operation.
+        grid: the grid of the operation's ranks.
+        what: what this rank does, as a phrase: "gathers unit 3".
+    """
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        if (cause := grid.failure_cause(error)) is None:
+            raise
+        raise RuntimeError(f"{grid.describe()} stopped where it {what}, because {cause}") from error
 
 
 @contextmanager

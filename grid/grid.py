@@ -21,6 +21,7 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import same
+from .call_order import CallOrder
 from .comm.axis import Axis
 from .comm.host_axis import HostAxis
 from .comm.observed_axis import Observer, observe, unobserve
@@ -79,6 +80,7 @@ class Grid:
         coordinate: named tuple, e.g. ``Coordinate(pipe=1, data=0, tensor=1)``.
         traffic: bytes that this rank sends, by axis and collective.
         activity: the op or call that this rank executes; an engine writes it, the hang watch reports it.
+        call_orders: the orders of calls that are checked, by axis.
         mesh: torch's ``DeviceMesh``, for DTensor or FSDP2 in the same script; None on one process.
 
     Raises:
@@ -120,6 +122,7 @@ class Grid:
         self._axis_type: type[Axis] = Axis
         self.activity = Activity()
         self._watch: HangWatch | None = None
+        self.call_orders: dict[Axis, CallOrder] = {}
 
         if self.size > 1:
             if environment is not None:
@@ -280,6 +283,22 @@ class Grid:
         """Start the thread that reports what this rank executes when another rank has waited for too long."""
         if self._watch is None and self._store is not None:
             self._watch = HangWatch(self, self._store)
+
+    def call_order(self, axis: Axis, advice: str) -> CallOrder | None:
+        """Return the check that the ranks of an axis make the same calls in the same order. Collective when it is made.
+
+        None if there is nothing to check: on an axis of one rank, and in a dry run.
+
+        Args:
+            axis: the axis.
+            advice: the end of the error message: the rule, and what to do.
+        """
+        if axis.size == 1 or self._store is None:
+            return None
+        if axis not in self.call_orders:
+            self.call_orders[axis] = CallOrder(self, axis, self._store, self.barrier_name(), advice)
+            self.start_hang_watch()  # its thread answers the other ranks
+        return self.call_orders[axis]
 
     def failure_cause(self, error: BaseException) -> str | None:
         """Return a message about the other rank that caused an error on this one; None if this rank failed by itself.

@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from .call_order import CallOrder
+    from .comm.axis import Axis
+
 T = TypeVar("T")
 
 _ASK, _STAND = "triax/ask", "triax/stand"
@@ -68,6 +71,7 @@ class WatchedGrid(Protocol):
     size: int
     timeout: float
     activity: Activity
+    call_orders: dict[Axis, CallOrder]
 
     def describe(self, rank: int | None = None) -> str: ...
     def report_failure(self, message: str) -> None: ...
@@ -143,6 +147,9 @@ class HangWatch:
             grid = self._grid()
             if grid is None:
                 return
+            for order in list(grid.call_orders.values()):
+                with contextlib.suppress(TimeoutError, RuntimeError):
+                    with_timeout(_STORE, order.answer)
             activity = grid.activity
             what, since = activity.what, activity.since
             # Work may take longer than the time limit, so a rank that works never asks: only one that waits does.

@@ -43,6 +43,7 @@ class ZeroDataAxis:
         keep: in stage 3, keep weights gathered from a stage's first forward of a step to the step's end.
         make: makes the optimizer; None means that no parameter is trained.
         groups: the options of each parameter group of the optimizer, in the order of ``ManagedParameter.group``.
+        names: layer -> its name in messages; None: "layer 3".
 
     Attributes:
         options: the options of ZeRO that are in effect.
@@ -71,6 +72,7 @@ class ZeroDataAxis:
         keep: bool = False,
         make: MakeOptimizer | None = None,
         groups: Sequence[dict[str, Any]] = (),
+        names: Mapping[int, str] | None = None,
     ) -> None:
         stepper_class: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
         options = stepper_class.adapt(options)
@@ -96,10 +98,9 @@ class ZeroDataAxis:
         self.gatherer: ParameterGatherer | None = None
         partitioned = [bucket for bucket in self.buckets if bucket.partitioned]
         if partitioned:
-            backward_done = reducer.layer_backward_done  # tells which gradients will not come
-            self.gatherer = ParameterGatherer(partitioned, grid, order, options, keep, backward_done)
+            self.gatherer = ParameterGatherer(partitioned, grid, order, options, keep, reducer, names or {})
         elif options.stage == 3:  # every rank makes the groups of the gathers
-            axes = gather_axes(grid)
+            axes, _ = gather_axes(grid)
             if options.zeropp is not None:
                 options.zeropp.gather_routes([], axes[grid.data_context.name], grid)
         if options.zeropp is not None:
@@ -142,8 +143,14 @@ class ZeroDataAxis:
         if self.gatherer is not None:
             self.gatherer.release(stage)
 
+    def enter(self, call: str, ends: bool = False) -> None:
+        """In stage 3, check that all replicas make a collective call now; see ``ParameterGatherer.enter``."""
+        if self.gatherer is not None:
+            self.gatherer.enter(call, ends)
+
     def finish(self) -> None:
         """End a program: wait for all reductions, and release gathered weights."""
+        self.enter("ends the step", ends=True)
         self.reducer.finish()
         if self.extra_axis is not None:
             all_reduce_gradients(self.extra_axis, self._trained)

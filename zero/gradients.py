@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..grid import Axis, Grid
 from ..grid.autograd import weak
 from ..grid.comm.pending import Pending, Then
+from ..grid.failure import wait_for
 from .bucket import Bucket
 from .managed import ManagedParameter
 from .options import ZeroOptions
@@ -126,7 +127,7 @@ class GradientReducer:
     def reopen(self) -> None:
         """Let further backward passes add to the gradients of the step, after its last one has reduced them."""
         while self._pending:
-            self._pending.popleft().wait()
+            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
         for bucket in self._buckets:
             bucket.reopen(self._grid.tensor)
         self._set_stages_left()
@@ -229,7 +230,7 @@ class GradientReducer:
             if self._stages_left.get(id(bucket)):  # on one replica, in a plain loop
                 self._start(bucket)
         while self._pending:
-            self._pending.popleft().wait()
+            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
         for bucket in self._buckets:
             bucket.complete()
         if self._strict and self._unused:
@@ -318,4 +319,4 @@ class GradientReducer:
         self._collect_bucket(bucket)
         self._pending.append(bucket.reduce(self._grid.tensor))
         while len(self._pending) > self._in_flight:
-            self._pending.popleft().wait()
+            wait_for(self._pending.popleft(), self._grid, "reduces gradients")

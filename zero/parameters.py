@@ -12,22 +12,35 @@ import torch
 
 from ..grid import Axis, Grid, Pending
 from ..grid.autograd import mark
+from ..grid.call_order import CallOrder, NewCall
+from ..grid.failure import wait_for
 from .bucket import Bucket
+from .gradients import GradientReducer
 from .options import ZeroOptions
 from .protocols import AllGather, GatherRoute
 
+_ADVICE = (
+    "in stage 3 of ZeRO all replicas run the same units or layers in the same order and equally often, because each "
+    "holds a part of their weights. If a batch does not need a unit, run it all the same and add 0.0 * output.sum() to "
+    "the loss, or use stage 2. What one rank does alone (generate, evaluate) it does within "
+    "triax.zero.gathered(module), which every rank enters"
+)
 
-def gather_axes(grid: Grid) -> dict[str, Axis]:
-    """Make the axes over which weights are gathered: name of the replicas' axis -> axis with a communicator of its own.
+
+def gather_axes(grid: Grid) -> tuple[dict[str, Axis], CallOrder | None]:
+    """Make the axes over which weights are gathered, and the check that all replicas gather the same weights.
 
     Collective over the grid: a rank makes the groups of experts, too, if its stages have none.
+
+    Returns:
+        Name of the replicas' axis -> axis with a communicator of its own; the check, None on one replica.
     """
     axes: dict[str, Axis] = {}
     for replicas in (grid.data_context, grid.expert_data):
         made = grid.subgroup(replicas.name, range(replicas.size), purpose=" gather")
         assert made is not None  # every rank is a member
         axes[replicas.name] = made
-    return axes
+    return axes, grid.call_order(axes[grid.data_context.name], _ADVICE)
 
 
 class ParameterGatherer:
@@ -43,8 +56,8 @@ class ParameterGatherer:
         options: how much to prefetch and to keep, and how weights are sent.
         keep: keep weights from a stage's first forward of a step to its end: one gather a step and layer instead of one
             for each forward and backward pass, at the cost of the memory of the whole weights.
-        backward_done: called within a backward pass when one of a layer's runs is over, with the layer and the number
-            of its runs.
+        reducer: sums the gradients; it is told within a backward pass when one of a layer's runs is over.
+        names: layer -> its name in messages; by default "layer 3".
 
     Attributes:
         routes: how the weights of a bucket are gathered, if not over its axis: ZeRO++.
@@ -57,16 +70,18 @@ class ParameterGatherer:
         order: Mapping[int, Sequence[int]],
         options: ZeroOptions,
         keep: bool,
-        backward_done: Callable[[int, int], None],
+        reducer: GradientReducer,
+        names: Mapping[int, str],
     ) -> None:
-        self._axes = gather_axes(grid)
-        self._keep, self._options = keep, options
-        self._backward_done = backward_done
+        self._axes, self._order = gather_axes(grid)
+        self._grid, self._keep, self._options = grid, keep, options
+        self._reducer = reducer
         self._buckets = list(buckets)
         self._buckets_of: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             for layer in bucket.layers:
                 self._buckets_of.setdefault(layer, []).append(bucket)
+        self._calls = {} if self._order is None else self._name_gathers(names, self._order.new_user())
         # For (stage and direction, layer): the layer that runs next, and the elements of the layers that run until the
         # layer's next run, in the other direction.
         self._next: dict[tuple[int, int], int] = {}
@@ -78,7 +93,8 @@ class ParameterGatherer:
             for a, b in pairwise(layers):
                 self._next[stage * 2 + 1, a], self._next[stage * 2, b] = b, a
         self._stage_layers = order
-        self._gathering: dict[int, Pending] = {}  # bucket -> its gather, until its parameters are shown
+        # Bucket -> its gather, until its parameters are shown, and what the replicas have to agree on before.
+        self._gathering: dict[int, tuple[Pending, NewCall | None]] = {}
         self._contexts: Counter[Bucket] = Counter()  # number of ``gathered`` contexts that need each bucket
         self._wanted: set[Bucket] = set()  # buckets of such contexts that a layer uses too
         for bucket in buckets:
@@ -234,15 +250,58 @@ class ParameterGatherer:
     def _end(self, stage: int, layer: int) -> None:
         """End the backward of one of a layer's runs: release its weights, and call ``backward_done``."""
         self._release(stage, layer, -1)
-        self._backward_done(layer, self._stage_layers[stage].count(layer))
+        self._reducer.layer_backward_done(layer, self._stage_layers[stage].count(layer))
+
+    def _name_gathers(self, names: Mapping[int, str], user: int) -> dict[Bucket, str]:
+        """Return the calls in which the buckets are gathered, as phrases for messages, each of them another one."""
+        calls: dict[Bucket, str] = {}
+        seen: Counter[tuple[int, ...]] = Counter()
+        for bucket in self._buckets:
+            seen[bucket.layers] += 1
+            layers = " and ".join(names.get(layer, f"layer {layer}") for layer in bucket.layers)
+            part = f" (bucket {seen[bucket.layers]} of it)" if seen[bucket.layers] > 1 else ""
+            calls[bucket] = f"gathers {layers}{part}{f' of model {user + 1}' if user else ''}"
+        return calls
+
+    def enter(self, call: str, ends: bool = False, limit: float | None = None) -> None:
+        """Check that all replicas make a collective call now, and none gathers weights.
+
+        Args:
+            call: the call as a phrase, for example "ends the step".
+            ends: True for the end of a step.
+            limit: argument of ``CallOrder.agree``.
+
+        Raises:
+            RuntimeError: another replica makes another call.
+        """
+        if self._order is not None:
+            self._agree(self._order.begin(call, ends), limit)
+
+    def _agree(self, new: NewCall | None, limit: float | None = None) -> None:
+        """Wait until all replicas have begun a call that was not the expected one."""
+        if new is None or self._order is None:
+            return
+        try:
+            self._order.agree(new, limit)
+        except RuntimeError:
+            # The other replicas wait for what will not come. They stop once this rank has left the process group.
+            self._reducer.abandon()
+            self.abandon()
+            self._grid.close()
+            raise
 
     def _start(self, bucket: Bucket, route: AllGather | None = None) -> None:
         if bucket.released:
-            self._gathering[id(bucket)] = bucket.restore(route or self._axes[bucket.axis.name])
+            new, axis = None, self._axes[bucket.axis.name]
+            if self._order is not None and (new := self._order.begin(self._calls[bucket])) is not None:
+                axis.tag = new.tag
+            self._gathering[id(bucket)] = bucket.restore(route or axis), new
+            axis.tag = None
 
     def _wait(self, bucket: Bucket) -> None:
         if id(bucket) in self._gathering:
-            self._gathering.pop(id(bucket)).wait()
+            self._agree(self._gathering[id(bucket)][1])
+            wait_for(self._gathering.pop(id(bucket))[0], self._grid, self._calls.get(bucket, "gathers weights"))
             bucket.show()
 
     def _release(self, stage: int, layer: int, step: int) -> None:

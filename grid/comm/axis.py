@@ -44,7 +44,11 @@ class Axis:
         size: the number of processes in the group.
         traffic: counts the bytes sent.
         group: torch's process group. None at size 1, and once the grid is closed.
+        tag: tag of the messages in which all-gathers send their parts, so that no other all-gather receives them. None:
+            they are received in the order in which they are sent. (NCCL has no tags.)
     """
+
+    tag: int | None = None
 
     def __init__(
         self,
@@ -206,10 +210,12 @@ class Axis:
         group = self._open()
         size = nbytes(outgoing[0])
         works: list[Pending] = []
+        own = tag == _GATHER and self.tag is not None
+        tag = self.tag if own else tag
         for step in range(1, self.size if size else 1):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             leaving, arriving = outgoing[to], incoming[source]
-            if size > _MESSAGE:
+            if size > _MESSAGE and not own:
                 send, receive = [0] * self.size, [0] * self.size
                 send[to] = receive[source] = size
                 works.append(group.alltoall_base(_bytes(arriving), _bytes(leaving), receive, send))

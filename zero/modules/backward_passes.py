@@ -24,7 +24,7 @@ from ..protocols import MakeOptimizer
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
 from .arguments import broadcast_parameters, managed_parameters, parameter_names
-from .units import Units, find_units, users
+from .units import Units, find_units, unit_names, users
 
 
 class BackwardPasses:
@@ -103,6 +103,7 @@ class BackwardPasses:
             capacity=capacity,
             make=make,
             groups=[group_options(group) for group in groups],
+            names=dict(enumerate(unit_names(cut))),
         )
         self.data_axis.reducer.watch(weak(self._accumulated))
         self._reached_hook = weak(self._reached)

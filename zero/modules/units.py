@@ -29,6 +29,7 @@ from .tiled_linear import TiledLinear
 
 # Attributes of modules: parameters of other modules that they use; True for one whose parameters are one unit.
 _EXTERNAL, _LEAF = "triax_external_parameters", "triax_leaf"
+_PATIENCE = 3.0  # seconds that a replica waits for the others at the end of a backward pass of another order than usual
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -148,6 +149,11 @@ def _matches(name: str, pattern: str) -> bool:
     return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
 
 
+def unit_names(units: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """Return the names of units in messages."""
+    return [f"unit {name}" if name else "the module" for name, _ in units]
+
+
 def users(units: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, list[int]]:
     """Return for each parameter the units that use it; parameters of the first unit come first.
 
@@ -208,7 +214,7 @@ class Units:
         backward_done: Callable[[int, int], None],
     ) -> None:
         self._gatherer, self._keep = gatherer, keep
-        self._names = [f"unit {name}" if name else "the module" for name, _ in units]
+        self._names = unit_names(units)
         # Of each unit, with all that is in it: names of its parameters, and the module dicts that hold them.
         self._places = [
             [
@@ -251,6 +257,7 @@ class Units:
         for _ in range(min(passes, len(self._waiting))):
             for unit in reversed(self._waiting.popleft().ended):
                 self._gatherer.start_gather(unit)
+            self._mark_end()
 
     @property
     def one_forward_waits(self) -> bool:
@@ -264,8 +271,7 @@ class Units:
         self._skip(tape, 0)
         self._alive.discard(tape)
         self._unseen = 0
-        if not self._keep:
-            self.release()
+        self._pass_ended()
 
     def reset(self) -> None:
         """Discard the recorded forward passes of this step, because no further backward pass of the step follows."""
@@ -463,5 +469,18 @@ class Units:
             self._skip(tape, 0)
         self._alive.difference_update(self._reached)
         self._reached, self._unseen = [], 0
+        self._pass_ended()
+
+    def _pass_ended(self) -> None:
+        """Release all weights after a backward pass."""
         if not self._keep:
             self.release()
+        self._mark_end()
+
+    def _mark_end(self) -> None:
+        """Check that a backward pass has ended on all replicas.
+
+        If another replica still gathers weights, this one would wait for it in the reductions that follow.
+        """
+        if not self._keep:
+            self._gatherer.enter("ends a backward pass", limit=_PATIENCE)

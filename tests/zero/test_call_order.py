@@ -1,0 +1,172 @@
+"""Stage 3 on replicas that run the same units, whatever these are, and on replicas that run other units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.zero import ShardedOptimizer, gathered
+
+WIDTH = 6
+
+# For each step: for each replica, the branches that it runs, in order.
+Plan = Sequence[Sequence[Sequence[int]]]
+
+
+class Branches(nn.Module):
+    """A model whose caller says which of its branches run: a head of each task, a tower for images."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, n), nn.Tanh(), nn.Linear(n, WIDTH)) for n in sizes)
+
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        x = self.enter(x)
+        for index in chosen:
+            x = x + self.branches[index](x)
+        return x
+
+
+def branches(sizes: Sequence[int]) -> Branches:
+    torch.manual_seed(0)
+    return Branches(sizes).double()
+
+
+def batch(step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, **more},
+    }
+
+
+def plainly(sizes: Sequence[int], plan: Plan) -> dict[str, Tensor]:
+    made = branches(sizes)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for step, chosen in enumerate(plan):
+        optimizer.zero_grad()
+        for replica, mine in enumerate(chosen):
+            (made(batch(step, replica), mine).square().mean() / len(chosen)).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+
+
+def trained(sizes: Sequence[int], plan: Plan, how: str) -> dict[str, Tensor]:
+    """Train by an engine, or in a plain loop; an evaluation of other branches runs before every second step."""
+    grid, made = Grid(timeout=600), branches(sizes)
+    if how == "plain loop":
+        optimizer = ShardedOptimizer(torch.optim.SGD, made.parameters(), grid, stage=3, module=made, lr=0.1)
+    else:
+        engine = triax.initialize(model=made, config=config(stage3_keep_gathered=how == "kept"), grid=grid)[0]
+    for step, chosen in enumerate(plan):
+        if step % 2:
+            with torch.no_grad():
+                made(batch(step, grid.data.rank), [0, 0, len(sizes) - 1])
+        x, mine = batch(step, grid.data.rank), chosen[grid.data.rank]
+        if how == "plain loop":
+            optimizer.zero_grad()
+            made(x, mine).square().mean().backward()
+            optimizer.step()
+        else:
+            engine.backward(engine(x, mine).square().mean())
+            engine.step()
+    with gathered(made):
+        return {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+
+
+@pytest.mark.parametrize(("size", "how"), [(1, "engine"), (2, "engine"), (2, "kept"), (4, "plain loop")])
+def test_replicas_may_run_other_units_in_each_step(ranks: Any, size: int, how: str) -> None:
+    sizes = [8, 8, 1000, 3]  # messages and all-to-alls
+    chosen = [[0, 1, 2, 3], [0, 1, 2, 3], [1], [2, 0], [], [3, 3, 1], [0, 1, 2, 3], [2, 2, 2]]
+    plan = [[each] * size for each in chosen]
+    wanted = plainly(sizes, plan)
+    for found in ranks(size, trained, sizes, plan, how):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def refused(job: Any, *args: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        job(*args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "last", "named"),
+    [
+        # A head of each task, of one size: a rank computed with the weights of another head.
+        ([8, 8], [[0], [1]], ("gathers unit branches.0", "gathers unit branches.1")),
+        # Of two sizes: all ranks waited for the grid's time limit.
+        ([8, 1000], [[1], [0], [0], [0]], ("gathers unit branches.1", "gathers unit branches.0")),
+        # A tower that one replica skips: it was prefetched, and differs in the backward pass.
+        ([8, 8, 8], [[0, 1, 2], [0, 2]], ("gathers unit branches.1",)),
+        # The last unit, on one replica alone.
+        ([8, 8], [[0], [0, 1]], ("gathers unit branches.0", "gathers unit branches.1")),
+        ([8, 8], [[0, 0], [0]], ("gathers unit branches.0", "ends a backward pass")),
+    ],
+)
+def test_replicas_that_run_other_units_stop_and_name_them(
+    ranks: Any, sizes: list[int], last: list[list[int]], named: tuple[str, ...]
+) -> None:
+    everything = [list(range(len(sizes)))] * len(last)
+    for plan, how in (([last], "engine"), ([everything, everything, last], "plain loop")):
+        for message in ranks(len(last), refused, trained, sizes, plan, how):
+            assert all(part in message for part in named), message
+            assert "rank 0 (" in message and any(f"rank {rank} (" in message for rank in range(1, len(last)))
+            assert "all replicas run the same units" in message
+
+
+def alone(does: str, folder: str) -> None:
+    """Run the module on the first rank alone, while the others go on."""
+    grid, made = Grid(timeout=600), branches([8, 8])
+    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+
+    def step(number: int) -> None:
+        engine.backward(engine(batch(number, grid.data.rank), [0, 1]).square().mean())
+        engine.step()
+
+    step(0)
+    if grid.rank == 0:
+        with torch.no_grad():
+            for _ in range(4):
+                made(batch(0, 0), [0, 1])
+    if does == "saves":
+        engine.save_checkpoint(folder)
+    step(1)
+
+
+@pytest.mark.parametrize("does", ["trains", "saves"])
+def test_a_rank_that_runs_the_module_alone_is_named(ranks: Any, tmp_path: Path, does: str) -> None:
+    for message in ranks(2, refused, alone, does, str(tmp_path)):
+        assert "rank 0 (pipe 0, data 0, tensor 0) gathers" in message
+        assert ("calls save_checkpoint" if does == "saves" else "(pipe 0, data 1, tensor 0) gathers") in message
+        assert "within triax.zero.gathered(module), which every rank enters" in message
+
+
+def evaluates_alone() -> None:
+    grid = Grid(pipe=2, data=2, timeout=600)
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+    module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss())
+    engine = triax.initialize(model=module.double(), config={**config(), "gradient_accumulation_steps": 2})[0]
+    data = iter(lambda: (batch(0, grid.data.rank), batch(1, grid.data.rank)), None)
+    engine.train_batch(data)
+    if grid.data.rank == 1:
+        engine.eval_batch(data)
+    engine.train_batch(data)
+
+
+def test_a_replica_that_evaluates_a_pipeline_alone_is_named(ranks: Any) -> None:
+    for message in ranks(4, refused, evaluates_alone):
+        assert "data 0" in message and "data 1" in message and "gathers layer" in message
