@@ -6,6 +6,7 @@ column.py: matrix product of column-parallel layers, with collectives that overl
 embedding.py: ``VocabParallelEmbedding``, ``VocabParallelHead``, ``gather_logits``.
 cross_entropy.py: cross entropy of logits whose vocabulary is sharded.
 norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
+outside.py: weights of sharded layers as other code sees them; it cannot take a shard for the whole weight.
 lora.py: low-rank adapters of frozen linear layers, sharded like the layers.
 parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.
 plans.py: sharding styles that a plan for ``parallelize`` can name.

@@ -19,10 +19,11 @@ from ..grid.random import Distribution, Normal, sharded_parameter
 from ..grid.ranges import check_units, split
 from .column import column_linear
 from .linear import ColumnParallelLinear, reduced
+from .outside import ReadOutside
 from .regions import gather_split
 
 
-class VocabSharded(nn.Module):
+class VocabSharded(ReadOutside):
     """Embedding over a sharded vocabulary, made from this rank's rows of the weight.
 
     Args:

@@ -22,10 +22,11 @@ from ..grid.layout import Layout, layout_of
 from ..grid.random import Distribution, Uniform, sharded_parameter
 from ..grid.ranges import check_units
 from .column import column_linear
+from .outside import ReadOutside
 from .regions import border, gather_split, reduce_scatter_gather, split_gather
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(ReadOutside):
     """Parameters that column- and row-parallel layers share, with the initial distributions of ``nn.Linear``.
 
     Args:

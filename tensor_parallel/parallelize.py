@@ -185,7 +185,7 @@ class _Sharder:
             return VocabSharded(layer.weight, axis, layer.num_embeddings, layer.padding_idx, scale=style.scale)
         if embeds:
             self._cut(layer.weight, f"{name}.weight", shard_dim=1)
-            return EmbeddingSharded(layer.weight)
+            return EmbeddingSharded(layer.weight, axis)
         if isinstance(style, FusedHeads):
             if style.kv_heads == 1 and style.heads > 1:
                 return FusedWhole(

@@ -19,10 +19,11 @@ from ..grid.comm.axis import Axis
 from .column import column_linear, column_linears
 from .linear import updated
 from .norm import sharded_rms_norm
+from .outside import ReadOutside
 from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
 
-class _Linear(nn.Module):
+class _Linear(ReadOutside):
     """Base class of linear layers that are made from existing parameters.
 
     Args:
@@ -208,12 +209,12 @@ class FusedWhole(_Linear):
         return self.product(x)
 
 
-class EmbeddingSharded(nn.Module):
+class EmbeddingSharded(ReadOutside):
     """Embedding whose columns are sharded, made from this rank's: integers (...) -> (..., D_local)."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, axis: Axis) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.axis = weight, axis
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up this rank's part of the vectors."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ...engine.setup.check import read_config
 from ...grid.errors import ConfigError
 from ...models.huggingface.parallelize import parallelize
 from ...optim import schedulers
+from ...tensor_parallel.outside import ReadOutside
 from .auto_values import hidden_size, missing_extra
 from .state_dict import full_state_dict, saved_axes
 
@@ -82,6 +83,27 @@ class EngineOptimizer(AcceleratedOptimizer):
         """Zero the engine's gradients; a ``train_batch`` begins without gradients anyway."""
         if isinstance(self.engine, ModuleEngine):
             self.engine.zero_grad()
+
+
+class WholeHead:
+    """Output layer of a sharded model for losses that multiply by its weight themselves, such as TRL's.
+
+    Args:
+        layer: the sharded output layer. Its whole weight and bias are gathered once, when they are read first.
+    """
+
+    def __init__(self, layer: ReadOutside) -> None:
+        self._layer = layer
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """Weight (vocabulary, width), equal on every tensor rank."""
+        return self._layer.full_weight()
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """Bias (vocabulary,), equal on every tensor rank, or None."""
+        return self._layer.full_bias()
 
 
 class Trainer(transformers.Trainer):
@@ -140,6 +162,8 @@ class Trainer(transformers.Trainer):
         if self.model_init is None:  # else call_model_init makes and shards the model
             self._sharded(self.model)
         self._microbatches = []
+        if hasattr(self, "_tp_size"):  # TRL's number of ranks whose tokens it counts once
+            self._tp_size = self._copies
         output = super().train(*args, **options)
         if isinstance(self.engine, PipelineEngine):
             copy_weights(self.engine, self.model, everywhere=True)
@@ -234,6 +258,10 @@ class Trainer(transformers.Trainer):
             count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
             whole = count(exclude_embeddings=True)
             parallelize(model, self.grid)
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            head = getattr(base, "get_output_embeddings", lambda: None)()
+            if isinstance(head, ReadOutside):
+                base.get_output_embeddings = partial(WholeHead, head)
             model.triax_parameter_share = count(exclude_embeddings=True) / whole
         return model
 

@@ -1,0 +1,165 @@
+"""TRL's trainers over triax's: the losses and the stepped weights of TRL's own trainer on one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import triax
+
+STEPS, BATCH, ACCUMULATION = 4, 4, 2  # the batch of all replicas
+LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}  # 29 tokens
+SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 24, "intermediate_size": 36}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+KEYS = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "rewards/margins")
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from trl.kernels import chunked_logprob
+
+    class Torch:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return y
+
+    norm, kernel, plain = LlamaRMSNorm.forward, vars(chunked_logprob), torch.Tensor.float
+    kind: Any = LlamaRMSNorm
+    kind.forward, kernel["torch"], torch.Tensor.float = forward, Torch(), torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        kind.forward, kernel["torch"], torch.Tensor.float = norm, torch, plain
+        torch.set_default_dtype(torch.float32)
+
+
+def model_of(tied: bool, seed: int = 0) -> Any:
+    import transformers
+
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)).double()
+
+
+def trained(
+    out: str, kind: str, replicas: int, options: dict[str, Any] | None, tied: bool = False, **more: Any
+) -> dict[str, list[float]]:
+    """Train with ``SFTTrainer`` or ``DPOTrainer``, TRL's own without options; return the logs, save the weights."""
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    trainer_class, config_class = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+
+    @dataclass
+    class Cfg(config_class, triax.TrainingArguments): ...  # type: ignore[misc, valid-type]
+
+    class Tr(trainer_class, triax.Trainer): ...  # type: ignore[misc, valid-type]
+
+    Cfg.__qualname__, globals()["Cfg"] = "Cfg", Cfg  # a saved model pickles the arguments
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="."))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
+    pairs = [(a, b) for a in words for b in words if a != b]
+    rows = [{"text": f"{a} {b}"} for a, b in pairs]
+    if kind != "SFT":
+        rows = [{"prompt": f"{a} ", "chosen": b, "rejected": a} for a, b in pairs]
+        more = {"ref_model": model_of(tied, seed=1), **more}
+    common: dict[str, Any] = {
+        "output_dir": out,
+        "per_device_train_batch_size": BATCH // replicas,
+        "per_device_eval_batch_size": BATCH // replicas,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS,
+        "save_strategy": "no",
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+    with exact():
+        config, trainer = (config_class, trainer_class) if options is None else (Cfg, Tr)
+        args = config(**common, **({"use_cpu": True} if options is None else options))
+        data = datasets.Dataset.from_list(rows)
+        given = {"train_dataset": data, "eval_dataset": data.select(range(16)), "processing_class": tokenizer}
+        running = trainer(model_of(tied), args=args, **given, **more)
+        running.remove_callback(transformers.PrinterCallback)
+        running.train()
+        running.save_model(f"{out}/last")
+        history = running.state.log_history
+    return {key: [row[key] for row in history if key in row] for key in KEYS}
+
+
+KINDS = ("SFT", "DPO")
+Case = tuple[int, dict[str, Any] | None]  # replicas, triax's options
+
+
+def all_trained(out: str, case: Case) -> list[dict[str, list[float]]]:
+    return [trained(f"{out}/{kind}", kind, *case, tied=kind == "DPO") for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def wanted(ranks: Any, tmp_path_factory: Any) -> tuple[Path, list[dict[str, list[float]]]]:
+    out = tmp_path_factory.mktemp("plain")
+    return out, ranks(1, all_trained, str(out), (1, None), timeout=300)[0]
+
+
+def stage(number: int, **grid: int) -> dict[str, Any]:
+    return {"triax": {"zero_optimization": {"stage": number}}, **({"grid": grid} if grid else {})}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("count", "case"),
+    [
+        (2, (1, stage(0, tensor=2))),
+        *(
+            pytest.param(count, case, marks=pytest.mark.exhaustive)
+            for count, case in (
+                (1, (1, stage(1))),
+                (2, (2, stage(3))),
+                (2, (1, stage(3, tensor=2))),
+                *((4, (2, stage(number, tensor=2))) for number in range(4)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_trls_losses_on_every_grid(ranks: Any, tmp_path: Path, wanted: Any, count: int, case: Case) -> None:
+    """TRL multiplies by the output layer's weight itself, and a tensor rank has a part of it only."""
+    plain, right = wanted
+    for found in ranks(count, all_trained, str(tmp_path), case, timeout=300):
+        for kind, values, logs in zip(KINDS, right, found, strict=True):
+            for key, value in values.items():
+                if case[0] > 1 and key in ("eval_loss", "entropy", "mean_token_accuracy", "rewards/margins"):
+                    continue  # TRL takes the mean of each replica's mean
+                assert logs[key] == pytest.approx(value, rel=1e-10, abs=1e-12), (kind, key)
+    for kind in KINDS:
+        weights = load_file(tmp_path / kind / "last" / "model.safetensors")
+        for name, weight in load_file(plain / kind / "last" / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
