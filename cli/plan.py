@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..grid.errors import ConfigError, nearest, no_such
+from ..grid.json_object import read_object
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
@@ -136,10 +137,7 @@ def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
         file, _ = read_training_file(path)
         return model_config(file.model), file
     if path.suffix == ".json":
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} is not an object of fields. Give Hugging Face's, such as hidden_size.")
-        return _from_fields(values, path), None
+        return _from_fields(read_object(path), path), None
     if path.is_dir():
         return model_config(ModelSection(folder=name, weights=False)), None
     return model_config(ModelSection(preset=name)), None
@@ -153,10 +151,7 @@ def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
     names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     names |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "ffn_dim": "intermediate_size"}
     if values.get("model_type") and not (values["model_type"] == "gpt2" and "n_embd" not in values):
-        try:
-            return from_hf(values if "n_embd" in values else {"max_position_embeddings": 2048, **values})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is incomplete for model_type {values['model_type']!r}: {error}.") from error
+        return from_hf(values if "n_embd" in values else {"max_position_embeddings": 2048, **values}, path)
     values = {names.get(key, key): value for key, value in values.items()}
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     if missing := [key for key in needed if key not in values]:

@@ -20,6 +20,7 @@
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``devices.py``: GPUs of this machine, as text; functions of ``torch.cuda`` for the CPU
 - ``errors.py``: the errors of the library
+- ``json_object.py``: reader of JSON files that somebody else wrote
 - ``json_values.py``: plain Python values in JSON and back, for checkpoints and between ranks, without pickle
 - ``nest.py``: walks over nests of tensors
 - ``autograd.py``: marks in the graph, weak hooks, the casts of autocast

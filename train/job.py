@@ -180,10 +180,9 @@ def model_config(section: ModelSection) -> TransformerConfig:
         assert section.folder is not None  # the schema requires one of the two
         where = f"model.folder {section.folder}"
         try:
-            found = from_hf(read_config(Path(section.folder)))
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-            text = f"its config.json has no key {error}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"{where}: {text}") from error
+            found = from_hf(read_config(Path(section.folder)), Path(section.folder) / "config.json")
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{where}: {error}") from error
     hints = get_type_hints(type(found))
     changes = dict(section.overrides)
     for key, value in changes.items():

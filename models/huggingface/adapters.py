@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
+from ...grid.errors import ConfigError
+from ...grid.json_object import read_object
 from ...grid.safetensors import TensorStream
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .merge import is_factor, layer_of
 from .names import Names
+from .reader import open_weights
 from .save import (
     held_everywhere,
     linear_names,
@@ -157,13 +159,17 @@ def lora_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the adapter has a setting that triax does not have, such as DoRA.
     """
-    config = json.loads((Path(path) / _CONFIG).read_text())
+    config = read_object(Path(path) / _CONFIG)
     for key, allowed in _SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
                 f"{Path(path) / _CONFIG} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
+    kinds = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
+    for key, kind in kinds.items():
+        if isinstance(config.get(key), bool) or not isinstance(config.get(key), kind):
+            raise ConfigError(f"{Path(path) / _CONFIG} has {key}={config.get(key)!r:.60}. Copy or write it again.")
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],
@@ -205,7 +211,7 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
     mine = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
     theirs = {name: "base_model.model.{}.lora_{}.weight".format(*layer_of(name, layers)) for name in mine}
     everywhere = set[str]().union(*grid.pipe.all_gather_json(sorted(theirs.values())))
-    with agreed(grid, None), safe_open(folder / _WEIGHTS, framework="pt") as file, torch.no_grad():
+    with agreed(grid, None), open_weights(folder / _WEIGHTS) as file, torch.no_grad():
         stored = set(file.keys())
         missing, unused = sorted(set(theirs.values()) - stored), sorted(stored - everywhere)
         if missing or unused:

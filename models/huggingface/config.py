@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import DecoderConfig, GPTConfig, LinearScaling, RopeScaling, TransformerConfig, YarnScaling
+from ...grid.errors import ConfigError
+from ...grid.json_object import read_object
+from ..config import (
+    DecoderConfig,
+    DeepseekConfig,
+    GPTConfig,
+    LinearScaling,
+    RopeScaling,
+    TransformerConfig,
+    YarnScaling,
+)
 from .families import FAMILIES, Config, Family
 from .folder_settings import Settings
 from .names import Entry, Names, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
+_MOST = 10_000  # blocks, and experts of a block
 # Ids of tokens: without a tokenizer there are none, but the defaults of transformers' configurations are others.
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -24,6 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the folder has no ``config.json``.
+        ConfigError: the file is damaged, or counts more blocks or experts than any model has.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -32,13 +44,13 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file} does not exist ({found or 'the folder is empty'}). Give a folder that save_pretrained wrote, with "
             "config.json and *.safetensors."
         )
+    read = read_object(file)
+    if not isinstance(read.get("model_type"), str | None):
+        raise ConfigError(f"{file}: model_type is {_shown(read['model_type'])}, but must be a word.")
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        _check_counts(read)
     except ValueError as error:
-        line = f" in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{file} is damaged: it is not JSON{line}. Copy or write it again.") from error
-    if not isinstance(read, dict):
-        raise ValueError(f"{file} is damaged: it has no keys. Copy or write it again.")
+        raise ConfigError(f"{file}: {error}") from error
     return read
 
 
@@ -92,47 +104,112 @@ def entries(names: Names | None, config: Config) -> dict[str, Entry]:
     heads = None
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and family.config is not None and issubclass(family.config, DecoderConfig):
-        ours = from_hf(config)
+        ours = _from_hf(config)
         assert isinstance(ours, DecoderConfig)
         heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
     return expand(names_of(config) if names is None else names, layer_count(config), expert_count(config), heads)
 
 
-def from_hf(config: Config) -> TransformerConfig:
+def from_hf(config: Config, file: Path | str = "config.json") -> TransformerConfig:
     """Return the configuration of the model that a ``config.json`` describes, for example a ``LlamaConfig``.
+
+    A key that is missing has the value that the family's own configuration class gives it.
 
     Args:
         config: the content of ``config.json`` of a model of a family in ``families.py``.
+        file: where it was read, for error messages.
 
     Raises:
-        ValueError: the model is of another family or has a setting that triax's layers do not support. The message
-            names the setting.
+        ConfigError: the model is of another family, has a setting that triax's layers do not support, or lacks a size
+            that a model must have. The message names the file and the setting.
     """
+    try:
+        return _from_hf(config)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _from_hf(config: Config) -> TransformerConfig:
     family = family_of(config)
+    assert family.config is not None
+    _check_counts(config)
     for key, values in family.only.items():
         if config.get(key, values[0]) not in values:
             shards = " triax.parallelize shards the Hugging Face model itself." * (family.plan is not None)
             raise ValueError(
-                f"{config['model_type']} with {key}={config[key]!r} is not implemented, only with "
+                f"{config['model_type']} with {key}={_shown(config[key])} is not implemented, only with "
                 f"{key}={' or '.join(map(repr, values))}.{shards}"
             )
+    types = {each.name: each for each in fields(family.config)}
     found: dict[str, Any] = dict(family.flags)
     for ours, place in family.keys.items():
-        name, default = (place, None) if isinstance(place, str) else place
+        name = place if isinstance(place, str) else place[0]
         if name in _EXPERTS:  # Transformers 5 writes one key, 4 wrote others
-            found[ours] = expert_count(config)
+            found[ours] = expert_count(config) or None
         else:
-            found[ours] = config[name] if isinstance(place, str) else config.get(name, default)
-        if found[ours] is None and default == 0:
+            found[ours] = config.get(name, None if isinstance(place, str) else place[1])
+        if found[ours] is None and types[ours].default == 0:
             found[ours] = 0
+        _check_type(config, name, found[ours], str(types[ours].type))
+    if "head_dim" not in family.keys and family.config is not DeepseekConfig:
+        _check_head_dim(config, found)
     if family.rope:
         found |= _read_rope(config, family)
     if family.window:
         found |= _read_window(config, family)
     if family.read is not None:
         found |= family.read(config)
-    assert family.config is not None
     return family.config(**found)
+
+
+def _check_counts(config: Config) -> None:
+    """Raise ValueError for numbers of blocks or experts that are none, or for which names alone would fill the memory.
+
+    Names are made from them before any weight is looked up.
+    """
+    for key in ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", *_EXPERTS):
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 <= value <= _MOST):
+            raise ValueError(f"{key} is {_shown(value)}, but must be a whole number of at most {_MOST}.")
+
+
+def _check_type(config: Config, key: str, value: Any, wanted: str) -> None:
+    """Raise ValueError for a value that a field cannot have: none, or one of another type.
+
+    Args:
+        config: the content of ``config.json``.
+        key: the key that the value has there, if it has one.
+        value: the value.
+        wanted: annotation of the field, such as ``"int | None"``.
+    """
+    if value is None and "None" not in wanted:
+        what = "null as" if key in config else "no"
+        raise ValueError(f"there is {what} {key}, which a {config['model_type']} must have. Write its value there.")
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    fits = kinds.get(wanted.partition(" ")[0])
+    if value is None or fits is None:
+        return
+    if type(value) not in fits or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{key} is {_shown(value)}, but must be of the type {wanted}.")
+
+
+def _check_head_dim(config: Config, found: Mapping[str, Any]) -> None:
+    """Raise ValueError for a ``head_dim`` in a family whose attention has no such setting.
+
+    transformers computes the rotary positions by it, and the heads' width without it.
+    """
+    given, width = config.get("head_dim"), found["hidden_size"] // max(found["num_attention_heads"], 1)
+    if given not in (None, width):
+        raise ValueError(
+            f"{config['model_type']} with head_dim={_shown(given)} is not implemented, only with "
+            f"hidden_size / num_attention_heads = {width}. Leave head_dim out."
+        )
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a ``config.json`` as text of a line."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[str, Any]:
@@ -155,7 +232,7 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
             continue
         written = _written(config, name, family)
         try:
-            again = from_hf(written)
+            again = _from_hf(written)
         except ValueError:
             continue
         lacking[family.prefix] = [
@@ -209,35 +286,64 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
 
 def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
     found: dict[str, Any] = {}
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window
-        local = rope.get("sliding_attention") or {}
-        theta = local.get("rope_theta") or config.get("rope_local_base_freq") or family.rope["rope_local_base_freq"]
-        found["rope_local_base_freq"] = float(theta)
+        local, other = _object(rope, "sliding_attention"), "rope_local_base_freq"
+        found[other] = _number(
+            {**config, **local}, "rope_theta" if local.get("rope_theta") else other, family.rope[other]
+        )
         if local.get("rope_type", "default") != "default":
             raise ValueError(f"{config['model_type']} with scaled rotary positions in sliding_attention is unknown.")
-        rope = dict(rope.get("full_attention") or ({} if "sliding_attention" in rope else rope))
+        rope = _object(rope, "full_attention") or ({} if "sliding_attention" in rope else rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *family.scalings):
         raise ValueError(
-            f"rope_type={kind!r} is not implemented for {config['model_type']}, only "
+            f"rope_type={_shown(kind)} is not implemented for {config['model_type']}, only "
             f"{', '.join(map(repr, ('default', *family.scalings)))}."
             + " triax.parallelize shards the Hugging Face model itself."
             * (family.plan is not None)
         )
     scaling = None
     if kind != "default":
-        if kind == "yarn" and rope.get("original_max_position_embeddings") is None:
-            rope["original_max_position_embeddings"] = config["max_position_embeddings"]
+        rope = dict(rope)
+        if kind != "linear":  # as transformers reads the length of pretraining
+            length = "original_max_position_embeddings"
+            rope[length] = config.get(length) or rope.get(length) or config["max_position_embeddings"]
+        for name in ("factor", "low_freq_factor", "high_freq_factor")[: 3 if kind == "llama3" else 1]:
+            if rope.get(name) is None:
+                raise ValueError(f"there is no {name} for rope_type={kind!r} in the rotary positions. Write its value.")
+        for each in fields(_SCALINGS[kind]):
+            if rope.get(each.name) is not None:
+                _check_type(config, each.name, rope[each.name], str(each.type))
         given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
         scaling = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
     if "partial_rotary_factor" in family.rope:
-        names = ("partial_rotary_factor", "rotary_pct")  # the second one in GPT-NeoX of Transformers 4
-        part = next((x[name] for x in (rope, config) for name in names if x.get(name) is not None), None)
-        found["partial_rotary_factor"] = family.rope["partial_rotary_factor"] if part is None else float(part)
-    theta = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
-    return {**found, "rope_theta": float(theta or family.rope["rope_theta"]), "rope_scaling": scaling}
+        found["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
+    theta = _of_positions(config, rope, family, "rope_theta", "rotary_emb_base")
+    return {**found, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _of_positions(config: Config, rope: Config, family: Family, key: str, former: str) -> float:
+    """Return a number of the rotary positions: theirs, else the model's, under a former name in some families."""
+    own = former if former in family.rope else key
+    return _number(rope, key, _number(config, own, family.rope[key]))
+
+
+def _object(config: Config, key: str) -> Config:
+    """Return the object that a key has as its value; an empty one if there is none."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{key} is {_shown(value)}, but must be an object with keys.")
+    return value or {}
+
+
+def _number(config: Config, key: str, default: float) -> float:
+    """Return the number that a key has as its value; the default if there is none."""
+    value = config.get(key)
+    if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+        raise ValueError(f"{key} is {_shown(value)}, but must be a number above 0.")
+    return float(default if value is None else value)
 
 
 def _write_rope(config: Any, family: Family) -> dict[str, Any]:
@@ -261,8 +367,11 @@ def _read_window(config: Config, family: Family) -> dict[str, Any]:
     window, words = config.get("sliding_window", family.window_size), family.window.split()
     if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
         return {"sliding_window": None}
-    depth = layer_count(config)
-    types = tuple((config.get("layer_types") or ())[:depth]) if "types" in words else ()
+    _check_type(config, "sliding_window", window, "int")
+    depth, types = layer_count(config), config.get("layer_types") if "types" in words else None
+    if types is not None and not (isinstance(types, (list, tuple)) and all(isinstance(each, str) for each in types)):
+        raise ValueError(f"layer_types are {_shown(types)}, but must be a list of words.")
+    types = tuple((types or ())[:depth])
     if not types and family.slides is not None:
         types = tuple(("full_attention", "sliding_attention")[family.slides(config, i)] for i in range(depth))
     return {"sliding_window": window, **({"layer_types": types} if types else {})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...grid import Layout
+from ...grid.json_object import read_object
 from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
@@ -106,8 +106,7 @@ def _config(model: Mapping[str, Any] | None, file: Path | None) -> tuple[dict[st
     """
     prefix = model.get("prefix") if model is not None and "hf" in model else None
     if file is not None:
-        given: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return given, prefix
+        return read_object(file), prefix
     if model is not None and "hf" in model:
         return dict(model["hf"]), prefix
     kind, fields = str((model or {}).get("class")), dict((model or {}).get("fields", {}))

@@ -29,12 +29,13 @@ class Family:
             know the family. A pattern that matches no module of the model is left out.
         config: class of the configuration; None: only ``parallelize`` knows the family.
         names: triax's parameter names -> Hugging Face's, or a function that makes this table from a ``config.json``.
-        keys: field of the configuration -> key of ``config.json``, or (key, its default). A default of 0 also stands
-            for null.
+        keys: field of the configuration -> key of ``config.json``, or (key, its default in transformers' configuration
+            class). A key without a default must be there. null stands for 0 where the field's own default is 0.
         flags: fields that have the same value in all models of the family.
         only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
-        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``.
-            Empty: the family has no rotary positions.
+        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``;
+            the same under the names ``rotary_emb_base`` and ``rotary_pct``, if Transformers 4 wrote these. Empty: the
+            family has no rotary positions.
         scalings: the types of ``rope_type`` that the family has, beside ``default``.
         window_size: default of ``sliding_window``.
         slides: function that tells from the content of ``config.json`` whether a block, counted from 0, has the window,
@@ -544,7 +545,12 @@ _GEMMA = _like(
     "Gemma",
     plan=_gemma_plan,
     config=DecoderConfig,
-    keys={**_TIED, **_ATTENTION_BIAS},
+    keys={
+        **_TIED,
+        **_ATTENTION_BIAS,
+        "num_key_value_heads": ("num_key_value_heads", 16),
+        "head_dim": ("head_dim", 256),
+    },
     flags={"norm": "rms_offset", "scale_embedding": True},
     only={"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu", "silu", "relu")},
     read=_gemma_read,
@@ -575,7 +581,7 @@ _MIXTRAL = _like(
     window="all",
 )
 _EXPERT_KEYS: dict[str, Key] = {"num_experts": "num_experts", "norm_topk_prob": ("norm_topk_prob", False)}
-_DEEPSEEK_KEYS: dict[str, Key] = {
+_DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": ("q_lora_rank", 1536)} | {
     name: name
     for name in (
         *(
@@ -585,7 +591,7 @@ _DEEPSEEK_KEYS: dict[str, Key] = {
             "num_experts_per_tok",
             "routed_scaling_factor",
         ),
-        *("first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     )
 }
 _DEEPSEEK = Family(
@@ -616,6 +622,7 @@ _DEEPSEEK = Family(
 _QWEN2 = _like(
     _LLAMA,
     "Qwen2",
+    keys={"num_key_value_heads": ("num_key_value_heads", 32)},
     flags={"qkv_bias": True},
     window="flag types",
     window_size=4096,
@@ -650,13 +657,20 @@ FAMILIES: dict[str, Family] = {
         embedding_dropout="embd_pdrop",
     ),
     "llama": _like(_LLAMA, "Llama", keys=_BIASES),
-    "mistral": _like(_LLAMA, "Mistral", window="all", window_size=4096),
+    "mistral": _like(
+        _LLAMA, "Mistral", keys={"num_key_value_heads": ("num_key_value_heads", 8)}, window="all", window_size=4096
+    ),
     "qwen2": _QWEN2,
-    "qwen3": _like(_QWEN2, "Qwen3", keys=_ATTENTION_BIAS, flags={"qkv_bias": None, "qk_norm": True}),
+    "qwen3": _like(
+        _QWEN2,
+        "Qwen3",
+        keys={**_ATTENTION_BIAS, "head_dim": ("head_dim", 128)},
+        flags={"qkv_bias": None, "qk_norm": True},
+    ),
     "smollm3": _like(
         _LLAMA,
         "SmolLM3",
-        keys={**_BIASES, **_TIED},
+        keys={**_BIASES, **_TIED, "num_key_value_heads": ("num_key_value_heads", 4)},
         rope={"rope_theta": 2e6},
         window="flag types",
         slides=lambda config, block: not _smollm3_read(config)["no_rope_layers"][block],
@@ -692,6 +706,8 @@ FAMILIES: dict[str, Family] = {
             **_TIED,
             **_USE_BIAS,
             "rms_norm_eps": ("norm_epsilon", 1e-5),
+            "initializer_range": ("initializer_range", 0.018042),
+            "num_key_value_heads": ("num_key_value_heads", 2),
             "hidden_act": ("hidden_act", "gelu_pytorch_tanh"),
             "dropout": ("residual_dropout", 0.0),
         },
@@ -707,6 +723,7 @@ FAMILIES: dict[str, Family] = {
         names=_GEMMA2_NAMES,
         keys={
             **_CAPS,
+            "num_key_value_heads": ("num_key_value_heads", 4),
             "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": ("final_logit_softcapping", 30.0),
         },
@@ -721,7 +738,11 @@ FAMILIES: dict[str, Family] = {
         _GEMMA,
         "Gemma3",
         names=_GEMMA2_NAMES,
-        keys={**_CAPS, "final_logit_softcapping": ("final_logit_softcapping", None)},
+        keys={
+            **_CAPS,
+            "num_key_value_heads": ("num_key_value_heads", 4),
+            "final_logit_softcapping": ("final_logit_softcapping", None),
+        },
         flags={"norm_place": "both", "qk_norm": True},
         only={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
         rope={"rope_theta": 1e6, "rope_local_base_freq": 1e4},
@@ -745,7 +766,7 @@ FAMILIES: dict[str, Family] = {
         },
         {**_LAYER_NORM, "mlp_bias": True},
         _NO_DROPOUT,
-        {**_ROPE, "partial_rotary_factor": 0.25},
+        {**_ROPE, "partial_rotary_factor": 0.25, "rotary_emb_base": 1e4, "rotary_pct": 0.25},
         embedding_dropout="hidden_dropout",
     ),
     "phi": Family(
@@ -810,14 +831,21 @@ FAMILIES: dict[str, Family] = {
         read=_falcon_read,
         write=_falcon_write,
     ),
-    "mixtral": _like(_MIXTRAL, "Mixtral", flags={"norm_topk_prob": True}),
+    "mixtral": _like(
+        _MIXTRAL,
+        "Mixtral",
+        keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), "num_key_value_heads": ("num_key_value_heads", 8)},
+        rope={"rope_theta": 1e6},
+        flags={"norm_topk_prob": True},
+    ),
     "qwen3_moe": _like(
         _MIXTRAL,
         "Qwen3Moe",
         names=_EXPERT_NAMES,
         keys={
             **_EXPERT_KEYS,
-            "moe_intermediate_size": "moe_intermediate_size",
+            "num_key_value_heads": ("num_key_value_heads", 4),
+            "moe_intermediate_size": ("moe_intermediate_size", 768),
             "decoder_sparse_step": ("decoder_sparse_step", 1),
         },
         flags={"qk_norm": True},
@@ -832,6 +860,7 @@ FAMILIES: dict[str, Family] = {
         keys={
             **_EXPERT_KEYS,
             "head_dim": None,
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
             "router_aux_loss_coef": ("router_aux_loss_coef", 0.01),
             "clip_qkv": ("clip_qkv", None),
         },
@@ -846,8 +875,8 @@ FAMILIES: dict[str, Family] = {
         names=_DEEPSEEK_V3_NAMES,
         keys={
             "norm_topk_prob": ("norm_topk_prob", True),
-            "n_group": ("n_group", 1),
-            "topk_group": ("topk_group", 1),
+            "n_group": ("n_group", 8),
+            "topk_group": ("topk_group", 4),
             "rope_interleave": ("rope_interleave", True),
         },
         flags={"scoring_func": "sigmoid"},

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...grid.json_object import read_object
+
 # The settings are plain JSON, which a checkpoint keeps:
 #     family: model_type
 #     tokens: the keys of config.json with the ids of special tokens
@@ -32,7 +34,7 @@ _TOKENIZER = (
 def settings_of_folder(folder: Path, config: Mapping[str, Any]) -> Settings:
     """Return the settings of a folder whose ``config.json`` has the given content."""
     file = folder / _GENERATION
-    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    generation = read_object(file) if file.is_file() else None
     tokenizer = str(folder.resolve()) if _files(folder) else None
     return _settings(config, generation, tokenizer)
 

@@ -53,7 +53,8 @@ def config_from_hf(path_or_model: Any) -> TransformerConfig:
         ValueError: the model is of another family, or has a setting that triax's layers do not support.
         FileNotFoundError: the folder has no ``config.json``.
     """
-    return from_hf(open_source(path_or_model).config)
+    source = open_source(path_or_model)
+    return from_hf(source.config, source.file)
 
 
 @overload
@@ -101,7 +102,7 @@ def load_hf(
     """
     source = open_source(path_or_model)
     if into is None:
-        config = from_hf(source.config)
+        config = from_hf(source.config, source.file)
         specs = LAYERS[type(config)](config, sequence_parallel)
         return _self_loading(specs, source, names)
     if isinstance(into, Sequence):
@@ -262,5 +263,5 @@ def _same(source: Source, specs: Sequence[Any]) -> None:
     known = FAMILIES.get(str(source.config.get("model_type")))
     if ours is None or known is None or known.config is None:
         return
-    if differing := same_model(ours, from_hf(source.config)):
+    if differing := same_model(ours, from_hf(source.config, source.file)):
         raise ValueError(f"the model differs from that of {source.where}: {differing}. Use config_from_hf(path).")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...grid import Grid
+from ...grid.errors import ConfigError
+from ...grid.json_object import read_object
 from ...grid.layout import Layout
 from .config import layer_count, read_config
 from .folder_settings import Settings, settings_of_folder, settings_of_model
@@ -26,12 +27,14 @@ class Source(Protocol):
 
     Attributes:
         where: name of the source in error messages.
+        file: name of its configuration in error messages.
         config: content of ``config.json``.
         shapes: tensor name -> shape.
         settings: what the folder or the model has beside weights.
     """
 
     where: str
+    file: str
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
@@ -40,16 +43,41 @@ class Source(Protocol):
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
 
 
+def _listed(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, which are files of its own folder."""
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ConfigError(f"{index} is damaged: it has no weight_map of names of files. Copy or write it again.")
+    names = sorted(set(listed.values()))
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise ConfigError(f"{index} lists {name[:60]!r}, but only files of its own folder are read.")
+    return names
+
+
+def open_weights(file: Path) -> Any:
+    """Open a safetensors file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{file} is damaged: it is no safetensors file ({reason}). Copy it again.") from error
+
+
 class _Folder:
     """Source that reads ``model.safetensors``, or the files that ``model.safetensors.index.json`` lists."""
 
     def __init__(self, folder: Path) -> None:
-        self.where = str(folder)
+        self.where, self.file = str(folder), str(folder / "config.json")
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = _listed(index)
         elif (folder / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:
@@ -65,10 +93,12 @@ class _Folder:
         for file in names:
             if not (folder / file).is_file():
                 raise FileNotFoundError(f"{index} lists {file}, but {folder} does not have it. Copy the whole folder.")
-            opened = safe_open(folder / file, framework="pt")
+            opened = open_weights(folder / file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
                 self._files[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        if (depth := layer_count(self.config)) > len(self.shapes):
+            raise ConfigError(f"{self.file} counts {depth} blocks, but {folder} has {len(self.shapes)} tensors only.")
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
@@ -80,7 +110,7 @@ class _Model:
     """Source that reads the state dict of a ``transformers`` model in this process."""
 
     def __init__(self, model: Any) -> None:
-        self.where = f"the {type(model).__name__}"
+        self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
         self.config = model.config.to_dict()
         self.settings = settings_of_model(model)
         self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}

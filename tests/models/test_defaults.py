@@ -1,0 +1,190 @@
+"""Keys that a ``config.json`` leaves out: the values of transformers' own configuration classes, or an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from triax.models.huggingface.config import from_hf
+from triax.models.huggingface.families import FAMILIES
+from triax.models.huggingface.load import config_from_hf
+
+# Values that no class has as its default, so that a key that is left out shows.
+VALUES: dict[str, Any] = {
+    "hidden_size": 64,
+    "n_embd": 64,
+    "intermediate_size": 60,
+    "n_inner": 128,
+    "ffn_dim": 60,
+    "ffn_hidden_size": 60,
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 77,
+    "max_position_embeddings": 96,
+    "n_positions": 96,
+    "word_embed_proj_dim": 64,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 6,
+    "q_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 3e-4,
+    "layer_norm_eps": 3e-4,
+    "layer_norm_epsilon": 3e-4,
+    "norm_epsilon": 3e-4,
+    "initializer_range": 0.03,
+    "init_std": 0.03,
+    "clip_qkv": 2.0,
+    "router_aux_loss_coef": 0.5,
+    "resid_pdrop": 0.3,
+    "hidden_dropout": 0.3,
+    "dropout": 0.3,
+    "residual_dropout": 0.3,
+    "query_pre_attn_scalar": 64,
+    "final_logit_softcapping": 6.0,
+    "sliding_window": 5,
+    "max_window_layers": 1,
+    "pad_token_id": 0,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True},
+    "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2},
+    "gemma2": {"attn_logit_softcapping": 5.0},
+    "falcon": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "bias": True},
+    "starcoder2": {"use_bias": False},
+    "opt": {"enable_bias": False},
+    "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
+    "deepseek_v3": {"norm_topk_prob": False, "rope_interleave": False},
+    "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 2},
+}
+KNOWN = [name for name, family in FAMILIES.items() if family.config is not None]
+
+
+def class_of(family: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family]
+
+
+def content(config: Any) -> dict[str, Any]:
+    """All keys, as transformers writes them."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def whole(family: str) -> dict[str, Any]:
+    """A ``config.json`` of a family with all keys, each with another value than the class's."""
+    defaults = content(class_of(family)())
+    ours = FAMILIES[family]
+    values = {key: value for key, value in (VALUES | MORE.get(family, {})).items() if key in defaults}
+    if "head_dim" not in ours.keys:
+        values.pop("head_dim", None)
+    if family != "phi":
+        values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
+    if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:
+        values.setdefault("attention_bias", not defaults["attention_bias"])
+    return content(class_of(family)(**values))
+
+
+def result(config: dict[str, Any], ours: bool) -> Any:
+    """The configuration, or the reason for which there is none."""
+    if ours:
+        try:
+            return from_hf(config, "model/config.json")
+        except ValueError as error:
+            return str(error)
+    try:
+        return from_hf(content(class_of(config["model_type"]).from_dict(config)))
+    except Exception as error:  # of many classes
+        return str(error)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_key_that_is_missing_has_the_value_of_transformers_class(family: str) -> None:
+    """Each key in turn; in the form of Transformers 5, and with the rotary positions as Transformers 4 wrote them."""
+    full = whole(family)
+    assert not isinstance(result(full, True), str), result(full, True)
+    old = {key: value for key, value in full.items() if key != "rope_parameters"} | {"rope_theta": 7e3}
+    if family == "gpt_neox":
+        old |= {"rotary_emb_base": 6e3, "rotary_pct": 0.5}
+    forms = [full, old] if FAMILIES[family].rope else [full]
+    for form in forms:
+        for key in form:
+            if key == "model_type":
+                continue
+            left = {name: value for name, value in form.items() if name != key}
+            found, right = result(left, True), result(left, False)
+            if isinstance(found, str):
+                experts = {"num_local_experts": "num_experts"}
+                assert found.startswith("model/config.json: ") and len(found) < 400 and "\n" not in found
+                assert key in found or experts.get(key, key) in found or isinstance(right, str), (key, found)
+            else:
+                assert found == right, (key, found, right)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 7e3, "factor": 4.0, "original_max_position_embeddings": 24}
+YARN |= {"beta_fast": 20.0, "beta_slow": 2.0, "mscale": 0.5, "mscale_all_dim": 0.4, "attention_factor": 1.2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 7e3, "factor": 4.0, "original_max_position_embeddings": 24}
+LLAMA3 |= {"low_freq_factor": 1.5, "high_freq_factor": 3.0}
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "rope_theta": 7e3, "factor": 2.0}], ids=str)
+def test_a_missing_key_of_scaled_positions(rope: dict[str, Any]) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from triax.models.rope import Rope
+
+    for key in (None, *rope):
+        left = {name: value for name, value in rope.items() if name != key}
+        config = whole("llama") | {"rope_parameters": left}
+        found = result(config, True)
+        if isinstance(found, str):
+            assert f"there is no {key} for rope_type" in found
+            continue
+        theirs = class_of("llama").from_dict(config)
+        kind = theirs.rope_parameters["rope_type"]
+        if kind == "default":
+            assert found.rope_scaling is None
+            continue
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+        mine = Rope(found.head_dim, found.rope_theta, found.rope_scaling)
+        torch.testing.assert_close(mine.frequencies(), frequencies, msg=str(key))
+        assert mine.magnitude == pytest.approx(magnitude), key
+
+
+def test_a_size_that_is_missing_is_named_with_its_file(tmp_path: Path) -> None:
+    for family, key in (("deepseek_v2", "num_experts_per_tok"), ("gpt2", "n_embd"), ("mixtral", "num_local_experts")):
+        config = whole(family)
+        del config[key]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({str(number): torch.ones(1) for number in range(4)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"{tmp_path}/config.json: there is no num_experts|no {key}, which a"):
+            config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "phi", "falcon", "opt", "olmoe", "gpt2"])
+def test_a_width_of_heads_that_a_family_does_not_have_is_refused(family: str) -> None:
+    config = whole(family)
+    assert from_hf(config | {"head_dim": 16}) == from_hf(config)  # hidden_size / num_attention_heads
+    with pytest.raises(ValueError, match="head_dim=8 is not implemented"):
+        from_hf(config | {"head_dim": 8})
