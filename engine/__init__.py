@@ -5,6 +5,7 @@ base.py               Engine: batch sizes, weights by name, DeepSpeed's accessor
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
+replica_buffers.py    ReplicaBuffers: batch norm's statistics and other buffers, equal on all replicas
 named_parameters.py   parameters with their whole-model names
 observer.py           records, prints and traces steps
 instrument.py         autocast, profilers and loggers around an engine's methods

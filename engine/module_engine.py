@@ -40,6 +40,7 @@ from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
+from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_module
 from .setup.recomputation import log_profile, recompute_blocks
 
@@ -99,6 +100,7 @@ class ModuleEngine(Engine):
         self.data_axis = self.backward_passes.data_axis
         self.backward_passes.origin = self._scales.origin
         self.accounts = MemoryAccounts(self.data_axis, module, grid)
+        self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._sent_before: dict[str, dict[str, Sent]] | None = None  # when this step began; None: it has not
         self._make_step(parts)
         self.observer = ModuleObserver(self)
@@ -262,7 +264,12 @@ class ModuleEngine(Engine):
         losses, self._losses = self._losses, []
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
         mine = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
-        unused, total = self.optimizer_step.totals(grid, [self.data_axis.unused(), mine])
+        values = [
+            self.data_axis.unused(),
+            mine,
+            *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
+        ]
+        unused, total, *strayed = self.optimizer_step.totals(grid, values)
         known = len(losses) > 0
         loss = torch.tensor(total / grid.data.size if known else math.nan, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
@@ -279,6 +286,8 @@ class ModuleEngine(Engine):
         )
         if self.auxiliary:
             self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
+        if strayed:
+            self.replica_buffers.synchronize(strayed[0] > 0)
         self.global_steps += 1
         self.observer.end_step(grid, loss)
         log_profile(self.recompute)
@@ -364,7 +373,7 @@ class ModuleEngine(Engine):
         return self.train(False)
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Return ``state_dict()`` with unsharded weights and with this rank's buffers. Collective."""
+        """Return ``state_dict()`` with unsharded weights and the buffers. Collective."""
         whole = self.gather()
         names = {parameter: layout.name for parameter, layout, _ in named_parameters(self.module)}
         return {

@@ -20,6 +20,7 @@ from ..config.schema import Config
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
 from ..grid.agreement import mean, totals
+from ..grid.assemble import assemble
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..moe.auxiliary_steps import AuxiliarySteps
@@ -43,8 +44,10 @@ from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
+from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import log_profile
+from .snapshot.capture import buffers
 
 
 class PipelineEngine(Engine):
@@ -109,6 +112,7 @@ class PipelineEngine(Engine):
         self.optimizer = self.data_axis.optimizer
         self.executor = Executor(module, self.data_axis)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
+        self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._make_step(parts)
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
@@ -193,7 +197,8 @@ class PipelineEngine(Engine):
             self.timeline = self.observer.measure_timeline(grid)
 
         mine = [*_own_sums(grid, result), self.data_axis.unused() + sum(not each for each in result.reached.values())]
-        loss, weight, unused = self.optimizer_step.totals(grid, mine)
+        mine += [float(self.replica_buffers.strayed())] if self.replica_buffers else []
+        loss, weight, unused, *strayed = self.optimizer_step.totals(grid, mine)
         if unused and not self.auxiliary:
             self._leave_out_unreached(grid, result.reached)
         if not weight > 0:
@@ -215,6 +220,8 @@ class PipelineEngine(Engine):
         )
         if self.auxiliary:
             self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
+        if strayed:
+            self.replica_buffers.synchronize(strayed[0] > 0)
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
         self.observer.end_step(grid, value)
@@ -303,8 +310,10 @@ class PipelineEngine(Engine):
         self.program = self._lower(schedule)
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model's weights under its own names, on every rank: ``gather()``. Collective."""
-        return self.gather()
+        """Return the whole model's weights and persistent buffers under its own names, on every rank. Collective."""
+        held = {name: (layout_of(buffer), buffer) for name, buffer, _ in buffers(self.module, self.grid.pipe.rank)}
+        with self.replicas.reading() as grid:
+            return assemble(grid, {**self.shards("weights"), **held})
 
     def _lower(self, schedule: Schedule) -> Program:
         zero = self.config.zero_optimization

@@ -87,7 +87,8 @@ def refused_backward() -> None:
         with pytest.raises(ValueError, match=words):
             engine.backward(loss)
     weight = engine.module.weight
-    engine.backward([engine(x).square().sum(), torch.tensor(x.numel())])
+    pair: Any = [engine(x).square().sum(), torch.tensor(x.numel())]  # a list
+    engine.backward(pair)
     torch.testing.assert_close(weight.grad, torch.autograd.grad(engine.module(x).square().mean(), weight)[0])
 
 
@@ -118,6 +119,9 @@ def test_two_losses_are_not_a_sum_and_its_weight(ranks: Any) -> None:
 
 class Balanced(nn.Module):
     """Two losses with trained weights (Kendall et al. 2018), class centers in a linear layer, and a running mean."""
+
+    seen: Tensor
+    centers: nn.Module
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +204,11 @@ def plain_balanced(
         optimizer.step()
         losses.append(loss.item())
     named = dict(model.named_parameters())
-    return losses, {n: p.grad for n, p in named.items()}, {n: p.detach() for n, p in named.items()}
+    return (
+        losses,
+        {n: p.grad for n, p in named.items() if p.grad is not None},
+        {n: p.detach() for n, p in named.items()},
+    )
 
 
 def initial_layers() -> list[nn.Module]:
@@ -231,7 +239,7 @@ def test_parameters_of_a_loss_are_trained(ranks: Any, tmp_path: Path, sizes: Any
             same_numbers(found, wanted)
 
 
-def late_and_shared() -> tuple[Any, Any]:
+def late_and_shared() -> list[Any]:
     """A loss that is assigned later, with the first layer's weight among its own, on two stages."""
     found = []
     for stage, schedule in ((0, "1f1b"), (3, "zb-h1")):
@@ -270,8 +278,8 @@ def tied_layers() -> list[nn.Module]:
 def test_a_loss_may_be_assigned_and_share_a_weight_with_a_layer(ranks: Any) -> None:
     layers, loss_fn = tied_layers(), balanced()
     loss_fn.centers = layers[0]
-    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "loss_fn": loss_fn})
-    groups = [{"params": [*model["layers"].parameters()]}, {"params": [loss_fn.log_sigma], "lr": 0.01}]
+    listed = [*nn.ModuleList(layers).parameters()]
+    groups: list[dict[str, Any]] = [{"params": listed}, {"params": [loss_fn.log_sigma], "lr": 0.01}]
     wanted, _, weights = plain_balanced(loss_fn, layers, torch.optim.AdamW(groups, lr=0.05))
     for rank in ranks(2, late_and_shared):
         for losses, found in rank:

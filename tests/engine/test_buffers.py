@@ -1,0 +1,190 @@
+"""Buffers that steps change (batch norm's statistics) are the first replica's on all replicas, as under DDP."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, PipelineModule
+
+from toys import mean_loss, same
+
+WIDTH, STEPS, MICRO = 6, 4, 4
+State = dict[str, Tensor]
+
+
+class Tracked(nn.Module):
+    """A layer with buffers of all kinds: constant, counted, replaced, in no checkpoint, of another dtype."""
+
+    count: Tensor
+    mask: Tensor
+    average: Tensor
+    hidden: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.arange(4 * WIDTH) % 3 > 0)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("average", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("hidden", torch.zeros(2, WIDTH, dtype=torch.complex128), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x * self.mask[:WIDTH]) + self.average
+        if self.training:
+            self.count += len(x)
+            self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+            self.hidden.real[0] += y.detach().mean(0)
+        return y
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(2)
+    made = [Tracked(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)]
+    return [layer.double() for layer in made]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(MICRO, 2, 5, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def thaw(modules: list[nn.Module], step: int) -> None:
+    """Let the last batch norm's statistics change in the last two steps only."""
+    modules[-1].train(step >= STEPS - 2)
+
+
+def replicated(replicas: int) -> State:
+    """Plain PyTorch: a copy of the model for each replica, whose buffers are the first one's after each step."""
+    models = [nn.Sequential(*layers()) for _ in range(replicas)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for index, (x, y) in enumerate(batch(step)):
+            model = models[index % replicas]
+            thaw([*model], step)
+            grads = torch.autograd.grad(mean_loss(model(x), y) / MICRO, [*model.parameters()])
+            for parameter, grad in zip(models[0].parameters(), grads, strict=True):
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        optimizer.step()
+        for model in models[1:]:
+            for mine, theirs in zip(all_tensors(model), all_tensors(models[0]), strict=True):
+                mine.data.copy_(theirs.data)
+    return {**models[0].state_dict(), "0.hidden": models[0][0].hidden}
+
+
+def all_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 5,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+def config(grid: Grid, stage: int) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
+    return {**CONFIG, "gradient_accumulation_steps": MICRO // grid.data.size, "zero_optimization": zero}
+
+
+def own(grid: Grid, step: int) -> list[tuple[Tensor, Tensor]]:
+    return [(pair[0], pair[1]) for pair in batch(step)[grid.data.rank :: grid.data.size]]
+
+
+def sent(engine: Any) -> float:
+    """Bytes that this rank broadcast in the last step."""
+    return sum(
+        kinds["broadcast"]["bytes"] for kinds in engine.traffic_report()["sent"].values() if "broadcast" in kinds
+    )
+
+
+def train_plain(engine: triax.ModuleEngine, step: int) -> None:
+    thaw([*engine.module], step)
+    for x, y in own(engine.grid, step):
+        engine.backward(mean_loss(engine(x), y))
+        engine.step()
+
+
+def plain(folder: Path) -> list[tuple[State, State, list[float]]]:
+    grid, found = Grid(timeout=60), []
+    for stage in range(4):
+        engine, *_ = triax.initialize(model=nn.Sequential(*layers()), config=config(grid, stage), grid=grid)
+        broadcast = []
+        for step in range(STEPS):
+            train_plain(engine, step)
+            broadcast.append(sent(engine))
+        hidden = {"0.hidden": engine.module[0].hidden}
+        engine.save_checkpoint(folder / str(stage))
+        other, *_ = triax.initialize(model=nn.Sequential(*layers()), config=config(grid, stage), grid=grid)
+        other.load_checkpoint(folder / str(stage))
+        found.append(({**engine.module_state_dict(), **hidden}, other.module_state_dict(), broadcast))
+    return found
+
+
+def piped(sizes: tuple[int, int, int], folder: Path) -> list[tuple[State, State, list[float]]]:
+    grid, found = Grid(*sizes, timeout=60), []
+    for stage, schedule in enumerate(["1f1b", "zb-v", "zb-h1", "1f1b"]):
+        modules = [PipelineModule(layers(), grid=grid, loss_fn=mean_loss) for _ in range(2)]
+        made = [triax.initialize(model=m, config=config(grid, stage), schedule=schedule)[0] for m in modules]
+        engine, other = made
+        broadcast = []
+        for step in range(STEPS):
+            thaw([layer for key, layer in engine.module.layers.items() if key == "3"] or [nn.Identity()], step)
+            engine.train_batch(iter(own(grid, step)))
+            broadcast.append(sent(engine))
+        engine.save_checkpoint(folder / str(stage))
+        other.load_checkpoint(folder / str(stage))
+        found.append((engine.module_state_dict(), other.module_state_dict(), broadcast))
+    return found
+
+
+TRACKED = 8 + 8 * WIDTH + 16 * 2 * WIDTH  # count, average and hidden: not the mask
+NORM = 2 * 8 * WIDTH + 8
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_buffers_of_a_plain_module_are_the_first_replicas(ranks: Any, tmp_path: Path, size: int) -> None:
+    """Each replica had its own statistics: evaluation and state dicts depended on the rank."""
+    wanted = replicated(size)
+    for rank, stages in enumerate(ranks(size, plain, tmp_path)):
+        for found, loaded, broadcast in stages:
+            same(found, wanted)
+            same(loaded, {name: value for name, value in found.items() if name != "0.hidden"}, rtol=0, atol=0)
+            before, after = TRACKED + NORM, TRACKED + 2 * NORM
+            assert broadcast == ([before, before, after, after] if rank == 0 and size > 1 else [0] * STEPS)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
+def test_buffers_of_a_pipeline_are_the_first_replicas(ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]) -> None:
+    """And the state dict of a pipeline had none."""
+    wanted = {f"layers.{name}": value for name, value in replicated(sizes[1]).items() if name != "0.hidden"}
+    for stages in ranks(math.prod(sizes), piped, sizes, tmp_path):
+        for found, loaded, _ in stages:
+            same(found, wanted)
+            same(loaded, found, rtol=0, atol=0)
+
+
+def constant() -> list[Any]:
+    """Traffic of a step of a model whose buffers are masks, and of one without buffers."""
+    found = []
+    for model in (nn.Sequential(Tracked().eval(), nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)):
+        grid = Grid(data=2, timeout=60)
+        engine, *_ = triax.initialize(model=model.double(), config=config(grid, 1), grid=grid)
+        for step in range(2):
+            for x, y in own(grid, step):
+                engine.backward(mean_loss(engine(x), y))
+                engine.step()
+        sums = engine.traffic_report()["sent"]["world"]["all_reduce"]
+        found.append((sent(engine), sums["calls"], sums["bytes"] / 8))
+    return found
+
+
+def test_constant_buffers_are_not_sent(ranks: Any) -> None:
+    (masks, calls, numbers), (none, same_calls, fewer) = ranks(2, constant)[0]
+    assert masks == none == 0 and calls == same_calls and numbers == fewer + 1
