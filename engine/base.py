@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from ..checkpoint.protocol import Snapshot
 from ..config.config import batch_sizes, parse_config
 from ..config.schema import Config
 from ..data.dataloader import Loader, TokenLoader, make_loader
@@ -78,6 +79,7 @@ class Engine:
         data_axis: ZeRO over the data axis: buckets of weights and gradients, and the optimizer's shards.
         optimizer_step: the end of a training step.
         replicas: replica strategy, which is synchronous data parallelism or local updates.
+        kept_state: optimizer state of parameters that are frozen here, from the checkpoint that was loaded.
         replica_state: saves and loads each replica's state in a checkpoint. None if all replicas have equal state.
         checkpointer: saves and loads checkpoints.
         accounts: counts this rank's memory.
@@ -113,6 +115,7 @@ class Engine:
         """Make the members that need the optimizer: step, schedule, data loader, replica strategy, checkpointer."""
         make, data = parts.make_scheduler, parts.training_data
         self.checkpointer = Checkpointer(self)
+        self.kept_state = Snapshot()
         self.optimizer_step = OptimizerStep(self.config, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=parts.collate_fn)

@@ -90,6 +90,7 @@ class Checkpointed(Protocol):
     data_axis: ZeroDataAxis
     loss_scaler: LossScaler | None
     replica_state: ReplicaState | None
+    kept_state: Snapshot
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -140,6 +141,9 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         engine.replica_state.add_to(snapshot)
     if exclude_frozen:
         _remove_frozen(snapshot, shards)
+    else:
+        snapshot.tensors |= engine.kept_state.tensors
+        snapshot.numbers = {**snapshot.numbers, **engine.kept_state.numbers}
     snapshot.set_client_state(client_state, add_tensors=engine.grid.rank == 0)
     return snapshot
 

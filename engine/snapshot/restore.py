@@ -21,6 +21,7 @@ from ...optim.schedulers import follow
 from ...zero.state_shards import StateShards
 from . import residuals
 from .capture import NOT_SAVED, Checkpointed, buffers, state_shards
+from .kept_state import kept_state
 
 _ADAM = ("Adam", "AdamW", "UncorrectedAdam")  # they keep equal state, and use it in three ways
 
@@ -67,11 +68,14 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
     usable = match_model(grid, snapshot, shapes, options.strict, problems)
     read_weights(engine, shards, snapshot, usable)
     notes: list[str] = []
+    engine.kept_state = Snapshot()
     if not options.weights_only:
         if loads_optimizer:
             if not problems:
                 read_optimizer(shards, snapshot, usable, grid)
                 notes += set_optimizer(engine, run)
+                engine.kept_state, kept = kept_state(shards, snapshot, grid, hasattr(engine.module, "lora_options"))
+                notes += kept
             else:
                 notes.append(f"the state of the optimizer is not loaded, because it was saved by {run['optimizer']}")
             notes += residuals.restore(grid, engine.data_axis, shards, snapshot)

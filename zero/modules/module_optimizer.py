@@ -85,7 +85,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         weights are not included. To save them, call ``module.state_dict()`` within ``zero.gathered(module)``.
         """
         self._update_inner_options()
-        state = {**self.inner.state_dict(), "shard": self._shard(), "masters": self._masters()}
+        state = {**self.inner.state_dict(), "shard": self._shard(), "masters": self._masters(), "names": self._names()}
         if self._data_axis.exchange is not None:
             state["exchange"] = exchange_state_dict(self._data_axis.exchange)
         return state
@@ -99,6 +99,15 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
                 the data axis.
         """
         mine, theirs = self._shard(), state_dict.get("shard")
+        names = self._names()
+        unlike = sorted(set(names) ^ set(state_dict.get("names", names)))
+        if unlike:
+            there = "were" if unlike[0] in state_dict["names"] else "were not"
+            raise ValueError(
+                f"the trained parameters differ from the saved ones in {len(unlike)}: {', '.join(unlike[:8])}. The "
+                f"first {there} trained when the state was saved. Make the optimizer while all of them require "
+                "gradients, and freeze them afterwards, which keeps their state"
+            )
         if theirs != mine:
             raise ValueError(
                 f"the state was saved of shard {theirs}, but this rank has shard {mine}: load what this rank saved, "
@@ -132,6 +141,11 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         axis = self._grid.data_context
         elements = [bucket.owned[1] - bucket.owned[0] for bucket in self._data_axis.buckets if bucket.trained]
         return {"rank": axis.rank, "of": axis.size, "stage": self._data_axis.options.stage, "elements": elements}
+
+    def _names(self) -> list[str]:
+        """Return the names of the parameters that are trained, where they are known."""
+        buckets = (bucket for bucket in self._data_axis.buckets if bucket.trained)
+        return [member.layout.name for bucket in buckets for member in bucket.members]
 
     def _masters(self) -> list[Tensor]:
         """Return the master weights of the buckets whose master is a copy in another dtype than the weights."""
