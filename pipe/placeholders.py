@@ -60,7 +60,7 @@ class Placeholders:
         present = set(parameters)
         for parameter, element in self._elements.items():
             same = not parameter.numel() or parameter.data_ptr() == element.data_ptr()
-            value = element.item()
+            value = _placeholder_value(element.dtype) if element.is_meta else element.item()  # meta: of a dry run
             written = value == value and value != _placeholder_value(element.dtype)  # (NaN differs from itself)
             if parameter not in present or not same or written:
                 return layout_of(parameter).name

@@ -11,6 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.train.dry_run.dry_run import dry_run
+from triax.train.dry_run.rank import Settings
+from triax.train.dry_run.training_file import JobSteps
+from triax.train.file import read_training_file
+from triax.train.job import resolve
 
 from paths import DOCS, ROOT
 
@@ -51,3 +60,16 @@ def test_a_thousand_ranks_take_less_than_a_minute_and_four_gib(command: str, ran
     assert seconds < 60
     stages = 8 if "--pipe 8" in command else 4  # that run at the same time, beside the command itself
     assert largest * (1 + stages) < 4
+
+
+def test_the_file_of_a_plan_is_tried_out_in_stage_3(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    asked = ["--model", "llama-tiny", "--gpus", "8", "--batch", "16", "--sequence", "32", "--layout"]
+    planned = CliRunner().invoke(app, ["plan", *asked, "pipe=2,tensor=2,zero=3", "--write", str(file)])
+    assert planned.exit_code == 0, planned.output
+    assert yaml.safe_load(file.read_text())["training"]["zero"] == 3
+    run = dry_run(JobSteps(resolve(read_training_file(file)[0])), Settings(8))
+    assert run.problems == []
+    # A quarter of the optimizer's memory of the two stages, whose weights no rank holds as a whole.
+    held = [run.records[rank]["memory"] for rank in (0, 4)]
+    assert all(2 * each["parameters"] == each["masters"] > 0 for each in held), held
