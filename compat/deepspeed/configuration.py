@@ -15,6 +15,7 @@ from ...config.json_comments import read
 from ...config.schema import Config
 from ...engine.setup.check import read_config
 
+OWN_KEYS = ("partition_config", "preset_model")  # keys of tensor_parallel that autotp.py reads
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
@@ -25,6 +26,16 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+def tensor_section(source: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a configuration without the keys of ``tensor_parallel`` that this adapter alone has, and that section."""
+    values = read(source) if isinstance(source, (str, Path)) else source
+    section = values.get("tensor_parallel") if isinstance(values, Mapping) else None
+    if not isinstance(section, Mapping):
+        return values, {}
+    rest = {key: value for key, value in section.items() if key not in OWN_KEYS}
+    return {**values, "tensor_parallel": rest}, dict(section)
 
 
 def read_deepspeed_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -63,7 +74,7 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._checked = self.monitor_config = checked = read_deepspeed_config(config)
+        self._checked = self.monitor_config = checked = read_deepspeed_config(tensor_section(config)[0])
         world = dist.get_world_size() if dist.is_initialized() else 1
         if mpu is not None:
             world = mpu.get_data_parallel_world_size()

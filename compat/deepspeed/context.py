@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ...config.schema import Config
 from ...engine.base import Engine
 from ...engine.initialize import initialize as make_engine
-from ...engine.setup.arguments import config_source
+from ...engine.setup.arguments import check_grid, config_source
 from ...grid import Grid
 from ...grid.megatron import grid_of_mpu
 from ...grid.random_states import RandomStates
@@ -22,7 +22,8 @@ from ...pipe.module import PipelineModule
 from ...pipe.on_grid import on_grid
 from ...pipe.recompute.calls import RecomputeCalls
 from ...tensor_parallel.megatron_layouts import lay_out_megatron
-from .configuration import read_deepspeed_config
+from .autotp import asked_size, is_sharded, shard
+from .configuration import read_deepspeed_config, tensor_section
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
 
 PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
@@ -78,8 +79,13 @@ class DeepSpeedContext:
         self._grid = ref(grid)
         return grid
 
-    def grid_of(self, model: nn.Module) -> Grid | None:
+    def grid_of(self, model: nn.Module, tensor: int | None = None) -> Grid | None:
         """Return the grid of a model's experts, or the one that ``tp_model_init`` or layers have made last.
+
+        Args:
+            model: the model.
+            tensor: tensor ranks over which it will be sharded: a grid of another size is then no model's but a sharded
+                one's. None: none.
 
         Raises:
             DeepSpeedConfigError: layers of the model have spread their experts over different numbers of ranks.
@@ -91,7 +97,10 @@ class DeepSpeedContext:
             raise DeepSpeedConfigError(
                 f"{listed} are layers of one model, whose grid has one expert axis: give all of them the same ep_size"
             )
-        return next(iter(found.values()), self.grid)
+        grid = next(iter(found.values()), self.grid)
+        if tensor is None or found or grid is None or grid.tensor.size == tensor or is_sharded(model):
+            return grid
+        return None
 
 
 def _open(grid: Grid | None) -> Grid | None:
@@ -129,7 +138,8 @@ def initialize(
         mpu: Megatron's object of process groups, whose sizes and groups make the grid of a plain module. Parameters
             that Megatron marks as sharded are shards here too.
         mesh_param: sizes of the data and of the context axis (DeepSpeed's mesh of replicas and sequence shards).
-        grid: triax's own: the grid of a plain module.
+        grid: triax's own: the grid of a plain module. With ``tensor_parallel`` in the configuration and no grid, one is
+            made, and the module is sharded over its tensor axis, in place, unless it is sharded already.
 
     Returns:
         engine, optimizer, dataloader, lr_scheduler: a ``DeepSpeedEngine`` or a ``DeepSpeedPipelineEngine``.
@@ -152,7 +162,8 @@ def initialize(
         )
     make: Any = make_engine
     with deepspeed_errors():
-        checked = _with_defaults(read_deepspeed_config(config_source(args, config, config_params)))
+        source, tensor = tensor_section(config_source(args, config, config_params))
+        checked = _with_defaults(read_deepspeed_config(source))
         sizes = checked.data_parallel_size, checked.sequence_parallel_size
         if mesh_param is None and all(sizes) and not isinstance(model, PipelineModule):
             mesh_param = sizes  # type: ignore[assignment]  # neither is None
@@ -160,7 +171,13 @@ def initialize(
             grid = mpu if isinstance(mpu, Grid) else grid_of_mpu(mpu)
             lay_out_megatron(model, grid)
         elif grid is None and mesh_param is not None:
-            grid = Grid(data=mesh_param[0], context=mesh_param[1])
+            grid = Grid(data=mesh_param[0], context=mesh_param[1], tensor=asked_size(tensor))
+        if asked_size(tensor) > 1 and not isinstance(model, PipelineModule):
+            if grid is None:
+                grid = CONTEXT.grid_of(model, asked_size(tensor)) or Grid(tensor=asked_size(tensor))
+            check_grid(grid, checked)
+            shard(model, grid, tensor)
+            CONTEXT.keep_grid(grid, model)
         stages = checked.pipeline.stages or 1
         if stages > 1 and isinstance(model, PipelineModule) and model.grid_is_default:
             model, model_parameters = on_grid(model, Grid(pipe=stages), model_parameters)

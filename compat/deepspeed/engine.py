@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, partialmethod
+from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.modules.module_calls import ModuleCalls
 from ...zero.state_dict_guard import allow_empty_entries
 from .grids import ParallelGrid
+from .offload_states import OffloadedStates, OffloadStateTypeEnum
 
 # Properties of DeepSpeed's engines: name -> the place of the value in the engine.
 _PROPERTIES = {
@@ -82,6 +83,14 @@ _PIPELINE_METHODS = {
     "is_last_stage": "module.is_last",
     "get_pipeline_parallel_rank": "grid.pipe.rank",
 }
+# Methods that need states which ``offload_states`` may have moved: name -> kinds of state; (): all.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "forward": ("lp_params",),
+    "backward": ("lp_params", "lp_grads", "contiguous_grad_buffer"),
+    "eval_batch": ("lp_params",),
+    "module_state_dict": ("lp_params", "hp_params"),
+    **dict.fromkeys(("step", "train_batch", "gather", "save_checkpoint", "load_checkpoint", "save_16bit_model"), ()),
+}
 # Methods that do nothing here: ``backward`` does all that belongs to it, and reduces gradients.
 _IDLE = ("_backward_prologue", "_backward_epilogue", "allreduce_gradients")
 
@@ -101,6 +110,24 @@ def _add_members(cls: type, properties: Mapping[str, str], methods: Mapping[str,
     for name, path in methods.items():
         if name not in vars(cls):
             setattr(cls, name, partialmethod(_value, path))
+
+
+def _require_states(cls: Any) -> None:
+    """Let the methods that need states which were moved raise an error."""
+
+    def guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: DeepSpeedMembers, *args: Any, **kwargs: Any) -> Any:
+            if self.offloaded_states.kinds:
+                with deepspeed_errors():
+                    self.offloaded_states.require_here(f"engine.{name}", *_NEEDS[name])
+            return method(self, *args, **kwargs)
+
+        return call
+
+    for name in _NEEDS:
+        if hasattr(cls, name):
+            setattr(cls, name, guarded(name, getattr(cls, name)))
 
 
 class DeepSpeedError(AgreedError, AssertionError):
@@ -131,6 +158,7 @@ class DeepSpeedMembers(Engine):
         tput_timer: samples per second.
         timers: timers by name; ``wall_clock_breakdown`` measures steps without them.
         mpu: the object given as ``initialize(mpu=)``, or None.
+        offloaded_states: the states that ``offload_states`` has moved.
     """
 
     tput_timer: ThroughputTimer
@@ -138,7 +166,10 @@ class DeepSpeedMembers(Engine):
     mpu: Any = None
     _applied = False
 
+    offloaded_states: OffloadedStates
+
     def _start_members(self) -> None:
+        self.offloaded_states = OffloadedStates()
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
         self.grid = ParallelGrid(self.grid)
@@ -222,6 +253,30 @@ class DeepSpeedMembers(Engine):
         """Release the whole weights that stage 3 keeps between its gathers."""
         if self.data_axis.gatherer is not None:
             self.data_axis.gatherer.finish()
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to host memory until ``reload_states``. States in host memory stay there.
+
+        Calls that need a moved state raise an error meanwhile; without optimizer state and masters, for instance, the
+        module still runs.
+
+        Args:
+            include: kinds of state (``OffloadStateTypeEnum``); None: all.
+            device: ``cpu``; ``none``: move nothing.
+            pin_memory: move to pinned memory.
+            non_blocking: start all copies of a kind before the first has ended.
+        """
+        self.offloaded_states.offload(self, include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the states of ``offload_states`` back to the device."""
+        self.offloaded_states.reload(non_blocking)
 
     def destroy(self) -> None:
         """Wait until a checkpoint is written. The memory is freed when the last reference to the engine is gone."""
@@ -416,6 +471,9 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
             self._begin_step()
 
 
+_require_states(DeepSpeedEngine)
+
+
 class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
     """DeepSpeed's engine of a ``PipelineModule``: ``PipelineEngine`` with DeepSpeed's members."""
 
@@ -496,3 +554,4 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
 
 
 _add_members(DeepSpeedPipelineEngine, _PIPELINE_PROPERTIES, _PIPELINE_METHODS)
+_require_states(DeepSpeedPipelineEngine)

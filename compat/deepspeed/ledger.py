@@ -229,7 +229,9 @@ PRESENT = {
             "DeepSpeedZeroOffloadParamConfig=OffloadConfig DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
         ),
         "compat.deepspeed.configuration": "OffloadDeviceEnum",
+        "compat.deepspeed.offload_states": "OffloadStateTypeEnum",
     },
+    "zero.offload_states": {"compat.deepspeed.offload_states": "get_state_devices"},
 }
 
 HYBRID = (
@@ -244,8 +246,8 @@ INJECTION = (
     "module, and triax.hf_layers those of a transformers model"
 )
 AUTOTP = (
-    "triax shards a module where it is told: call triax.parallelize(model, grid, plan) before initialize, and pass "
-    "grid=; a transformers model has its plan in its configuration"
+    "tensor_parallel.autotp_size in the configuration shards the model in initialize, by its family's plan or by "
+    "partition_config; triax.parallelize(model, grid, plan) shards any module"
 )
 FASTGEN = "triax has no FastGen: init_inference and triax.InferenceEngine generate with continuous batches"
 TUNER = (
@@ -400,10 +402,6 @@ ABSENT = {
             "unwrap_model_for_generation"
         ),
         INTERNAL: "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType",
-    },
-    "zero.offload_config": {'write the names of the configuration, "cpu" and "nvme"': "OffloadStateTypeEnum"},
-    "zero.offload_states": {
-        "zero_optimization.offload_optimizer says where the optimizer state is": "get_state_devices"
     },
     "zero.stage3": {
         MEMORY: ("estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold")

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 import triax
 import triax.compat.deepspeed as deepspeed
+from triax.compat.deepspeed.configuration import OffloadDeviceEnum
 from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine
 from triax.compat.deepspeed.grids import ParallelGrid
+from triax.compat.deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
 from triax.grid.errors import ConfigError
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import LayerSpec
@@ -320,6 +323,59 @@ def test_an_outermost_key_that_nobody_knows_has_no_effect_and_a_warning(caplog: 
             deepspeed.initialize(model=net(), config={**config(), key: 1})
     with pytest.raises(ConfigError, match="there is no 'my_company'"):  # triax's own configuration has no such key
         triax.initialize(model=net(), config={**config(), "my_company": 1})
+
+
+def swapped(cells: list[tuple[int, bool]]) -> None:
+    """Weights after steps, between which states were moved to host memory and back, are those without it."""
+    kinds = OffloadStateTypeEnum
+    for stage, bf16 in cells:
+        settings: dict[str, Any] = {
+            **config(),
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        settings |= {"bf16": {"enabled": bf16}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        plain, engine = (deepspeed.initialize(model=net(), config=settings)[0] for _ in range(2))
+        moved = engine.offloaded_states
+        for number in range(3):
+            for each in (plain, engine):
+                if each is engine and number:
+                    # On a CPU nothing moves by itself: these moves are those of a GPU.
+                    chosen = (kinds.optim_states, kinds.hp_params) if number == 1 else None
+                    moved.offload(engine, chosen, "cpu", True, False, frozenset({"cpu"}))
+                    state = next(iter(engine.data_axis.optimizer.state.values()))["exp_avg"]
+                    assert moved.holds(state) and state.untyped_storage().size() == 0 and state.numel() > 0
+                    x = microbatch(number, 0, 0)[0].to(next(engine.module.parameters()).dtype)
+                    if number == 1 and stage < 3:
+                        with torch.no_grad():
+                            engine.eval()(x)  # the module runs without optimizer state and masters
+                        engine.train()
+                    for call in (engine.step, engine.gather, *([] if number == 1 else [partial(engine.forward, x)])):
+                        with pytest.raises(
+                            AssertionError, match=r"after offload_states, which has moved .*(optim_states|lp_params)"
+                        ):
+                            call()
+                    engine.reload_states()
+                    assert not moved.holds(state) and state.untyped_storage().size() > 0
+                for part in range(each.gradient_accumulation_steps()):
+                    x, y = microbatch(number, part, each.grid.data.rank)
+                    x, y = (tensor.bfloat16() if bf16 else tensor for tensor in (x, y))
+                    each.backward((each(x) - y).square().mean())
+                    each.step()
+        for name, value in plain.gather().items():
+            assert torch.equal(engine.gather()[name], value), (stage, bf16, name)
+        engine.offload_states(include=[kinds.optim_states], device=OffloadDeviceEnum.cpu)
+        assert get_state_devices(engine, kinds.optim_states) == {torch.device("cpu")}
+        assert not moved.holds(state)  # it is in host memory already
+        with pytest.raises(AssertionError, match=r"call engine\.reload_states"):
+            engine.save_checkpoint("unused")
+        engine.reload_states()
+        with pytest.raises(ValueError, match="states move to host memory alone: give 'cpu'"):
+            engine.offload_states(device="nvme")
+
+
+def test_states_wait_in_host_memory(ranks: Any) -> None:
+    swapped([(0, False), (1, True)])
+    ranks(2, swapped, [(2, True), (3, False), (3, True)])
 
 
 def test_two_configurations_are_refused() -> None:
