@@ -27,7 +27,6 @@ class AutotuningConfig(SwitchSection):
         "GB (1e9 bytes) that the tensors of a rank may take. null: a GPU's memory, or a share of the host's, less a "
         "margin.",
         gt=0.0,
-        allow_inf_nan=False,
     )
     min_train_micro_batch_size_per_gpu: int = setting(1, "Samples per microbatch, at least.", ge=1)
     max_train_micro_batch_size_per_gpu: int = setting(1024, "Samples per microbatch, at most.", ge=1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from ..grid.checks import check_number
 from ..grid.errors import describe
 
 _NOTHING: Any = object()
@@ -63,7 +64,12 @@ def extra_of(field: Any) -> dict[str, Any]:
 
 
 class Section(BaseModel):
-    """Section of the configuration. An unknown key, or a value of another type, is an error."""
+    """Section of the configuration. An unknown key, or a value of another type, is an error.
+
+    Every number is finite, and 0 or one that float32 holds.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Sequence[str]]] = {}  # type -> the options of it, in a section with a key ``type``
 
     TITLE: ClassVar[str] = "the configuration"  # of a file whose outermost section this is
 
@@ -79,10 +85,28 @@ class Section(BaseModel):
             raise ValueError(f"refused: {field.description}")
         if isinstance(value, str) and value == "auto" and "x-auto" in extra:
             return extra["x-auto"]
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, float):
+                check_number(each)
         kinds = kinds_of(field.annotation)
         if kinds is not None and not any(isinstance(each, BeforeValidator) for each in field.metadata):
             check_kind(value, kinds)
         return value
+
+    @model_validator(mode="after")
+    def _options_of_its_type(self) -> Self:
+        for key in sorted(self.model_fields_set):
+            if getattr(self, key) is not None and (types := self.types_of(key)):
+                kind = vars(self)["type"]
+                raise ValueError(
+                    f"{key} is an option of type {' and '.join(types)}, and the type is {kind}: leave it out"
+                )
+        return self
+
+    def types_of(self, key: str) -> list[str]:
+        """Return the types that an option belongs to, if the section has another type."""
+        types = [kind for kind, keys in self.OPTIONS.items() if key in keys]
+        return [] if not types or vars(self)["type"] in types else types
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, as a dict does; the default for a key that was not given."""
@@ -123,24 +147,6 @@ def inner_section(annotation: Any) -> type[Section] | None:
     """Return the section class in a key's annotation, or None if the key holds a plain value."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, Section)), None)
-
-
-def check_options_of_type(section: Any, options: Mapping[str, Sequence[str]]) -> None:
-    """Check that a section has only options of its own ``type``. Options of other types must have their default values.
-
-    Args:
-        section: section of the configuration with a key ``type``.
-        options: type -> keys that this type has and not every other type has.
-
-    Raises:
-        ValueError: the section sets an option that belongs to another type.
-    """
-    for key in sorted(section.model_fields_set - set(options[section.type])):
-        types = [kind for kind, keys in options.items() if key in keys]
-        if types and getattr(section, key) != type(section).model_fields[key].default:
-            raise ValueError(
-                f"{key} is an option of type {' and '.join(types)}, and the type is {section.type}: leave it out"
-            )
 
 
 def is_off(value: Any, off: Iterable[Any] = ()) -> bool:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import model_validator
-
-from .base import Section, check_options_of_type, setting
-
-_OPTIONS = {
-    "none": (),
-    "fp16": (),
-    "bf16": (),
-    "topk": ("ratio", "momentum", "clip", "warmup_steps", "start_step", "values"),
-    "powersgd": ("rank", "start_step", "min_compression", "warm_start"),
-}
+from .base import Section, setting
 
 
 class GradientCompressionConfig(Section):
     """``gradient_compression``: compression of the sum of gradients over replicas."""
+
+    OPTIONS: ClassVar = {
+        "none": (),
+        "fp16": (),
+        "bf16": (),
+        "topk": ("ratio", "momentum", "clip", "warmup_steps", "start_step", "values"),
+        "powersgd": ("rank", "start_step", "min_compression", "warm_start"),
+    }
 
     type: Literal["none", "fp16", "bf16", "topk", "powersgd"] = setting(
         "none",
@@ -33,7 +31,6 @@ class GradientCompressionConfig(Section):
         0.0,
         "topk: limit of the gradient norm; a replica's own gradient is clipped to 1/sqrt(replicas) of it. 0: no limit.",
         ge=0.0,
-        allow_inf_nan=False,
     )
     warmup_steps: int = setting(0, "topk: steps in which the fraction falls from 0.25 to ratio.", ge=0)
     start_step: int = setting(0, "topk, powersgd: first step that compresses; earlier steps use the plain sum.", ge=0)
@@ -45,11 +42,5 @@ class GradientCompressionConfig(Section):
         2.0,
         "powersgd: smallest compression factor; matrices with a lower one are summed whole.",
         ge=1.0,
-        allow_inf_nan=False,
     )
     warm_start: bool = setting(True, "powersgd: start from the matrices of the previous step.")
-
-    @model_validator(mode="after")
-    def _of_its_type(self) -> GradientCompressionConfig:
-        check_options_of_type(self, _OPTIONS)
-        return self

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Section, check_options_of_type, setting
+from .base import Section, setting
 
 _LR, _MOMENTUM, _STALENESS = 0.7, 0.9, 2
-_OPTIONS = {
-    "local_sgd": (),
-    "diloco": ("outer_lr", "outer_momentum"),
-    "async_diloco": ("outer_lr", "outer_momentum", "max_staleness", "meet_early"),
-}
 
 
 class LocalUpdatesConfig(Section):
     """``local_updates``: replicas step separately and synchronize every so many steps: docs/local-updates.md."""
+
+    OPTIONS: ClassVar = {
+        "local_sgd": (),
+        "diloco": ("outer_lr", "outer_momentum"),
+        "async_diloco": ("outer_lr", "outer_momentum", "max_staleness", "meet_early"),
+    }
 
     type: Literal["local_sgd", "diloco", "async_diloco"] = Field(
         description="Synchronization. local_sgd: average the replicas' weights; diloco: Nesterov step on the mean "
@@ -27,9 +28,7 @@ class LocalUpdatesConfig(Section):
     start_step: int = setting(
         0, "First optimizer step of local updates; earlier steps sum gradients over replicas.", ge=0
     )
-    outer_lr: float | None = setting(
-        None, "diloco, async_diloco: learning rate of the outer step; null: 0.7.", gt=0.0, allow_inf_nan=False
-    )
+    outer_lr: float | None = setting(None, "diloco, async_diloco: learning rate of the outer step; null: 0.7.", gt=0.0)
     outer_momentum: float | None = setting(
         None, "diloco, async_diloco: momentum of the outer step; null: 0.9.", ge=0.0, lt=1.0
     )
@@ -45,7 +44,6 @@ class LocalUpdatesConfig(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> LocalUpdatesConfig:
-        check_options_of_type(self, _OPTIONS)
         if self.average_optimizer and self.type == "async_diloco":
             raise ValueError(
                 "average_optimizer needs all replicas at the same step, and with async_diloco they are not: "

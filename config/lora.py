@@ -22,9 +22,7 @@ class LoraConfig(Section):
     """``lora``: train low-rank updates of linear layers, and freeze all other parameters."""
 
     rank: int = setting(8, "Rank r of the updates (PEFT: r).", ge=1)
-    alpha: float = setting(
-        8.0, "The updates are scaled by alpha / rank (PEFT: lora_alpha).", gt=0.0, allow_inf_nan=False
-    )
+    alpha: float = setting(8.0, "The updates are scaled by alpha / rank (PEFT: lora_alpha).", gt=0.0)
     targets: list[str] | str = setting(
         "all-linear",
         "Names of the layers to adapt, or the ends of their names, in the model or in transformers' model of its "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Strict, model_validator
+from pydantic import AfterValidator, Strict, model_validator
 
+from ..grid.checks import check_folder_name
 from ..grid.errors import no_such
 from .base import Section, SwitchSection, setting
 
@@ -34,7 +35,9 @@ class MonitorConfig(Section):
 
     enabled: bool = setting(False, "Write the metrics of each step.")
     output_path: str = setting("", "Folder; empty: the current folder.")
-    job_name: str = setting("triax", "Folder of the run inside output_path.")
+    job_name: Annotated[str, AfterValidator(check_folder_name)] = setting(
+        "triax", "Folder of the run inside output_path."
+    )
 
     @property
     def folder(self) -> Path:

@@ -60,9 +60,7 @@ class TensorParallelConfig(Section):
     tp_size: int | None = setting(None, "Another name of autotp_size.", ge=1)
     dtype: Any = refused("bf16 and fp16 set the dtype of the model: leave it out")
     tp_grain_size: Any = idle("Layout(unit=...) sets the units in which a dim is sharded")
-    preset_model: Any = refused(
-        f"{_PLAN}; triax.models.huggingface.hf_layers knows the layers of Hugging Face's models"
-    )
+    preset_model: Any = refused(f"{_PLAN}; triax.hf_layers knows the layers of Hugging Face's models")
     partition_config: Any = refused(_PLAN)
     tp_overlap_comm: Any = idle("collectives of the tensor axis always overlap with weight gradients")
 

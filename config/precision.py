@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Strict, WithJsonSchema, field_validator, model_validator
 
+from ..grid.checks import LARGEST
 from .base import Section, SwitchSection, idle, refused, setting
 
-_LARGEST = 2.0**126  # loss scale: its product with a loss, and its inverse, are normal numbers in float32
 _SCALE = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "dynamic"}, {"type": "null"}]}
 
 
@@ -49,12 +49,12 @@ class Fp16Config(Section):
     enabled: bool = setting(
         False, "Weights in float16; master weights, optimizer state and accumulated gradients in fp32."
     )
-    loss_scale: float = setting(0.0, "Fixed loss scale; 0: a dynamic one.", auto=True, ge=0.0, le=_LARGEST)
+    loss_scale: float = setting(0.0, "Fixed loss scale; 0: a dynamic one.", auto=True, ge=0.0, le=LARGEST)
     initial_scale_power: int = setting(16, "The dynamic scale starts at 2 to this power.", auto=True, ge=0, le=126)
     loss_scale_window: int = setting(1000, "Steps without overflow after which the scale doubles.", auto=True, ge=1)
     hysteresis: int = setting(2, "Overflows after which the scale halves.", auto=True, ge=1)
     consecutive_hysteresis: bool = setting(False, "A step without overflow resets the count of hysteresis.")
-    min_loss_scale: float = setting(1.0, "Lowest loss scale.", auto=True, gt=0.0, le=_LARGEST)
+    min_loss_scale: float = setting(1.0, "Lowest loss scale.", auto=True, gt=0.0, le=LARGEST)
     auto_cast: Any = idle("floating-point inputs are always cast to the model's dtype")
     fp16_master_weights_and_grads: Any = refused(
         "squares of gradients are too small for fp16, so master weights and optimizer state are fp32: leave it out, or "
@@ -118,9 +118,9 @@ class AmpConfig(SwitchSection):
         "O1", "O1: autocast; O0: no autocast. O2 and O3 are refused: use fp16 instead.", auto=True
     )
     loss_scale: Annotated[float | None, WithJsonSchema(_SCALE)] = setting(
-        None, 'Fixed loss scale; "dynamic" or null: a dynamic one.', auto=True, gt=0.0, le=_LARGEST
+        None, 'Fixed loss scale; "dynamic" or null: a dynamic one.', auto=True, gt=0.0, le=LARGEST
     )
-    min_loss_scale: float | None = setting(None, "Lowest loss scale; null: 1.", auto=True, gt=0.0, le=_LARGEST)
+    min_loss_scale: float | None = setting(None, "Lowest loss scale; null: 1.", auto=True, gt=0.0, le=LARGEST)
     max_loss_scale: Any = refused("the loss scale has no upper limit, and an overflow halves it: leave it out")
     cast_model_type: Any = refused("weights stay fp32 under O1: leave it out, or enable fp16")
     patch_torch_functions: Any = refused("O1 casts in torch's functions, O0 nowhere: leave it out", True)

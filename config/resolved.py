@@ -97,7 +97,7 @@ def keys(
 def _acting(section: Section) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, field in type(section).model_fields.items():
-        if "x-status" not in extra_of(field):
+        if "x-status" not in extra_of(field) and not section.types_of(key):
             value = getattr(section, key)
             values[field.alias or key] = _acting(value) if isinstance(value, Section) else value
     return values

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
+from ..grid.checks import LARGEST, SEEDS
 from .activation_checkpointing import ActivationCheckpointingConfig
 from .attention import SparseAttentionConfig
 from .autotuning import AutotuningConfig
@@ -55,7 +56,7 @@ class Config(Section):
         None, "Learning-rate schedule; null: constant rates, or initialize(lr_scheduler=...)."
     )
     gradient_clipping: float = setting(
-        0.0, "Limit of the global gradient norm; 0: no limit. auto: 1.", auto_is=1.0, ge=0.0, allow_inf_nan=False
+        0.0, "Limit of the global gradient norm; 0: no limit. auto: 1.", auto_is=1.0, ge=0.0
     )
     prescale_gradients: bool = setting(
         False,
@@ -63,7 +64,7 @@ class Config(Section):
         "low-precision communication_data_type. The step is the same: the division by the batch's weight undoes it.",
     )
     gradient_predivide_factor: float = setting(
-        1.0, "Divide gradients by this number before they are summed.", gt=0.0, allow_inf_nan=False
+        1.0, "Divide gradients by this number before they are summed.", gt=0.0, le=LARGEST
     )
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
         "mean",
@@ -114,12 +115,12 @@ class Config(Section):
     sparse_attention: SparseAttentionConfig = setting(
         SparseAttentionConfig(), "Block masks of the model's attention: docs/context.md."
     )
-    seed: int = setting(0, "Seed of the order of data and of dropout.")
+    seed: int = setting(0, "Seed of the order of data and of dropout.", ge=0, lt=SEEDS)
     nan_loss: Literal["raise", "skip", "ignore"] = setting(
         "raise",
         "If a loss or (without fp16) a gradient is nan or infinite: raise an error on every rank before any weight "
-        "changes, skip the step, or ignore it. With fp16 the loss scale handles gradients that overflow. One process "
-        "without clipping computes no norm and checks the loss alone.",
+        "changes, skip the step (50 in a row are an error), or ignore it. With fp16 the loss scale handles gradients "
+        "that overflow. One process without clipping computes no norm and checks the loss alone.",
     )
     steps_per_print: int | None = setting(
         None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", ge=1
@@ -160,7 +161,6 @@ class Config(Section):
         "Peak TFLOP/s of one device in the model's dtype, for the MFU that monitors write. null: the manufacturer's "
         "number, none on a CPU.",
         gt=0.0,
-        allow_inf_nan=False,
     )
 
     comet: Any = refused("leave it out: csv_monitor and tensorboard write the same numbers")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
+from ..grid.checks import check_seed
 from ..grid.random import derive
 from .token_data import TokenData
 from .token_loader import TokenLoader
@@ -46,7 +47,7 @@ class BatchOrder(Sampler[list[int]]):
         if samples < train:
             raise ValueError(f"training_data has {samples} samples, less than one global batch of {train}.")
         self.samples, self.train, self.micro = samples, train, micro
-        self.replica, self.replicas, self.seed = replica, replicas, seed
+        self.replica, self.replicas, self.seed = replica, replicas, check_seed(seed)
         self.batches = samples // train if drop_last else -(-samples // train)
         self.epoch = self.first = 0
 

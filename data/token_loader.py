@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..grid.checks import check_seed
 from ..grid.errors import ConfigError
 from .mixture import Rows
 from .packing import IGNORED
@@ -81,7 +82,7 @@ class TokenLoader:
         if not 0 <= replica < replicas:
             raise ConfigError(f"replica is {replica}, but there are replicas 0 to {replicas - 1}.")
         self.dataset = data
-        self.rows = data.rows(seed)
+        self.rows = data.rows(check_seed(seed))
         if epochs is not None and self.rows.is_mixture:
             raise ConfigError("A mixture has no epochs, because its members end at different rows. Leave epochs out.")
         self._train, self._micro, self._seed = train, micro, seed

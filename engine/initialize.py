@@ -35,7 +35,7 @@ from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_group
 from .setup.rank_consistency import require_same_model, require_same_settings
 from .setup.recomputation import configure_recomputation
 from .setup.tuning import find_sizes
-from .setup.zero import unsharded_note
+from .setup.zero import one_replica_note, unsharded_note
 
 
 @overload
@@ -170,7 +170,12 @@ def initialize(
         print(json.dumps(resolve_config(engine.config, engine.batch), indent=2), flush=True)
     instrument(engine)
     engine.start_checkpointing()
-    found = (getattr(engine.lr_scheduler, "note", None), unsharded_note(engine.data_axis), _untrained_in_loss(model))
+    found = (
+        getattr(engine.lr_scheduler, "note", None),
+        unsharded_note(engine.data_axis),
+        one_replica_note(engine.config.zero_optimization, grid.data_context.size),
+        _untrained_in_loss(model),
+    )
     _warn(grid, [note for note in found if note is not None])
     engine.observer.install()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

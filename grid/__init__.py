@@ -19,6 +19,7 @@
 - ``megatron.py``: the grid of Megatron's ``mpu``
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``devices.py``: GPUs of this machine, as text; functions of ``torch.cuda`` for the CPU
+- ``checks.py``: checks of numbers, seeds and names of folders
 - ``errors.py``: the errors of the library
 - ``json_object.py``: reader of JSON files that somebody else wrote
 - ``json_values.py``: plain Python values in JSON and back, for checkpoints and between ranks, without pickle

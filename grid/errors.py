@@ -21,6 +21,10 @@ class CheckpointError(AgreedError):
     """A checkpoint that could not be written or read. Every rank raises it, and no state has changed."""
 
 
+class PathError(CheckpointError, ConfigError):
+    """An argument that is no path. Every rank raises it if the ranks agree on their arguments."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint whose contents are not those that were written. Every rank raises it."""
 
@@ -56,8 +60,9 @@ def close(name: str, known: Iterable[str]) -> str | None:
     longer = [each for each in names if each.lower().startswith(f"{name.lower()}-")]
     if len(longer) == 1:
         return longer[0]
-    near = difflib.get_close_matches(name.lower(), lowered, n=5, cutoff=0.7)
-    return next((lowered[each] for each in near if _is_misspelt(name.lower(), each)), None)
+    near = difflib.get_close_matches(name, names, n=5, cutoff=0.7)
+    near += [lowered[each] for each in difflib.get_close_matches(name.lower(), lowered, n=5, cutoff=0.7)]
+    return next((each for each in near if _is_misspelt(name.lower(), each.lower())), None)
 
 
 def _is_misspelt(name: str, known: str) -> bool:

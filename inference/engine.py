@@ -15,6 +15,7 @@ from ..engine.pipeline_engine import PipelineEngine
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import layout_of
 from ..grid.agreement import same
+from ..grid.checks import check_seed
 from ..grid.failure import all_or_none
 from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
@@ -375,6 +376,8 @@ class InferenceEngine:
         Raises:
             ValueError: a prompt that cannot run, with the reason.
         """
+        for each in [seed] if isinstance(seed, int) else seed:
+            check_seed(each)
         limits = [new] * len(prompts) if isinstance(new, int) else list(new)
         keys = [(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else [(s, 0) for s in seed]
         for argument, values in (("max_new_tokens", limits), ("seed", keys)):

@@ -283,6 +283,8 @@ class WarmupLR(_Warmup):
         own = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = _per_group(optimizer, "warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr)
+        if warmup_max_lr is not None and any(low > high for low, high in zip(self.min_lrs, self.max_lrs, strict=True)):
+            raise ValueError(f"warmup_min_lr = {warmup_min_lr} is above warmup_max_lr = {warmup_max_lr}: exchange them")
         self._set_warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -343,6 +345,9 @@ class WarmupCosineLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
+        for name, ratio in (("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)):
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"{name} = {ratio}: give a ratio from 0 to 1, of the optimizer's own rate")
         self._least, self._last = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..grid import Grid
 from ..grid.errors import AgreedError
 
+MOST_IN_A_ROW = 50  # skipped steps, after which a run is at its end
 Policy = Literal["raise", "skip", "ignore"]
 MicrobatchLosses = Mapping[int, Sequence[Tensor | float]]  # index of a microbatch -> its loss, and maybe its weight
 
@@ -28,11 +29,12 @@ class NonFinitePolicy:
 
     Attributes:
         skipped: number of steps that this policy skipped.
+        in_a_row: number of them since the last step that was taken.
     """
 
     def __init__(self, policy: Policy, scaled: bool) -> None:
         self._policy, self._scaled = policy, scaled
-        self.skipped = 0
+        self.skipped = self.in_a_row = 0
 
     def skips(
         self,
@@ -54,11 +56,12 @@ class NonFinitePolicy:
             squares: the sum of squares of this rank's gradients. Empty if it was not computed.
 
         Raises:
-            AgreedError: on every rank, if something is not finite and the policy is ``raise``.
+            AgreedError: on every rank, if something is not finite and the policy is ``raise``; errors of ``skip``.
         """
         if self._policy == "ignore":
             return False
         if all(value is None or math.isfinite(value) for value in (loss, None if self._scaled else norm)):
+            self.in_a_row = 0
             return False
         if loss is not None and not math.isfinite(loss):
             what = f"the loss is {loss}"
@@ -71,10 +74,24 @@ class NonFinitePolicy:
                 f"{what}{where}. No weight was changed. Check these samples and the learning rate, or set nan_loss to "
                 '"skip" to leave such steps out, or to "ignore"'
             )
-        self.skipped += 1
+        self.skip(f"{what}{where}")
         if grid.rank == 0:
             logging.getLogger("triax").warning("%s%s: step skipped (%d so far)", what, where, self.skipped)
         return True
+
+    def skip(self, reason: str) -> None:
+        """Count a step that is skipped on every rank.
+
+        Raises:
+            AgreedError: too many steps in a row were skipped, so that the run does not train.
+        """
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row >= MOST_IN_A_ROW:
+            raise AgreedError(
+                f"{reason}. This is the {self.in_a_row}th step in a row that is skipped, so that no weight changes any "
+                "more. Lower the learning rate, look at the data and the model, or resume from an earlier checkpoint"
+            )
 
 
 def _describe(grid: Grid, losses: MicrobatchLosses, squares: Sequence[Tensor]) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
+from ..grid.checks import check_number
 from ..grid.errors import ConfigError, close, describe
 
 Made = TypeVar("Made")
@@ -54,17 +56,18 @@ def trial(where: str, given: Mapping[str, Any], make: Callable[[Mapping[str, Any
             argument after the other, to find the argument that causes the error.
 
     Raises:
-        ConfigError: the object cannot be made. The message names the argument that causes the error.
+        ConfigError: the object cannot be made of these arguments. The message names the one that causes the error.
+        Exception: the error itself, if it does not come from the arguments: an import that fails, memory that is full.
     """
     try:
         return make(given)
-    except ConfigError:
+    except (ConfigError, ImportError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a class of torch's raises for its arguments
-        place = f"{where} ({', '.join(given)})"
         guilty = _to_blame(given, make, error)
-        if guilty is not None:
-            place = f"{where}.{guilty} = {describe(given[guilty])}"
+        if _is_made(make, given) or (guilty is None and not isinstance(error, (TypeError, ValueError))):
+            raise  # no argument causes it
+        place = f"{where}.{guilty} = {describe(given[guilty])}" if guilty else f"{where} ({', '.join(given)})"
         raise ConfigError(f"{place}: {error or type(error).__name__}") from error
 
 
@@ -72,6 +75,15 @@ def defaults_of(cls: type, first: str) -> dict[str, Any]:
     """Return the defaults of a class's arguments, without its first argument."""
     parameters = inspect.signature(cls).parameters.values()
     return {p.name: p.default for p in parameters if p.name != first and p.default is not inspect.Parameter.empty}
+
+
+def _is_made(make: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]) -> bool:
+    """Return True if the arguments work the second time, so that they were not the cause of an error."""
+    try:
+        make(given)
+    except Exception:
+        return False
+    return True
 
 
 def _to_blame(given: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any], error: Exception) -> str | None:
@@ -100,8 +112,12 @@ def _mismatch(value: Any, default: Any, annotation: Any) -> str | None:
     words = set(re.findall(r"[a-z]+", str(annotation).lower()))
     if value is None:
         return None if default is None or "none" in words else "a value"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, float):
+            try:
+                check_number(each)
+            except ValueError as error:
+                return str(error).removeprefix("give ")
     if isinstance(default, tuple):
         good = isinstance(value, (list, tuple)) and len(value) == len(default) and all(_number(v) for v in value)
         return None if good else f"a list of {len(default)} numbers"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..grid import Grid
+from ..grid.checks import check_seed
 from ..grid.topology import AXES, DEFAULT_AXES, Topology
 
 # Keyword arguments of DeepSpeed's PipelineModule: those that are accepted, and for the others what to do instead.
@@ -72,7 +73,7 @@ def seed_of(seed: int | None, others: Mapping[str, Any], known: Sequence[str]) -
 
     Raises:
         TypeError: an argument that cannot act here (the message says what to write instead), or an unknown one.
-        ValueError: ``seed`` and ``base_seed`` differ.
+        ValueError: ``seed`` and ``base_seed`` differ, or it is no seed.
     """
     for name in others:
         if name in _REFUSED:
@@ -83,7 +84,7 @@ def seed_of(seed: int | None, others: Mapping[str, Any], known: Sequence[str]) -
             raise TypeError(f"PipelineModule has no argument {name!r}: {hint}")
     if seed is not None and others.get("base_seed", seed) != seed:
         raise ValueError(f"seed is {seed} and base_seed {others['base_seed']}: give one of them")
-    return int(others.get("base_seed", 0) if seed is None else seed)
+    return check_seed(others.get("base_seed", 0) if seed is None else seed)
 
 
 def _sizes(topology: Any) -> dict[str, int]:

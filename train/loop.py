@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..checkpoint.format import folder as folders
 from ..data.tokenizer import open_tokenizer
 from ..engine.initialize import initialize
 from ..grid import Grid
-from ..grid.errors import CheckpointError, ConfigError
+from ..grid.errors import AgreedError, CheckpointError, ConfigError
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
 from ..models.huggingface.save import save_hf
@@ -94,7 +95,11 @@ class TrainingRun:
         return self.engine.global_steps
 
     def train(self) -> None:
-        """Train to the end. Collective."""
+        """Train to the end. Collective.
+
+        Raises:
+            AgreedError: on every rank, if every step was skipped, or 50 in a row.
+        """
         job, report, engine = self.job, self.report, self.engine
         self._introduce()
         if self.step >= job.steps:
@@ -109,7 +114,7 @@ class TrainingRun:
         for watch in self._watches:
             watch.start(self)
         report.start()
-        last, taken, validation = False, 0, None
+        last, taken, loss, validation = False, 0, 0.0, None
         while not last:
             step, taken = self.step + 1, taken + 1
             last = step == job.steps or self.clock.is_up()
@@ -135,6 +140,13 @@ class TrainingRun:
                     report.say(f"\n{text}\n")
                 self.clock.skip()
         report.stop()
+        # The last steps of a run that resumed may be spikes, each of them finite.
+        none = self.engine.optimizer_step.nonfinite.in_a_row >= taken
+        if none and not (self._before and math.isfinite(loss)):
+            raise AgreedError(
+                f"all {taken} steps of this run were skipped, so that it did not train: look at the warnings "
+                "before, and lower the learning rate, or look at the data and the model"
+            )
         self._finish(validation)
 
     def evaluate(self) -> float | None:

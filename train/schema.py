@@ -15,6 +15,7 @@ from ..config.compilation import CompileConfig
 from ..config.lora import LoraConfig
 from ..config.monitoring import WandbConfig
 from ..config.zero import ZeroConfig
+from ..grid.checks import SEEDS, check_folder_name
 from ..grid.errors import describe
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
@@ -97,9 +98,9 @@ def _run_name(value: Any) -> Any:
     """Return the name of a run if it can be the name of its folder."""
     if not isinstance(value, str):
         raise ValueError("give a text in quotes")
-    if not value.strip(". ") or not value.isprintable() or set("/\\") & set(value):
-        raise ValueError("it is the name of the run's folder: give one without / and \\, which is not of dots alone")
-    return value
+    if set("/\\") & set(value):
+        raise ValueError("it is the name of the run's folder: give one without / and \\")
+    return check_folder_name(value)
 
 
 def _replicas(value: Any) -> Any:
@@ -125,9 +126,7 @@ Folders = Annotated[
 
 
 class Keys(Section):
-    """Base class of the sections of a training file: numbers are finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """Base class of the sections of a training file."""
 
 
 class ExpertsSection(Keys):
@@ -219,7 +218,7 @@ class ScheduleSection(Keys):
 class OptimizerSection(Keys):
     """``training.optimizer``: a name, or a section with type and arguments."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     type: str = setting("AdamW", "Name, as in DeepSpeed or torch.optim; its other arguments stand beside it.")
     decays: Literal["matrices", "all"] = setting(
@@ -401,7 +400,7 @@ class TrainingFile(Keys):
 
     name: Annotated[str, BeforeValidator(_run_name)] = setting("run", "Name of the run: its folder in runs.")
     runs: str = setting("runs", "Folder of all runs.", min_length=1)
-    seed: int = setting(0, "Seed of weights, dropout, the order of data and the sample.", ge=0, lt=2**63)
+    seed: int = setting(0, "Seed of weights, dropout, the order of data and the sample.", ge=0, lt=SEEDS)
     model: ModelSection = Field(description="The model.")
     tokenizer: str | None = setting(
         None, "Tokenizer: its folder, its tokenizer.json, or bytes; null: the model folder's, or the data's."

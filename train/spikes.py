@@ -5,6 +5,8 @@
     rewind    the run goes back to the last checkpoint, and on with the batches behind the spike, which is the remedy of
               PaLM (Chowdhery et al., 2022, section 5.1)
 
+After 50 steps in a row that were left out the run ends with an error (``optim/nonfinite.py``).
+
 A value that is not finite is a spike, except a gradient that overflows under fp16, which the loss scale handles. Every
 rank judges the same sums, before the optimizer changes a weight, so all ranks decide alike, and on every grid.
 """
@@ -231,7 +233,7 @@ class SpikeGuard:
         if not found or self._action == "warn":
             return call(grid, loss, norm, losses, squares)  # a value that is not finite meets nan_loss
         self._found = found if self._action == "rewind" else ""
-        self._engine.optimizer_step.nonfinite.skipped += 1
+        self._engine.optimizer_step.nonfinite.skip(f"step {self._engine.global_steps + 1} is a spike, because {found}")
         return True
 
     def _say(self, text: str, *values: object) -> None:

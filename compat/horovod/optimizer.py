@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...grid import Axis
+from ...grid.checks import LARGEST, SMALLEST
 from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...grid.failure import all_or_none
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
@@ -99,8 +100,11 @@ def DistributedOptimizer(
             f"gradient_predivide_factor={gradient_predivide_factor} with op=Sum: it divides gradients in two steps, "
             "and a sum is not divided: leave it out, or give op=Average"
         )
-    if gradient_predivide_factor <= 0:
-        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: give a number above 0")
+    if not SMALLEST <= gradient_predivide_factor <= LARGEST:
+        raise ValueError(
+            f"gradient_predivide_factor is {gradient_predivide_factor}: give a number above 0, from {SMALLEST:.2g} to "
+            f"{LARGEST:.2g}"
+        )
     if num_groups and groups:
         raise ValueError("num_groups is the deprecated form of groups: give one of them")
     groups = groups or num_groups

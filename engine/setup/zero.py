@@ -54,6 +54,17 @@ def zero_options(config: Config, grid: Grid, module: nn.Module) -> ZeroOptions:
     )
 
 
+def one_replica_note(zero: ZeroConfig, data: int) -> str | None:
+    """Return a note if a second shard of the weights is asked for, and one replica has all weights; else None."""
+    size = zero.zero_hpz_partition_size
+    if data > 1 or zero.stage < 3 or size == 1:
+        return None
+    return (
+        f"zero_optimization.zero_hpz_partition_size {size} does nothing on one replica, which has all weights; on more "
+        f"replicas, their number must be a multiple of {size}"
+    )
+
+
 def unsharded_note(data_axis: ZeroDataAxis) -> str | None:
     """Return a note if stage 3 shards none of this rank's weights, because all are below the threshold; else None."""
     options, buckets = data_axis.options, data_axis.buckets

@@ -21,6 +21,7 @@ import triax
 from triax.checkpoint.format.folder import tags
 from triax.grid.environment import read_environment
 from triax.grid.errors import AgreedError, ConfigError
+from triax.train import loop
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import train as train_job
@@ -240,6 +241,28 @@ def test_a_file_resumes_with_its_window_from_a_uri(ranks: Any, tmp_path: Path) -
         assert 0 < some < spikes == some + more
     back = ("name=back", "checkpoint.every=1", "training.spikes.action=rewind", "training.spikes.limit=1")
     assert "limit are used (1 of 1)" in error_text(lambda: train_file(str(tmp_path), *back), AgreedError)
+
+
+def test_a_run_of_which_every_step_is_skipped_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It "trained" to its end, and exited with 0."""
+    folder(tmp_path, 40)
+    (tmp_path / "run.yaml").write_text(FILE)
+
+    build = loop.build_module
+
+    def without_a_number(job: Any, grid: Any) -> Any:
+        module = build(job, grid)
+        plain: Any = module.loss_fn
+        module.loss_fn = lambda *args: (plain(*args)[0] * math.nan, plain(*args)[1])
+        return module
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "build_module", without_a_number)
+        text = error_text(lambda: train_file(str(tmp_path), "training.steps=3", "checkpoint.every=2"), AgreedError)
+    assert "all 3 steps of this run were skipped, so that it did not train" in text
+    assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
 def test_actions_that_cannot_be() -> None:

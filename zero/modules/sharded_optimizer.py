@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...grid import Grid
+from ...grid.checks import SMALLEST
 from ..compression.compressor import Compressor
 from ..compression.topk import TopK, require_no_momentum
 from ..norm import clip_coefficient
@@ -168,7 +169,12 @@ class ShardedOptimizer(ZeroModuleOptimizer):
 
         Returns:
             The norm before, 0-dim float64, as ``torch.nn.utils.clip_grad_norm_`` does, which cannot be used here.
+
+        Raises:
+            ValueError: a limit below 0 or too small for float32, or no number.
         """
+        if not (max_norm == 0 or max_norm >= SMALLEST):
+            raise ValueError(f"max_norm is {max_norm}: give 0, or a number of {SMALLEST:.2g} or more")
         self.synchronize()
         square = self._data_axis.squares()
         self._grid.world.all_reduce(square)

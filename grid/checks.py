@@ -1,0 +1,71 @@
+"""Checks of values that enter in several places: numbers that float32 holds, seeds, names of folders, paths.
+
+Each raises a ``ValueError`` whose message says what to give; the caller puts the key or the argument before it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import PurePath
+from typing import Any
+
+from .errors import PathError
+
+SMALLEST = 2.0**-126  # normal number of float32: between it and 0, products lose digits, and their inverses overflow
+LARGEST = 2.0**126  # its inverse is a normal number too
+SEEDS = 2**63  # torch's generators take seeds below it
+
+
+def check_number(value: float) -> None:
+    """Check that a number is finite, and 0 or large enough for float32.
+
+    Raises:
+        ValueError: another number.
+    """
+    if not math.isfinite(value):
+        raise ValueError("give a finite number")
+    if 0 < abs(value) < SMALLEST:
+        raise ValueError(f"give a number of {SMALLEST:.2g} or more, since float32 holds no smaller one in full")
+
+
+def check_seed(seed: int, name: str = "seed") -> int:
+    """Return a seed, if it is one.
+
+    Raises:
+        ValueError: no whole number, one below 0, or one of 2**63 or more.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+        raise ValueError(f"{name} is {seed!r:.60}: give a whole number from 0 to 2**63 - 1")
+    return seed
+
+
+def check_folder_name(name: str) -> str:
+    """Return the name of a folder that is made within another one, if it stays there.
+
+    Raises:
+        ValueError: an empty or absolute path, one with .., or characters that no terminal prints.
+    """
+    parts = PurePath(name.replace("\\", "/")).parts
+    leaves = name.startswith(("/", "\\")) or any(not part.strip(". ") for part in parts)
+    if not parts or leaves or not name.isprintable():
+        raise ValueError("it names a folder within another one: give a name without .., which does not begin with /")
+    return name
+
+
+def check_path(call: str, **arguments: Any) -> None:
+    """Check that each argument is a path: a text that is not empty, or an object of ``pathlib``.
+
+    Raises:
+        PathError: another value; the message names the call and the argument.
+    """
+    for name, value in arguments.items():
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise PathError(
+                f"{call} was given {name}={value!r:.60}: give the path of a {_kind(name)}, as a text or Path"
+            )
+
+
+def _kind(name: str) -> str:
+    return "file" if "file" in name else "folder"
