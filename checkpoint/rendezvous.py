@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..grid import Grid
-from ..grid.errors import CheckpointError
+from ..grid.checks import check_path
+from ..grid.errors import CheckpointError, PathError
+
+_NO_PATH = "\n"  # what a rank sends before its error in place of its call
 
 
-def rendezvous(grid: Grid, seconds: float, call: str, *arguments: str) -> list[str]:
+def rendezvous(
+    grid: Grid, seconds: float, call: str, *arguments: str, paths: Mapping[str, Any] | None = None
+) -> list[str]:
     """Wait until every rank makes the same call. Returns the last argument of each rank.
 
     Args:
@@ -17,11 +23,17 @@ def rendezvous(grid: Grid, seconds: float, call: str, *arguments: str) -> list[s
         seconds: the time limit of the wait.
         call: the name of the called function.
         arguments: the arguments of the call. All but the last must be equal on all ranks.
+        paths: argument of the user's -> its value, which must be a path.
 
     Raises:
+        PathError: on every rank, if a value on any rank is no path.
         RuntimeError: if a rank did not make a call in time, or if it made another call.
     """
     mine = "\n".join((call, *arguments))
+    try:
+        check_path(call, **(paths or {}))
+    except PathError as error:
+        mine = f"{_NO_PATH}{error}"
     gathered = grid.store_barrier(grid.barrier_name(), mine, seconds)
     absent = [rank for rank, text in enumerate(gathered) if text is None]
     if absent:
@@ -30,6 +42,10 @@ def rendezvous(grid: Grid, seconds: float, call: str, *arguments: str) -> list[s
             f"it. Call it on every rank, not under `if rank == 0`, because each rank has its own part of the state. If "
             "these ranks only need more time, set checkpoint.patience to more seconds"
         )
+    for rank, text in enumerate(gathered):
+        if str(text).startswith(_NO_PATH):
+            where = f"{grid.describe(rank)}: " if len(set(gathered)) > 1 else ""
+            raise PathError(where + str(text).removeprefix(_NO_PATH))
     calls = [str(each).split("\n") for each in gathered]
     for rank, other in enumerate(calls):
         if other[:-1] != mine.split("\n")[:-1]:

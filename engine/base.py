@@ -554,11 +554,9 @@ class Engine:
         Raises:
             CheckpointError: on every rank, if the tag or the client state cannot be saved, or if the checkpoint was not
                 written and ``checkpoint.on_failure`` is ``stop``.
-            ConfigError: if the path is empty.
+            ConfigError: on every rank, if ``save_dir`` is no path.
             RuntimeError: if a rank did not call this within ``checkpoint.patience`` seconds.
         """
-        if save_dir is None or not str(save_dir):
-            raise ConfigError(f"save_checkpoint was given save_dir={save_dir!r}: give the path of a folder")
         with self.all_or_none("save_checkpoint"):
             self.data_axis.enter("calls save_checkpoint")
             return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -600,6 +598,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, with nothing changed, if there is no such checkpoint, if it is damaged, or
                 if it does not fit this model.
+            ConfigError: on every rank, if ``load_dir`` is no path.
             RuntimeError: if a rank did not call this within ``checkpoint.patience`` seconds.
         """
         with self.all_or_none("load_checkpoint"):
@@ -627,6 +626,7 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank, if a rank could not write.
+            ConfigError: on every rank, if folder or file is no path.
         """
         with self.all_or_none("save_16bit_model"):
             self.data_axis.enter("calls save_16bit_model")

@@ -25,6 +25,7 @@ from .program.ops import COMPUTE, Op
 from .program.program import Program
 from .program.timeline import OpMarks
 from .schema import Flat, flatten, unflatten
+from .spec import require_arguments
 from .stage_boundary import Boundary, joined
 
 # Sends of one channel that may be pending before the next one waits for the oldest. It bounds memory. The other
@@ -34,6 +35,7 @@ _MIXED_FORMS = (
     "loss_fn returned a mean for one microbatch of the batch, which weighs 1, and a pair (sum, weight) for another: "
     "return the same form for every microbatch"
 )
+_LOSS = "It gets the model's outputs and the labels: write loss_fn(outputs, labels)"
 
 
 class DataAxis(Protocol):
@@ -385,13 +387,17 @@ class Executor:
             self._result.outputs[index] = map_tensors(torch.Tensor.detach, kept)
         if not self._wants_loss:
             return []
-        value = module.loss(outputs, microbatch.labels)
+        try:
+            value = module.loss(outputs, microbatch.labels)
+        except TypeError:
+            require_arguments(module.loss_fn or _do_nothing, (outputs, microbatch.labels), "loss_fn", _LOSS)
+            raise
         pair = is_pair(value)
         if not pair and module.grid.context.size > 1:
             raise ValueError(
                 f"the grid has context={module.grid.context.size}, so each rank computes the loss of its part of a "
                 "sequence, and a mean over it would weigh the parts alike: let loss_fn return a pair (sum of the "
-                "losses, number of labels), as triax.GPTLoss does"
+                "losses, number of labels), as triax.NextTokenLoss does"
             )
         loss, weight = sum_and_weight(value, "loss_fn returned", "return")
         if self._result.pairs not in (None, pair):

@@ -20,8 +20,10 @@ from .partition import boundaries
 from .placeholders import Placeholders, Put
 from .program.placement import place
 from .recompute.recompute import Recompute
-from .spec import LayerSpec, TiedLayerSpec
+from .spec import LayerSpec, TiedLayerSpec, require_arguments
 from .ties import Layer, Tie, find_ties, share, sources, typename
+
+_ONE = "A layer takes what the layer before returned as one argument: write forward(self, x), and take x apart there"
 
 
 class LocalParameter(NamedTuple):
@@ -258,12 +260,16 @@ class PipelineModule(nn.Module):
         """Run the layers ``start`` to ``stop`` of a stage."""
         layers, hook = self.layers, self.run_hook
         for index, key, function in self._calls[stage][start:stop]:
-            if key is None:
-                x = function(x)
-                continue
-            layer = layers[key]
-            call = layer if function is None else partial(function, layer)
-            x = call(x) if hook is None else hook(stage, index, call, x)
+            call = function
+            try:
+                if key is None:
+                    x = function(x)
+                    continue
+                call = layers[key] if function is None else partial(function, layers[key])
+                x = call(x) if hook is None else hook(stage, index, call, x)
+            except TypeError:
+                require_arguments(call, (x,), f"layer {index} ({typename(self._list[index])}) of stage {stage}", _ONE)
+                raise
         return x
 
     def loss(self, outputs: Any, labels: Any) -> Any:

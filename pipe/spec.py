@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..grid import Grid
 
@@ -81,6 +81,40 @@ class TiedLayerSpec(LayerSpec):
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
+
+
+def require_arguments(call: Callable[..., Any], given: tuple[Any, ...], where: str, advice: str) -> None:
+    """Check, after a ``TypeError``, that a layer or a loss function takes the arguments that it was given.
+
+    Args:
+        call: the layer or function.
+        given: its arguments.
+        where: its name and place, for the message.
+        advice: what to write instead.
+
+    Raises:
+        TypeError: it does not take them; the message describes them.
+    """
+    target = getattr(call, "forward", call)
+    try:
+        inspect.signature(target).bind(*given)
+    except TypeError as error:
+        what = ", ".join(map(_in_words, given))
+        counted = "one argument" if len(given) == 1 else f"{len(given)} arguments"
+        raise TypeError(f"{where} was called with {counted}, {what}, but: {error}. {advice}") from error
+    except ValueError:
+        pass  # no signature: written in C
+
+
+def _in_words(value: Any) -> str:
+    """Describe a nest of tensors by types and shapes."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(_in_words, value[:4]))})"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(repr, list(value)[:8]))}"
+    return f"a {type(value).__name__}"
 
 
 def _takes_grid(cls: Callable[..., Any]) -> bool:

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...grid.checks import check_path
 from ...grid.errors import CheckpointError, ConfigError, to_install
 
 _URI, _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+)://."), re.compile(r"([a-z][a-z0-9+.-]+):/[^/]")
@@ -217,10 +218,11 @@ def folder_at(folder: str | Path | RemotePath) -> Folder:
     """Return the folder of checkpoints for a path or a URI.
 
     Raises:
-        ConfigError: a URI of which a slash is missing, or that fsspec cannot open.
+        ConfigError: no path, a URI of which a slash is missing, or one that fsspec cannot open.
     """
     if isinstance(folder, RemotePath):
         return folder
+    check_path("the folder of checkpoints", folder=folder)
     text = str(folder)
     if _URI.match(text):
         return RemotePath(text)

@@ -332,7 +332,10 @@ class DeepSpeedMembers(Engine):
         Scripts name the folder on each rank by itself, often by the time of day, of which the ranks see different ones.
         """
         with self.all_or_none("save_checkpoint"):
-            named = rendezvous(self.grid, self.config.checkpoint.patience, "save_checkpoint", str(save_dir))
+            paths = {"save_dir": save_dir}
+            named = rendezvous(
+                self.grid, self.config.checkpoint.patience, "save_checkpoint", str(save_dir), paths=paths
+            )
         if self.grid.rank == 0 and len(set(named)) > 1:
             logging.getLogger("triax").warning(
                 "save_checkpoint: the ranks name different folders, %s: all ranks write into the first one, rank 0's",
@@ -354,9 +357,11 @@ class DeepSpeedMembers(Engine):
         Returns:
             True.
         """
-        if save_filename.endswith(".safetensors"):
+        if str(save_filename).endswith(".safetensors"):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         with self.all_or_none("save_16bit_model"):
+            paths = {"save_dir": save_dir, "save_filename": save_filename}
+            rendezvous(self.grid, self.config.checkpoint.patience, "save_16bit_model", "", paths=paths)
             state = self.whole_state_dict(exclude_frozen_parameters)
             if state is not None:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ class Checkpointer:
         """Write a checkpoint, as ``Engine.save_checkpoint`` documents."""
         settings = self._engine.config.checkpoint
         chosen = tag if tag is not None else f"global_step{self._engine.global_steps}"
-        chosen = self._rendezvous("save_checkpoint", str(save_dir), str(chosen))
+        chosen = self._rendezvous("save_checkpoint", str(save_dir), str(chosen), save_dir=save_dir)
         problem = self._write(folders.folder_at(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
         report_failure(save_dir, chosen, problem, settings.on_failure == "stop")
         return problem is None
@@ -74,9 +74,10 @@ class Checkpointer:
 
     def load(self, load_dir: str | Path, tag: str | None, options: LoadOptions) -> Loaded:
         """Load a checkpoint into the engine, as ``Engine.load_checkpoint`` documents."""
-        grid, folder = self._engine.grid, folders.folder_at(load_dir)
+        grid = self._engine.grid
         self.wait()
-        given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag))
+        given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag), load_dir=load_dir)
+        folder = folders.folder_at(load_dir)
         note = ""
         with agreed(grid):
             chosen, note = (given, "") if given else folders.last(folder)
@@ -97,7 +98,15 @@ class Checkpointer:
     def export(self, save_dir: str | Path, save_filename: str, exclude_frozen: bool) -> None:
         """Write weights and buffers to one file, as ``Engine.save_16bit_model`` documents."""
         engine = self._engine
-        rendezvous(engine.grid, engine.config.checkpoint.patience, "save_16bit_model", str(save_dir), save_filename)
+        paths = {"save_dir": save_dir, "save_filename": save_filename}
+        rendezvous(
+            engine.grid,
+            engine.config.checkpoint.patience,
+            "save_16bit_model",
+            str(save_dir),
+            str(save_filename),
+            paths=paths,
+        )
         path = (folders.local_folder(save_dir) / save_filename).with_suffix(".safetensors")
         with agreed(engine.grid):
             snapshot = capture_weights(engine, exclude_frozen)
@@ -168,15 +177,16 @@ class Checkpointer:
         engine = self._engine
         return LoadOptions(verify=engine.config.checkpoint.verify, local=engine.replica_state is not None, **options)
 
-    def _rendezvous(self, call: str, *arguments: str) -> str:
+    def _rendezvous(self, call: str, *arguments: str, **paths: Any) -> str:
         """Wait until every rank has made the same call, and return the tag that all ranks use. Collective.
 
         Args:
             call: name of the call.
             arguments: folder and tag that the user gave. The tag is the last one; rank 0's is used.
+            paths: the folder, by the name of its argument, as it was given.
         """
         engine, settings = self._engine, self._engine.config.checkpoint
-        given = rendezvous(engine.grid, settings.patience, call, *arguments)
+        given = rendezvous(engine.grid, settings.patience, call, *arguments, paths=paths)
         return agreed_tag(engine.grid, given, settings.tag_validation.lower())
 
     def _write(

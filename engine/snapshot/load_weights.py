@@ -16,6 +16,7 @@ from ...checkpoint.protocol import BUFFERS, WEIGHTS
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...grid import Grid, Layout, layout_of
 from ...grid.agreement import agreed
+from ...grid.checks import check_path
 from ...pipe.module import PipelineModule
 from ..named_parameters import named_parameters
 from .capture import buffers
@@ -42,8 +43,10 @@ def load_weights(
     Raises:
         CheckpointError: on every rank, with nothing changed, if there is no such checkpoint, if it is damaged, or if
             it is of another model.
+        ConfigError: ``path`` is no path.
         ValueError: if an engine trains the model in stage 3 of ZeRO, because the weights are then sharded.
     """
+    check_path("load_weights", path=path)
     if isinstance(module, PipelineModule):
         grid = module.grid
         if module.run_hook is not None:

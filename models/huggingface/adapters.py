@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
+from ...grid.checks import check_path
 from ...grid.errors import ConfigError
 from ...grid.json_object import read_object
 from ...grid.safetensors import TensorStream
@@ -75,6 +76,7 @@ def save_lora(
         ValueError: the model has no adapters.
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
+    check_path("save_lora", path=path)
     module, grid = module_and_grid(model, grid, "save_lora(module, path, grid=grid)")
     options = getattr(module, "lora_options", None)
     if options is None:
@@ -159,6 +161,7 @@ def lora_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the adapter has a setting that triax does not have, such as DoRA.
     """
+    check_path("lora_config", path=path)
     config = read_object(Path(path) / _CONFIG)
     for key, allowed in _SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
@@ -191,6 +194,7 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
     Raises:
         ValueError: the model has other adapters than the folder, or the folder has a setting that triax does not have.
     """
+    check_path("load_lora", path=path)
     folder = Path(path)
     module, grid = module_and_grid(into, grid, "load_lora(path, module, grid=grid)")
     with agreed(grid, None):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...grid import Grid, Layout, layout_of
 from ...grid.agreement import agreed
+from ...grid.checks import check_path
 from ..config import TransformerConfig
 from .config import entries as expanded
 from .config import to_hf
@@ -71,6 +72,7 @@ def save_hf(
             ``merge_lora`` is not set. The message says what to pass.
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
+    check_path("save_hf", path=path)
     module, grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
     writer, failure = None, None
     options = getattr(module, "lora_options", None)

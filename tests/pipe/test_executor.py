@@ -413,6 +413,51 @@ def test_a_failing_rank_names_itself_and_stops_the_others(ranks: Any, kind: str,
         assert "rank 1 (pipe 1, data 0, tensor 0) failed at" in messages[rank], messages[rank]
 
 
+class TakesTwo(nn.Module):
+    """A layer that takes two arguments, of which a pipeline gives it one."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+
+class Inside(nn.Module):
+    """A layer that takes its argument, and fails inside."""
+
+    def forward(self, x: Any) -> Any:
+        return x + "text"
+
+
+def wrong_arity() -> list[str]:
+    found = []
+    x = torch.ones(2, WIDTH)
+    pair: Any = lambda x: (x, [x > 0])  # noqa: E731
+    for layers, loss_fn in (
+        ([nn.Linear(WIDTH, WIDTH), pair, TakesTwo()], summed_loss),
+        ([nn.Linear(WIDTH, WIDTH), lambda: 3], summed_loss),
+        ([nn.Linear(WIDTH, WIDTH), Inside()], summed_loss),
+        ([nn.Linear(WIDTH, WIDTH)], lambda output: output.sum()),
+    ):
+        model = PipelineModule(layers, grid=Grid(), loss_fn=loss_fn)
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine, *_ = triax.initialize(model=model, config=config)
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            engine.train_batch(iter([(x, x)]))
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_layer_of_other_arguments_is_named_with_what_it_was_given() -> None:
+    """The error was "TakesTwo.forward() missing 1 required positional argument: 'mask'", without a place."""
+    two, none, inside, loss = wrong_arity()
+    assert "layer 2 (TakesTwo) of stage 0 was called with one argument, a tuple of 2 (a float32 tensor of shape" in two
+    assert "a list of 1 (a bool tensor of shape [2, 6])), but: missing a required argument: 'mask'" in two
+    assert "write forward(self, x), and take x apart there" in two
+    assert "layer 1 (" in none and "too many positional arguments" in none
+    assert "was called with" not in inside and "unsupported operand" in inside
+    assert "loss_fn was called with 2 arguments, a float32 tensor of shape [2, 6]" in loss
+    assert "write loss_fn(outputs, labels)" in loss
+
+
 def test_a_tie_of_unlike_arguments_is_refused() -> None:
     layers = [TiedLayerSpec("t", nn.Linear, 4, 4), TiedLayerSpec("t", nn.Linear, 4, 4, bias=False)]
     with pytest.raises(ValueError, match="layers 0 and 1 have the key 't' and are one layer"):
