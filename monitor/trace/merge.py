@@ -107,7 +107,7 @@ def recorded(file: Path | None, node: int) -> Iterator[dict[str, str]]:
         yield {TIMELINE: folder}
     finally:
         if not merge(Path(folder), file):
-            reason = "It records the communication of grids, but no rank made a triax.Grid (triax.init() makes one)."
+            reason = "It records the communication of grids, but no rank made a triax.Grid (initialize makes one)."
             print(f"triax run: --timeline {file} is empty. {reason}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
 
