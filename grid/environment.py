@@ -12,7 +12,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of the timeline's parts
@@ -22,7 +22,8 @@ TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of 
 class Environment:
     """Rank and rendezvous address of this process, as its launcher set them.
 
-    ``restarts`` counts torchrun's restarts of the workers, and ``launcher`` is the launcher's name for messages.
+    ``restarts`` counts torchrun's restarts of the workers. ``launcher`` is the launcher's name for messages, ``names``
+    are its variables of rank and number.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Environment:
     restarts: int
     launcher: str
     agent_store: bool = False  # the launcher, and not rank 0, serves the store
+    names: tuple[str, str] = field(default=("RANK", "WORLD_SIZE"), compare=False)
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -57,6 +59,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
         size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
         restarts = env.get("SLURM_RESTART_COUNT", "0")
         return _environment(env, "srun", "SLURM_PROCID", size, "SLURM_LOCALID", restarts, _first_host(env), port)
+    for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+        if env.get(name, "1") not in ("0", "1"):
+            raise ValueError(
+                f"{name}={env[name]} is set, but {other} is not, so that this process would run alone: "
+                f"{_start_anew(name)}"
+            )
     return None
 
 
@@ -79,16 +87,56 @@ def _environment(
         restarts: the number of restarts, as text.
         address, port: used if MASTER_ADDR and MASTER_PORT are not set.
     """
+    if size not in env:
+        raise ValueError(f"{rank}={env[rank]} is set, but {size} is not: {_start_anew(rank)}")
+    number, count = _whole(env, rank), _whole(env, size)
+    if not 0 <= number < count:
+        raise ValueError(
+            f"{rank}={number} and {size}={count} are set, but ranks go from 0 to the number of processes less 1: "
+            f"{_start_anew(rank, size)}"
+        )
     return Environment(
-        rank=int(env[rank]),
-        world_size=int(env[size]),
-        local_rank=int(env.get(local_rank, "0")),
+        rank=number,
+        world_size=count,
+        local_rank=_whole(env, local_rank, "0"),
         master_addr=env.get("MASTER_ADDR") or address,
-        master_port=int(env.get("MASTER_PORT", port)),
+        master_port=_whole(env, "MASTER_PORT", str(port)),
         restarts=int(restarts),
         launcher=launcher,
+        names=(rank, size),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def absent_processes(environment: Environment) -> str:
+    """Return what the environment says of the other processes, and what to type if they were never started."""
+    (rank, size), number = environment.names, environment.world_size
+    return (
+        f"{rank}={environment.rank} and {size}={number} say that this is process {environment.rank} of {number}, which "
+        f"meet at {environment.master_addr}:{environment.master_port}, and not all of them are there. If this program "
+        f"was started once, {_start_anew(rank, size, processes=number)}"
+    )
+
+
+def _start_anew(*names: str, processes: int = 4) -> str:
+    """Return what to type for all processes, and for one alone, in which a launcher's variables are left over."""
+    return (
+        f"start all processes by a launcher (srun python train.py, torchrun --nproc-per-node {processes} train.py, or "
+        f"triax run --nproc {processes} train.py), or type unset {' '.join(names)} to run one process"
+    )
+
+
+def _whole(env: Mapping[str, str], name: str, default: str = "") -> int:
+    """Return a variable's whole number.
+
+    Raises:
+        ValueError: the variable is no whole number.
+    """
+    text = env.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no whole number: {_start_anew(name)}") from None
 
 
 def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str) -> Environment:
@@ -98,7 +146,7 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
         ValueError: several hosts, and MASTER_ADDR is not set.
     """
     local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS") or "1")
-    if "MASTER_ADDR" not in env and local_size < int(env[size]):
+    if "MASTER_ADDR" not in env and local_size < _whole(env, size, "1"):
         raise ValueError(
             f"mpirun started {env[size]} processes, {local_size} of them on this host, and MASTER_ADDR is not set: "
             f"add {how}<host of rank 0> to mpirun"

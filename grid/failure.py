@@ -45,6 +45,8 @@ def wait_for(pending: Pending, grid: Grid, what: str) -> None:
 @contextmanager
 def _guarded(grid: Grid, abandon: Callable[[], object], what: str) -> Iterator[None]:
     grid.start_hang_watch()
+    calls, call = grid.activity.calls, what.partition(" ")[0]
+    calls[call] = calls.get(call, 0) + 1
     grid.activity.start(what)
     try:
         yield

@@ -7,9 +7,13 @@ import contextlib
 import gc
 import logging
 import math
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +36,7 @@ from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
 from .environment import (
     Environment,
+    absent_processes,
     leave_name,
     local_rank,
     read_environment,
@@ -39,13 +44,15 @@ from .environment import (
     stay_on_this_host,
     timeline_folder,
 )
-from .hang_watch import Activity, HangWatch, timed_out, with_timeout
+from .hang_watch import Activity, HangWatch, lost_peer, timed_out, with_timeout
 from .mailbox import Mailbox
 from .topology import AXES, DERIVED_AXES, Topology
 
 T = TypeVar("T", bound=Observer)
 
-_FAILURE = "triax/failure"
+_FAILURE, _ENDED = "triax/failure", "triax/ended"
+_LINGER = 3.0  # seconds that the rank which serves the store waits at its end for the others
+_PATIENCE = 20.0  # seconds after which a process says for which others it waits
 _STORE = 5.0  # seconds in which the store must answer; a link may be down
 
 
@@ -116,6 +123,7 @@ class Grid:
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
+        self._serves = environment is not None and environment.rank == 0 and not environment.agent_store
         self._number, self._barriers = 0, 0
         self.traffic = Traffic()
         self._observers: list[Observer] = []
@@ -303,12 +311,52 @@ class Grid:
     def failure_cause(self, error: BaseException) -> str | None:
         """Return a message about the other rank that caused an error on this one; None if this rank failed by itself.
 
-        The other rank reported a failure first or, if ``error`` is an expired time limit, is found to hang.
+        The other rank reported a failure first; or its program has ended, so that it is lost; or, if ``error`` is an
+        expired time limit, it is found to hang.
         """
         reported = self.reported_failure()
+        if reported is None and (lost_peer(error) or timed_out(error)):
+            reported = self._ended_rank()
         if reported is None and self._watch is not None and timed_out(error):
             reported = self._watch.find_cause()
         return reported
+
+    def _ended_rank(self) -> str | None:
+        """Report the ranks whose programs have ended while this one waits, and return the message; None without one."""
+        store, ended = self._store, list[str]()
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            for rank in range(self.size) if store is not None else ():
+                key = f"{_ENDED}/{rank}"
+                if rank != self.rank and with_timeout(_STORE, partial(store.check, [key])):  # type: ignore[union-attr]
+                    ended.append(f"{self.describe(rank)} has ended its program, {store.get(key).decode()}")  # type: ignore[union-attr]
+        if not ended:
+            return None
+        message = (
+            f"{'; '.join(ended[:4])}; {self.describe()} still waits for it, after {self.activity.counts()}: let every "
+            "rank take the same number of steps"
+        )
+        self.report_failure(message)
+        return self.reported_failure() or message
+
+    def end(self) -> None:
+        """Leave the process group at the end of the program, and tell ranks that still wait for this one.
+
+        The rank that serves the store waits a moment for the others, which may need to read it.
+        """
+        store = self._store
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            if store is not None:
+                error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+                how = "" if error is None else f"by {type(error).__name__}: {error}, "
+                text = f"{how}after {self.activity.counts()}"
+                with_timeout(_STORE, lambda: store.set(f"{_ENDED}/{self.rank}", text))
+        self.close()
+        if store is not None and self._serves:
+            keys = [f"{_ENDED}/{rank}" for rank in range(self.size)]
+            deadline = time.monotonic() + _LINGER
+            with contextlib.suppress(RuntimeError):
+                while not store.check(keys) and time.monotonic() < deadline:
+                    time.sleep(0.02)
 
     def barrier_name(self) -> str:
         """Return a new name for ``store_barrier``, equal on all ranks if they ask in the same order."""
@@ -433,7 +481,7 @@ def _close(grid: weakref.ref[Grid]) -> None:
     """Close a grid at exit, if it still exists: until then, one that nothing refers to keeps no connection."""
     found = grid()
     if found is not None:
-        found.close()
+        found.end()
 
 
 def _leave(store: dist.Store) -> None:
@@ -498,7 +546,17 @@ def _initialize(environment: Environment, device: torch.device, timeout: float) 
     """
     limit = timedelta(seconds=timeout)
     rank, size = environment.rank, environment.world_size
-    whole = dist.PrefixStore(f"triax/{environment.restarts}", _tcp_store(environment, limit))
+    waits = f"triax still waits: {absent_processes(environment)}"
+    told = threading.Timer(_PATIENCE, lambda: print(waits, file=sys.stderr, flush=True))
+    told.daemon = True
+    told.start()
+    try:
+        tcp = _tcp_store(environment, limit)
+    except dist.DistError as error:  # a time limit, or no connection
+        raise RuntimeError(f"{absent_processes(environment)} ({str(error).splitlines()[0]})") from error
+    finally:
+        told.cancel()
+    whole = dist.PrefixStore(f"triax/{environment.restarts}", tcp)
     store: dist.Store = dist.PrefixStore(str(whole.add(f"groups of rank {rank}", 1)), whole)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with batch_threads():

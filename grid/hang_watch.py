@@ -42,6 +42,11 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _OURS = tuple(f"{file.parent}{os.sep}" for file in _PACKAGE.glob("*/__init__.py") if file.parent.name != "models")
 _LIBRARY = str(Path(os.__file__).parent)
 _TIMED_OUT = re.compile(r"timed out|timeout|time limit", re.IGNORECASE)
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote peer|peer (closed|disconnected)|"
+    r"gloo|nccl|socket|lost (the )?(peer|rank|connection)|stopped( at \S+)?, because rank",
+    re.IGNORECASE,
+)
 _WAITS = re.compile(r"wait\(|recv\(|barrier\(|all_reduce|all_gather|reduce_scatter|broadcast|all_to_all|synchronize")
 
 
@@ -51,17 +56,23 @@ class Activity:
     Attributes:
         what: object that prints as the op or call; None between two calls, while the training script's own code runs.
         since: time of ``time.perf_counter`` at which it began.
+        calls: number of calls so far, by the first word of the call: ``train_batch``, ``step``.
     """
 
-    __slots__ = ("since", "what")
+    __slots__ = ("calls", "since", "what")
 
     def __init__(self) -> None:
         self.what: object = None
+        self.calls: dict[str, int] = {}
         self.since = time.perf_counter()
 
     def start(self, what: object) -> None:
         """Record that the rank begins another op or call now."""
         self.what, self.since = what, time.perf_counter()
+
+    def counts(self) -> str:
+        """Return the number of calls of each kind, in words."""
+        return ", ".join(f"{count} x {call}" for call, count in self.calls.items()) or "no call of an engine"
 
 
 class WatchedGrid(Protocol):
@@ -263,6 +274,18 @@ def timed_out(error: BaseException | None) -> bool:
         if _TIMED_OUT.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
+    return False
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Return True if an exception, or one of its causes, is about a lost connection to another rank."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConnectionError | EOFError):
+            return True
+        if isinstance(seen, RuntimeError) and _LOST_PEER.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
     return False
 
 

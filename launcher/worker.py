@@ -7,7 +7,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import sys
@@ -20,21 +19,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ..grid.hang_watch import timed_out
+from ..grid.hang_watch import lost_peer, timed_out
 
 EVERY = -1  # stands for all ranks
 LOCAL_RANK = "{local-rank}"  # in an argument of a script: stands for each rank's number on its host
 LINGER = 1.5  # seconds that a failing rank waits, so that the launcher notices a killed rank before it
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-
-# Messages of a rank whose peer has ended: of gloo, NCCL and the store, in torch 2.11 to 2.13, and of the engine when
-# another rank's failure was reported to it.
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote peer|peer (closed|disconnected)|"
-    r"gloo|nccl|socket|lost (the )?(peer|rank|connection)|stopped( at \S+)?, because rank",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -250,18 +241,6 @@ def _killed_with_parent() -> None:
     """Let the kernel kill this process when the fork server ends: a program in its place has no thread that watches."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Return True if an exception, or one of its causes, is about a lost connection to another rank."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ConnectionError | EOFError):
-            return True
-        if isinstance(seen, RuntimeError) and _LOST_PEER.search(str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _print_to(path: Path) -> None:
