@@ -17,7 +17,8 @@ from ..grid import Grid
 from ..grid.agreement import agreed
 from ..grid.comm.clock import Clock, Mark
 from ..grid.errors import ConfigError
-from ..monitor.files import TIMELINE
+from ..grid.records import Records
+from ..monitor.files import RUN, TIMELINE
 from ..monitor.method_hooks import hook_method
 from ..monitor.mfu import MfuMeter, slowest_peak, tokens_in
 from ..monitor.monitor import Monitor
@@ -58,7 +59,7 @@ class StepObserver:
     def __init__(self, engine: Any, phases: list[tuple[Any, str, str]], forward: tuple[Any, str]) -> None:
         self._engine: Any = weakref.proxy(engine)  # the engine holds the observer
         self._grid, self._phases, self._forward = engine.grid, phases, forward
-        self.monitor = Monitor()
+        self.monitor, self._records = Monitor(), Records()
         self.report: dict[str, Any] = {}
         self.trace: Path | None = None
         self.mfu: MfuMeter | None = None
@@ -232,7 +233,9 @@ class StepObserver:
         flops, peak = (None, None) if self.mfu is None else (self.mfu.flops, self.mfu.peak)
         record = run_record(self._engine, grid, flops, peak, self._since)
         if record is not None:
-            write_run(self._engine.config.json_monitor.folder, record)
+            folder = self._engine.config.json_monitor.folder
+            with self._records.writing(str(folder / RUN)):
+                write_run(folder, record)
 
 
 class PipelineObserver(StepObserver):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from ..grid.mailbox import Mailbox
+from ..grid.records import Records, show
 from .files import EXPERTS
 from .protocol import Histogram, StepMetrics
 from .writers import Event, Write
@@ -38,7 +39,8 @@ class Monitor:
         mailbox: Mailbox | None = None,
         position: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._writers, self._print_every, self._batch = list(writers), print_every, batch
+        self._writers = [(write, Records()) for write in writers]
+        self._print_every, self._batch = print_every, batch
         self._mailbox, self._position = mailbox, position
         self._step = 0
         if self._writers and mailbox is not None:
@@ -88,13 +90,12 @@ class Monitor:
             self._write(_events(metrics))
         due = self._print_every is not None and metrics.step % self._print_every == 0
         if due:
-            print(self._line(metrics, now), flush=True)
+            show(self._line(metrics, now))
         if due or self._since is None:
             self._since = metrics.step, now
 
     def _write(self, events: list[Event]) -> None:
-        for write in self._writers:
-            write(events, self._step)
+        _write_all(self._writers, events, self._step)
 
     def _line(self, metrics: StepMetrics, now: float) -> str:
         rates = ", ".join(f"{lr:.4g}" for lr in metrics.lr)
@@ -107,12 +108,17 @@ class Monitor:
         return ", ".join(parts)
 
 
-def _receive(mailbox: Mailbox | None, writers: Sequence[Write]) -> None:
+def _receive(mailbox: Mailbox | None, writers: Sequence[tuple[Write, Records]]) -> None:
     """Write the numbers that other ranks have posted."""
     for text in mailbox.read() if mailbox is not None else ():
         step, events = json.loads(text)
-        for write in writers:
-            write([(name, value, samples) for name, value, samples in events], step)
+        _write_all(writers, [(name, value, samples) for name, value, samples in events], step)
+
+
+def _write_all(writers: Sequence[tuple[Write, Records]], events: list[Event], step: int) -> None:
+    for write, records in writers:
+        with records.writing("the numbers of a step"):
+            write(events, step)
 
 
 def _events(metrics: StepMetrics) -> list[Event]:

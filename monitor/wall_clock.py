@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from ..grid import Grid
+from ..grid.records import show
 from .step_record import PARTS, WORLD, Parts
 
 _AXES = ["compute", "pipe", "tensor", "data", "world", "host"]
@@ -107,12 +109,13 @@ def print_means(grid: Grid, means: PartMeans, step: int) -> None:
     everyone = grid.world.all_gather_json(means.take())
     shown, means.shown = means.shown, True
     if grid.rank == 0 and shown:
-        print(line(everyone, step), flush=True)
+        show(line(everyone, step))
     elif grid.rank == 0:
         from rich.console import Console
 
         stages = [grid.topology.coordinate(rank)._asdict()["pipe"] for rank in range(grid.size)]
-        Console(width=70 + 9 * grid.pipe.size).print(table(everyone, stages, step))
+        with contextlib.suppress(OSError):
+            Console(width=70 + 9 * grid.pipe.size).print(table(everyone, stages, step))
 
 
 def deepspeed_times(parts: Parts) -> dict[str, float]:

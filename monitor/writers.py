@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..grid.errors import ConfigError, to_install
+from ..grid.records import append
 from .files import HISTOGRAMS, METRICS
 from .protocol import Histogram
 
@@ -81,12 +84,19 @@ def csv_writer(folder: Path) -> Write:
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(events: Sequence[Event], step: int) -> None:
+        failed: OSError | None = None
         for name, value, samples in _numbers(events):
-            with (folder / f"{name.replace('/', '_')}.csv").open("a", newline="") as file:
-                rows = csv.writer(file)
-                if file.tell() == 0:
-                    rows.writerow(["step", name.rsplit("/", 1)[-1]])
-                rows.writerow([samples, value])
+            file, lines = folder / f"{name.replace('/', '_')}.csv", io.StringIO()
+            rows = csv.writer(lines)
+            if not file.exists() or not file.stat().st_size:
+                rows.writerow(["step", name.rsplit("/", 1)[-1]])
+            rows.writerow([samples, value])
+            try:
+                append(file, lines.getvalue())
+            except OSError as error:  # the other files may have room
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     return write
 
@@ -99,10 +109,11 @@ def json_writer(folder: Path) -> Write:
     ``histograms.jsonl``, which is never replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, begun = folder / METRICS, False
+    path = folder / METRICS
+    replaces: bool | None = None  # not known before the first line
 
     def write(events: Sequence[Event], step: int) -> None:
-        nonlocal begun
+        nonlocal replaces
         row: dict[str, float | list[int] | None] = {
             "step": step,
             "samples": events[0][2],
@@ -110,12 +121,14 @@ def json_writer(folder: Path) -> Write:
         }
         row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
         row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
-        with path.open("a" if begun or step > 1 else "w") as file:
-            file.write(json.dumps(row) + "\n")
-        begun = True
+        replaces = step <= 1 if replaces is None else replaces
+        if replaces:
+            path.write_bytes(b"")
+        replaces = False
+        append(path, json.dumps(row) + "\n")
         if histograms := {name: value._asdict() for name, value, _ in events if isinstance(value, Histogram)}:
-            with (folder / HISTOGRAMS).open("a") as file:
-                file.write(json.dumps({"step": step, "samples": events[0][2], "histograms": histograms}) + "\n")
+            line = {"step": step, "samples": events[0][2], "histograms": histograms}
+            append(folder / HISTOGRAMS, json.dumps(line) + "\n")
 
     return write
 
@@ -129,16 +142,29 @@ def tensorboard_writer(folder: Path) -> Write:
     _require("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(log_dir=str(folder))
+    def begin() -> SummaryWriter:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # without room its thread would end with a traceback
+            probe.write(bytes(2**16))
+        return SummaryWriter(log_dir=str(folder))
+
+    writer: SummaryWriter | None = begin()
 
     def write(events: Sequence[Event], step: int) -> None:
-        for name, value, samples in _numbers(events):
-            writer.add_scalar(name, value, samples)
-        for name, found, samples in _histograms(events):
-            figures: dict[str, Any] = {"min": found.low, "max": found.high, "num": found.elements, "sum": found.sum}
-            figures |= {"sum_squares": found.squares, "bucket_limits": found.edges()[1:]}
-            writer.add_histogram_raw(name, **figures, bucket_counts=list(found.counts), global_step=samples)
-        writer.flush()
+        nonlocal writer
+        current, writer = writer, None
+        try:
+            current = current or begin()  # after an error the thread of a writer has ended
+            for name, value, samples in _numbers(events):
+                current.add_scalar(name, value, samples)
+            for name, found, samples in _histograms(events):
+                figures: dict[str, Any] = {"min": found.low, "max": found.high, "num": found.elements, "sum": found.sum}
+                figures |= {"sum_squares": found.squares, "bucket_limits": found.edges()[1:]}
+                current.add_histogram_raw(name, **figures, bucket_counts=list(found.counts), global_step=samples)
+            current.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder)) from None
+        writer = current
 
     return write
 
@@ -164,7 +190,10 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
         shown: dict[str, Any] = {name: value for name, value, _ in _numbers(events)}
         for name, value, _ in _histograms(events):
             shown[name] = wandb.Histogram(np_histogram=(list(value.counts), value.edges()))
-        run.log(shown, step=events[0][2])
+        try:
+            run.log(shown, step=events[0][2])
+        except Exception as error:  # as after wandb.finish()
+            raise OSError(f"Weights & Biases: {type(error).__name__}: {error}") from error
 
     return write
 

@@ -15,6 +15,7 @@ from ..checkpoint.format import folder as folders
 from ..data.tokenizer import open_tokenizer
 from ..engine.initialize import initialize
 from ..grid import Grid
+from ..grid.agreement import agreed
 from ..grid.errors import AgreedError, CheckpointError, ConfigError
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
@@ -67,6 +68,9 @@ class TrainingRun:
             pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
         )
         training, held_out, self.tokenizer = check_data(job.file, job.sequence, job.tokenizer, job.model.vocab_size)
+        # Opened now: its file may be gone when a sample is due.
+        sampled = job.file.sample is not None and self.tokenizer is not None
+        self._text = open_tokenizer(str(self.tokenizer), "none") if sampled else None
         self.unit = "byte" if self.tokenizer == "bytes" else "token"
         monitor = job.file.monitor
         self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit)
@@ -108,7 +112,9 @@ class TrainingRun:
                 "name, or checkpoint.resume=never"
             )
             if job.export is not None:  # a run that was killed at its very end has no model
-                self._export(job.export)
+                problem = self._export(job.export)
+                if problem is not None:
+                    user_error(problem)
                 report.say(f"the model is in {job.export}")
             return
         for watch in self._watches:
@@ -120,7 +126,10 @@ class TrainingRun:
             last = step == job.steps or self.clock.is_up()
             engine.record_timeline = last or step % 10 == 0
             if last and taken < job.file.monitor.trace:
-                engine.record_trace(report.folder / "timeline.json")
+                try:
+                    engine.record_trace(report.folder / "timeline.json")
+                except ConfigError as error:  # on every rank
+                    report.say(f"note    there is no trace of the last step. {error}")
             loss = float(engine.train_batch())
             self.clock.tick()
             if engine.record_timeline:
@@ -167,10 +176,9 @@ class TrainingRun:
 
     def sample(self) -> str | None:
         """Return the sample: the prompt and what the model adds, equal on every rank. Collective."""
-        section = self.job.file.sample
-        if section is None or self.tokenizer is None:
+        section, tokenizer = self.job.file.sample, self._text
+        if section is None or tokenizer is None:
             return None
-        tokenizer = open_tokenizer(self.tokenizer, "none")
         (prompt,) = tokenizer.encode([section.prompt])
         inference = init_inference(self.engine, max_batch=1)
         room = min(section.tokens, inference.max_length - len(prompt))
@@ -228,8 +236,7 @@ class TrainingRun:
             event = f"Validation/{name.replace(' ', '_')}_loss"
             self.engine.monitor.write_events([(event, compared, self.engine.global_samples)])
         text = self.sample()
-        if job.export is not None:
-            self._export(job.export)
+        problem = None if job.export is None else self._export(job.export)
         limit = minutes(job.file.training.time_limit or 0)
         early = self.step < job.steps
         of, ended = (f" of {job.steps}", f": training.time_limit = {limit} min ended it") if early else ("", "")
@@ -240,19 +247,32 @@ class TrainingRun:
             report.say(f"loss    {validation:.4f} nats per {self.unit} on held-out documents{beside}")
         if text is not None:
             report.say(f"\n{text}\n")
-        if job.export is not None:
+        if job.export is not None and problem is None:
             report.say(f"the model is in {job.export}: triax generate {job.export} --prompt ...")
         report.draw(job.schedule, {name: compared} if name else {})
+        if problem is not None:
+            user_error(problem)
 
-    def _export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, with its tokenizer. Collective."""
+    def _export(self, folder: Path) -> str | None:
+        """Write the model as a Hugging Face folder, with its tokenizer; return why it is not there. Collective."""
         section, named = self.job.file.export, self.tokenizer
         source = None if named in (None, "bytes") else Path(str(named))
         dtype = None if section is None or section.dtype is None else getattr(torch, section.dtype)
         is_folder = source is not None and source.is_dir()
-        save_hf(self.engine, folder, dtype=dtype, merge_lora=True, tokenizer=source if is_folder else None)
-        if source is not None and not is_folder and self.grid.rank == 0:
-            shutil.copyfile(source, folder / "tokenizer.json")
+        try:
+            save_hf(self.engine, folder, dtype=dtype, merge_lora=True, tokenizer=source if is_folder else None)
+            with agreed(self.grid):
+                if source is not None and not is_folder and self.grid.rank == 0:
+                    shutil.copyfile(source, folder / "tokenizer.json")
+        except (OSError, RuntimeError) as error:  # on every rank
+            kept = self.job.checkpoints
+            advice = (
+                f"Make room, and start the same training file again: it goes on from the last checkpoint in {kept}."
+                if kept is not None and folders.tags(folders.folder_at(kept))
+                else "There is no checkpoint either: the weights are lost."
+            )
+            return f"the model was not written to {folder}: {error}. {advice}"
+        return None
 
 
 def train(job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..grid.errors import to_install
+from ..grid.errors import ConfigError, to_install
+from ..grid.records import Records
 from ..monitor.report.run_folder import Run, read_run
 from ..monitor.report.write import write_report
 from ..pipe.program.schedule import Schedule
@@ -38,11 +39,13 @@ class Reporter:
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
+        self._records = Records()
 
     def say(self, text: str = "") -> None:
         """Print a line that stays."""
         if self.speaks:
-            self._console.print(text, markup=False)
+            with self._records.writing("a line of progress"):
+                self._console.print(text, markup=False)
 
     def start(self) -> None:
         """Begin to show progress."""
@@ -71,8 +74,9 @@ class Reporter:
             self._pipelines.append((measured.makespan, step, measured))
             if len(self._pipelines) == 1 and step < self.steps and find_spec("matplotlib") is not None:
                 path = self.folder / "schedule.png"
-                draw_schedule(path, schedule, measured, f"step {step}")
-                self.say(f"picture {path}: the pipeline of step {step} as measured")
+                with self._records.writing(str(path)):
+                    draw_schedule(path, schedule, measured, f"step {step}")
+                    self.say(f"picture {path}: the pipeline of step {step} as measured")
 
     def stop(self) -> None:
         """End the progress line."""
@@ -89,12 +93,17 @@ class Reporter:
         """
         if not self.speaks:
             return
-        self.say(f"a page about it is in {write_report(self.folder)}")
         try:
-            draw_losses(self.folder / "loss.png", read_run(self.folder), baselines, self.unit)
+            self.say(f"a page about it is in {write_report(self.folder)}")
+        except ConfigError as error:
+            self.say(f"there is no page about it. {error}")
+        try:
+            with self._records.writing(str(self.folder / "loss.png")):
+                draw_losses(self.folder / "loss.png", read_run(self.folder), baselines, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
-                draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
+                with self._records.writing(str(self.folder / "schedule.png")):
+                    draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
         except ImportError as error:
             if error.name is None or not error.name.startswith("matplotlib"):
                 raise

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ...grid import Axis, Grid
 from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...grid.environment import local_place
+from ...grid.records import Records
 from .negotiation import CollectiveQueue, CollectiveRequest
 
 
@@ -218,7 +219,8 @@ def stop_timeline() -> None:
     parts = hvd.grid.world.all_gather_json(recorder.file.read_text(encoding="utf-8"))
     folder.cleanup()
     if hvd.grid.rank == 0:
-        write_trace(merged(parts), file)
+        with Records().writing(str(file)):
+            write_trace(merged(parts), file)
     hvd.grid.world.barrier()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...grid import Grid
+from ...grid.records import show
 from ...monitor import format as units
 from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.memory_meter import MemoryMeter
@@ -78,7 +79,7 @@ class MemoryBreakdown:
         if print_every is None or step % print_every == 0:
             everyone = self._grid.world.all_gather_json(self.rows)
             if self._grid.rank == 0:
-                print(table(step, self._grid, everyone), flush=True)
+                show(table(step, self._grid, everyone))
         self.rows = {}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.module_counter import ModuleCounter
 from ...monitor.profiler.step_report import RankProfile, head, whole_model
-from ...monitor.profiler.tree_report import ModuleNode, report, show
+from ...monitor.profiler.tree_report import ModuleNode, publish, report
 from ..module_engine import ModuleEngine
 from ..named_parameters import named_parameters
 from ..pipeline_engine import PipelineEngine
@@ -102,7 +102,7 @@ class StepProfile:
             root = whole_model(engine.grid, everyone)
             rows = head(engine.grid, everyone, root, engine.get_batch_info(), section.recompute_fwd_factor)
             step, depth = engine.global_steps - 1, section.module_depth
-            show(report(step, rows, root, depth, section.top_modules, section.detailed), section.output_file)
+            publish(report(step, rows, root, depth, section.top_modules, section.detailed), section.output_file)
 
     def _now(self) -> float:
         self._engine.grid.synchronize()

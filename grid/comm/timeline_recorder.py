@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..environment import read_environment
+from ..records import Records
 from .axis import Axis
 from .observed_axis import ObservedAxis, Observer
 
@@ -58,6 +59,7 @@ class TimelineRecorder(Observer):
                 break
             except FileExistsError:
                 continue
+        self._records = Records()
         # Guards the descriptor: after ``close`` another file may get its number, and a late write must not go there.
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -109,4 +111,5 @@ class TimelineRecorder(Observer):
         line = json.dumps(entry).encode() + b"\n"
         with self._lock:
             if self._out is not None:
-                os.write(self._out, line)
+                with self._records.writing(str(self.file)):
+                    os.write(self._out, line)

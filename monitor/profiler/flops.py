@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import format as units
 from .module_counter import ModuleCounter
-from .tree_report import ModuleNode, aggregated, report, show, tree
+from .tree_report import ModuleNode, aggregated, publish, report, tree
 
 
 class FlopsProfiler:
@@ -102,7 +102,7 @@ class FlopsProfiler:
             ("fwd latency:", units.duration(root.seconds)),
             ("fwd FLOPS = fwd flops / fwd latency:", units.rate(root.flops, root.seconds)),
         ]
-        show(report(profile_step, rows, root, module_depth, top_modules, detailed), output_file)
+        publish(report(profile_step, rows, root, module_depth, top_modules, detailed), output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print, for each depth up to ``module_depth``, the classes with the most parameters, MACs and time."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...grid.records import Records, show
 from .. import format as units
 
 
@@ -177,11 +178,12 @@ def _ruled(title: str) -> str:
     return f" {title} ".center(80, "-")
 
 
-def show(text: str, output_file: str | None) -> None:
-    """Print a text, or write it to a file, whose folder is made."""
-    if output_file is None:
-        print(text, flush=True)
-        return
-    path = Path(output_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+def publish(text: str, output_file: str | None) -> None:
+    """Print a text, or write it to a file, whose folder is made. It is printed too if the file cannot be written."""
+    if output_file is not None:
+        path = Path(output_file)
+        with Records().writing(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+            return
+    show(text)

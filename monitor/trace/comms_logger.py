@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from ...grid import Grid
 from ...grid.comm.comms_log import CommsLog, LoggedCall
 from ...grid.errors import ConfigError
+from ...grid.records import show
 from .. import format as units
 
 Durations = dict[LoggedCall, list[float]]  # seconds of each call
@@ -75,7 +76,7 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
     waits = stragglers(taken, grid.world.all_gather_json(taken)) if show_straggler else None
     text = table(taken, waits)
     if grid.rank == 0:
-        print(text, flush=True)
+        show(text)
     return text
 
 
@@ -126,8 +127,7 @@ def table(taken: Durations, waits: dict[LoggedCall, float] | None = None) -> str
 def _print_call(call: LoggedCall, seconds: float) -> None:
     caller = f" [Caller Func: {call.caller}]" if call.caller else ""
     algorithmic, bus = bandwidths(call.op, call.size, len(call.ranks), seconds)
-    print(
+    show(
         f"comm op: {call.op}{caller} over {call.axis} | time (ms): {seconds * 1e3:.3f} | msg size: "
-        f"{units.size(call.size)} | algbw (Gbps): {algorithmic:.2f} | busbw (Gbps): {bus:.2f}",
-        flush=True,
+        f"{units.size(call.size)} | algbw (Gbps): {algorithmic:.2f} | busbw (Gbps): {bus:.2f}"
     )

@@ -106,9 +106,12 @@ def recorded(file: Path | None, node: int) -> Iterator[dict[str, str]]:
     try:
         yield {TIMELINE: folder}
     finally:
-        if not merge(Path(folder), file):
-            reason = "It records the communication of grids, but no rank made a triax.Grid (initialize makes one)."
-            print(f"triax run: --timeline {file} is empty. {reason}", file=sys.stderr)
+        try:
+            if not merge(Path(folder), file):
+                reason = "It records the communication of grids, but no rank made a triax.Grid (initialize makes one)."
+                print(f"triax run: --timeline {file} is empty. {reason}", file=sys.stderr)
+        except OSError as error:  # the ranks have ended, and how they ended matters more
+            print(f"triax run: --timeline {file} was not written: {error}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -7,12 +7,12 @@ work are rows below. An arrow leads from each send to the op that reads the mess
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...grid import Grid
+from ...grid.records import Records
 from ...pipe.program.chrome_trace import ChromeTrace, write_trace
 from ...pipe.program.ops import SENDS, Op
 from ..protocol import Slice, StepRecord, UnderWay
@@ -39,10 +39,8 @@ def trace_step(grid: Grid, record: StepRecord, about: Mapping[str, Any], file: P
     ]
     names = [grid.describe(rank) for rank in grid.world.ranks]
     places = [grid.topology.coordinate(rank)._asdict() for rank in range(grid.size)]
-    try:
+    with Records().writing(str(file)):
         write_trace(chrome_trace(records, names, places, offsets, about), file)
-    except OSError as error:
-        logging.getLogger("triax").warning("the trace was not written: %s", error)
 
 
 def chrome_trace(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import math
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +64,6 @@ class Recorder:
 
 def run(root: str, *changes: str) -> tuple[dict[str, Tensor], list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]]:
     """Be a rank of the run of ``root/run.yaml``; return the initial weights and what each step left."""
-    import os
-
     os.chdir(root)
     environment = read_environment()
     file, _ = read_training_file("run.yaml", changes)
@@ -142,3 +145,54 @@ def test_the_first_picture_is_drawn_during_the_run(tmp_path: Path, capsys: pytes
     Reporter(tmp_path, True, steps=10, every=20).pipeline(10, timeline_of(schedule), schedule)  # it ends here
     Reporter(tmp_path, False, steps=100, every=20).pipeline(10, timeline_of(schedule), schedule)  # another rank
     assert not path.exists()
+
+
+class FullDisk:
+    """Watch that leaves no room for any file of this process, from a step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def start(self, run: TrainingRun) -> None:
+        pass
+
+    def after_step(self, run: TrainingRun, loss: float) -> None:
+        if run.step == self.step:
+            run.engine.wait_for_checkpoint()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def on_a_full_disk(root: str) -> tuple[int, str, str]:
+    """Be the only rank of a run whose disk is full after step 2; return its exit code, what it says, and the log."""
+    os.chdir(root)
+    file, _ = read_training_file("run.yaml", ["name=full", "sample={prompt: of, tokens: 3}", "monitor.trace=1"])
+    before, said, log, code = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO(), io.StringIO(), 0
+    handler = logging.StreamHandler(log)
+    logging.getLogger("triax").addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            train(resolve(file, 1), [FullDisk(2)])
+    except SystemExit as end:
+        code = int(str(end.code))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        logging.getLogger("triax").removeHandler(handler)
+    return code, said.getvalue(), log.getvalue()
+
+
+def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
+    """Metrics, checkpoints, trace, pictures and page have no room; all steps are taken, and the model is missed."""
+    ((code, said, log),) = ranks(1, on_a_full_disk, str(place))
+    results = place / "runs" / "full"
+    assert "trained 4 steps" in said and said.count("nats per byte") == 1 and code == 2, said + log
+    assert "the model was not written to runs/full/model: " in said and "File too large" in said
+    assert "it goes on from the last checkpoint in runs/full/checkpoints" in said
+    assert log.count("the numbers of a step cannot be written") == 1
+    assert (
+        "'global_step4' was not written" in log and (results / "checkpoints" / "latest").read_text() == "global_step2"
+    )
+    # There is room again: the run goes on, and the model is there.
+    ranks(1, run, str(place), "name=full")
+    assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()
+    steps = [json.loads(line)["step"] for line in (results / "metrics.jsonl").read_text().splitlines()]
+    assert sorted({*steps}) == [1, 2, 3, 4]
