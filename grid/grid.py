@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +43,7 @@ from .environment import (
     stay_on_this_host,
     timeline_folder,
 )
-from .hang_watch import Activity, HangWatch, lost_peer, timed_out, with_timeout
+from .hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
 from .mailbox import Mailbox
 from .topology import AXES, DERIVED_AXES, Topology
 
@@ -124,6 +123,7 @@ class Grid:
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
         self._serves = environment is not None and environment.rank == 0 and not environment.agent_store
+        self._store_lost: str | None = None  # message about the process that served it, once it does not answer
         self._number, self._barriers = 0, 0
         self.traffic = Traffic()
         self._observers: list[Observer] = []
@@ -273,19 +273,32 @@ class Grid:
 
     def report_failure(self, message: str) -> None:
         """Write to the store the reason for which this rank stops. The first message of any rank is kept."""
-        store = self._store
-        if store is not None:
-            # The process that held the store may have ended: then no rank can read the message.
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                with_timeout(_STORE, lambda: store.compare_set(_FAILURE, "", message))
+        self._ask_store(lambda store: store.compare_set(_FAILURE, "", message))
 
     def reported_failure(self) -> str | None:
-        """Return the message of the first rank that reported a failure; None if none did, or if the store is gone."""
+        """Return the message of the first rank that reported a failure; None if none did.
+
+        If the store does not answer, the message names the process that serves it: it is gone, or was stopped.
+        """
+        reported: list[str] = self._ask_store(
+            lambda store: [store.get(_FAILURE).decode()] if store.check([_FAILURE]) else []
+        )
+        return self._store_lost if self._store_lost is not None else next(iter(reported or ()), None)
+
+    def _ask_store(self, request: Callable[[dist.Store], Any]) -> Any:
+        """Return the store's answer; None if there is no store. One that did not answer in time is not asked again."""
         store = self._store
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            if store is not None and with_timeout(_STORE, lambda: store.check([_FAILURE])):
-                return str(store.get(_FAILURE).decode())
-        return None
+        if store is None or self._store_lost is not None:
+            return None
+        try:
+            return with_timeout(_STORE, lambda: request(store))
+        except (RuntimeError, TimeoutError):
+            environment = read_environment()
+            server = "the process that serves the store of all ranks"
+            if environment is not None:
+                server = "the launcher" if environment.agent_store else self.describe(0)
+            self._store_lost = f"{server} {GONE}"
+            return None
 
     def start_hang_watch(self) -> None:
         """Start the thread that reports what this rank executes when another rank has waited for too long."""
@@ -311,24 +324,26 @@ class Grid:
     def failure_cause(self, error: BaseException) -> str | None:
         """Return a message about the other rank that caused an error on this one; None if this rank failed by itself.
 
-        The other rank reported a failure first; or its program has ended, so that it is lost; or, if ``error`` is an
-        expired time limit, it is found to hang.
+        The other rank reported a failure first; or, if ``error`` is an expired time limit or a lost connection, its
+        program has ended, or it is found to hang or to be gone.
         """
-        reported = self.reported_failure()
-        if reported is None and (lost_peer(error) or timed_out(error)):
+        reported, waited, lost = self.reported_failure(), timed_out(error), lost_peer(error)
+        if self._store_lost is not None:
+            return reported if waited or lost else None
+        if reported is None and (waited or lost):
             reported = self._ended_rank()
-        if reported is None and self._watch is not None and timed_out(error):
-            reported = self._watch.find_cause()
+        if reported is None and self._watch is not None and (waited or lost):
+            reported = self._watch.find_cause(lost=not waited)
         return reported
 
     def _ended_rank(self) -> str | None:
         """Report the ranks whose programs have ended while this one waits, and return the message; None without one."""
-        store, ended = self._store, list[str]()
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            for rank in range(self.size) if store is not None else ():
-                key = f"{_ENDED}/{rank}"
-                if rank != self.rank and with_timeout(_STORE, partial(store.check, [key])):  # type: ignore[union-attr]
-                    ended.append(f"{self.describe(rank)} has ended its program, {store.get(key).decode()}")  # type: ignore[union-attr]
+        ended = []
+        for rank in range(self.size):
+            key = f"{_ENDED}/{rank}"
+            told = self._ask_store(lambda store, key=key: [store.get(key).decode()] if store.check([key]) else [])
+            if told and rank != self.rank:
+                ended.append(f"{self.describe(rank)} has ended its program, {told[0]}")
         if not ended:
             return None
         message = (

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ASK, _STAND = "triax/ask", "triax/stand"
+GONE = "does not answer: it has ended, was killed or was stopped, or its host is gone"
+_HANG, _LOST = "hang", "lost"  # questions: which rank hangs, and which is gone
 _ANSWER = 3.0  # seconds in which the other ranks must answer
 _LEAVE = 8.0  # seconds after the report in which this rank's own code may still raise an error
 _STORE = 3.0  # seconds in which the store must answer
@@ -42,6 +44,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _OURS = tuple(f"{file.parent}{os.sep}" for file in _PACKAGE.glob("*/__init__.py") if file.parent.name != "models")
 _LIBRARY = str(Path(os.__file__).parent)
 _TIMED_OUT = re.compile(r"timed out|timeout|time limit", re.IGNORECASE)
+# Messages of a rank whose peer has ended: of gloo, NCCL and the store, in torch 2.11 to 2.13, and of the engine when
+# another rank's failure was reported to it.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote peer|peer (closed|disconnected)|"
     r"gloo|nccl|socket|lost (the )?(peer|rank|connection)|stopped( at \S+)?, because rank",
@@ -142,16 +146,19 @@ class HangWatch:
         """Stop the thread: the grid is closed."""
         self._over.set()
 
-    def find_cause(self) -> str | None:
-        """Ask all ranks after a wait of this rank has expired; return a message that names the rank that hangs.
+    def find_cause(self, lost: bool = False) -> str | None:
+        """Ask all ranks after a wait of this rank has failed; return a message that names the rank that is to blame.
 
-        None if the store does not answer.
+        None if all ranks answer and none hangs.
+
+        Args:
+            lost: True if a connection was lost: a rank is gone, and no rank hangs. Otherwise a time limit has expired.
         """
         grid = self._grid()
         if grid is None:
             return None
         with self._finding:
-            return self._verdict(grid, waits=True)
+            return self._verdict(grid, waits=True, question=_LOST if lost else _HANG)
 
     def _run(self) -> None:
         while not self._over.wait(self._beat):
@@ -173,47 +180,54 @@ class HangWatch:
                 self._leave_if_stuck(activity, since)
                 return
 
-    def _asked(self) -> bool:
+    def _asked(self, question: str | None = None) -> bool:
+        """Return True if a rank has asked; if ``question`` is given, that question."""
         with contextlib.suppress(TimeoutError, RuntimeError):
-            return bool(with_timeout(_STORE, lambda: self._store.check([_ASK])))
+            if with_timeout(_STORE, lambda: self._store.check([_ASK])):
+                return question is None or self._store.get(_ASK).decode() == question
         return False
 
-    def _verdict(self, grid: WatchedGrid, waits: bool | None) -> str | None:
-        """Publish the line that this rank executes, read the lines of the others, and report the rank that hangs.
+    def _verdict(self, grid: WatchedGrid, waits: bool | None, question: str = _HANG) -> str | None:
+        """Publish the line that this rank executes, read the lines of the others, and report the rank to blame.
 
         Args:
             grid: the grid of the ranks.
             waits: True if this rank is known to wait for another; None: look at the line that it executes.
+            question: asked if no rank has asked before.
 
         Returns:
             The message of the first rank that reported a failure, or None.
         """
-        if not self._said:
-            self._said = True
-            activity = grid.activity
-            found, where = self._where()
-            waiting = found if waits is None else waits
-            doing = "between two calls of the engine" if activity.what is None else f"at {activity.what}"
-            seconds = time.perf_counter() - activity.since
-            text = f"{doing} for {seconds:.0f} s, {'waiting, ' if waiting else ''}in {where}"
+        answers, self._said = not self._said, True
+        activity = grid.activity
+        found, where = self._where()
+        waiting = found if waits is None else waits
+        doing = "between two calls of the engine" if activity.what is None else f"at {activity.what}"
+        seconds = time.perf_counter() - activity.since
+        text = f"{doing} for {seconds:.0f} s, {'waiting, ' if waiting else ''}in {where}"
+        if answers and question == _HANG and not self._asked(_LOST):
             print(f"{grid.describe()} stands {text}", file=sys.stderr, flush=True)
-            with contextlib.suppress(TimeoutError, RuntimeError):
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            if answers:
                 answer = json.dumps([waiting, text])
                 with_timeout(_STORE, lambda: self._store.set(f"{_STAND}/{self._me}", answer))
-                with_timeout(_STORE, lambda: self._store.set(_ASK, "1"))
-        with contextlib.suppress(TimeoutError, RuntimeError):
+            asked = with_timeout(_STORE, lambda: self._store.compare_set(_ASK, "", question)).decode()
             stands = self._hear(grid.size)
             guilty = [(rank, text) for rank, (waiting, text) in stands.items() if not waiting]
             silent = [rank for rank in range(grid.size) if rank not in stands]
+            names = ", ".join(map(grid.describe, silent[:4]))
             told = "; ".join(f"{grid.describe(rank)} is {text}" for rank, (_, text) in list(stands.items())[:8])
-            if guilty:
+            if asked == _LOST:
+                if not silent:
+                    return grid.reported_failure()
+                message = f"{names} {GONE}"
+            elif guilty:
                 message = "; ".join(f"{grid.describe(rank)} hangs: it is {text}" for rank, text in guilty[:4])
                 message += (
                     f"; the time limit of {self._limit:g} s has expired: if it is only slow, give "
                     "triax.Grid(timeout=...) more seconds"
                 )
             elif silent:
-                names = ", ".join(map(grid.describe, silent[:4]))
                 message = f"{names} does not answer: it was stopped, or its host is gone; {told}"
             else:
                 message = f"every rank waits for another: {told}"
