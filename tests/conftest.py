@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# A machine that is busy makes no example wrong.
+settings.register_profile("triax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("triax")
 # torchrun asks for this machine's address by its own name, and waits for minutes where nothing knows that name, as on
 # machines that were made for one run of tests. This is `torchrun --local-addr`.
 os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")

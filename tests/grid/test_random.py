@@ -72,7 +72,7 @@ def draw(layout: Layout, rank: int, size: int, init: Distribution, dtype: torch.
     return part
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from([(7,), (9, 5), (300, 500), (40, 3, 700), (3, 70000)]),  # also over the blocks' borders
     st.data(),

@@ -18,7 +18,7 @@ from triax.grid.topology import Topology
 from triax.launcher.launch import cores, launch
 from triax.launcher.worker import lost_peer
 
-from processes import TRIAX, is_alive, last_line, started
+from processes import TRIAX, is_alive, last_line, slowdown, started
 
 GRID = """
 import os, signal, sys, time
@@ -48,7 +48,7 @@ def run(ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callab
         options = {"topology": Topology(pipe=2), "logs": tmp_path / "logs", **options}
         start = time.monotonic()
         code = launch(script, *args, ranks=2, **options)
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 30 * slowdown()
         return code, *capfd.readouterr()
 
     return go
@@ -198,7 +198,7 @@ def test_exit_codes_of_a_rank_and_the_end_of_what_it_started(run: Any, tmp_path:
 
 def end_of(pids: list[int], limit: float = 10) -> None:
     """Wait for the end of processes."""
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + limit * slowdown()
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
@@ -235,7 +235,7 @@ def test_ranks_save_after_a_signal_to_every_process(number: signal.Signals, tmp_
         assert program.stdout is not None and program.stderr is not None
         assert [program.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         os.killpg(program.pid, number)
-        assert program.wait(20) == 128 + number
+        assert program.wait(20 * slowdown()) == 128 + number
         assert [program.stdout.readline() for _ in range(2)] == ["saved\n"] * 2
         assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
 
@@ -270,9 +270,9 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
         pids, theirs = [int(line[0]) for line in lines], [int(pid) for line in lines for pid in line[1:]]
         os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
         if number == signal.SIGKILL:  # the launcher can say nothing, and do nothing
-            assert program.wait(20) == -number
+            assert program.wait(20 * slowdown()) == -number
         else:
-            assert program.wait(20) == 128 + number
+            assert program.wait(20 * slowdown()) == 128 + number
             assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
         end_of(pids, 10 if number == signal.SIGKILL else 0)
         end_of(theirs)

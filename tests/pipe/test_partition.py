@@ -28,7 +28,7 @@ def test_uniform(layers: int, parts: int, cuts: list[int]) -> None:
     assert uniform(layers, parts) == cuts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_balanced_is_optimal_and_leaves_no_stage_empty(data: st.DataObject) -> None:
     weight = st.one_of(st.integers(0, 20), st.floats(0, 1e6, allow_nan=False))

@@ -89,7 +89,7 @@ def test_no_order_beats_the_lower_bound(pipe: int) -> None:
         assert bound > 0.8 * makespan and (number or bound == pytest.approx(makespan))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     st.integers(1, 4), st.integers(1, 8), costs, st.sampled_from([1, 1.5, 2, 3, None]), st.sampled_from([1, 2, None])
 )

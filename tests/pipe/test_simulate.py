@@ -52,7 +52,7 @@ def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
     return known
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(schedules(), cost, cost, cost, cost)
 def test_every_op_runs_when_an_independent_simulator_says(
     schedule: Schedule, f: float, i: float, w: float, comm: float
@@ -70,7 +70,7 @@ def test_every_op_runs_when_an_independent_simulator_says(
         assert result.bubble == pytest.approx(1 - busiest / result.makespan, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(schedules())
 def test_an_activation_is_held_from_the_start_of_its_forward_to_its_last_backward(schedule: Schedule) -> None:
     if schedule.name == "forward":
@@ -92,7 +92,7 @@ def test_an_activation_is_held_from_the_start_of_its_forward_to_its_last_backwar
         assert most == peak / schedule.chunks
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(schedules(), cost, cost, cost, cost)
 def test_gathered_weights_cost_what_an_independent_simulator_says(
     schedule: Schedule, f: float, i: float, w: float, gather: float

@@ -19,7 +19,7 @@ from triax.pipe.schedules.choose import make_schedule
 
 from schedule_strategies import schedules
 
-SEVERAL = settings(max_examples=150, deadline=None, derandomize=True)
+SEVERAL = settings(max_examples=150, derandomize=True)
 
 
 @st.composite

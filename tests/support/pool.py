@@ -40,6 +40,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from processes import slowdown
+
 SIZE = 8
 GRACE = 2.0  # seconds that the others get after the first failure, to fail on their own
 
@@ -230,6 +232,7 @@ class Pool:
             args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
         import pool_worker
 
+        timeout *= slowdown()
         module, qualname = self._address(fn)
         self.jobs += 1
         job = {

@@ -22,7 +22,7 @@ from toys import random_pair
 WIDTH = 6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_plan_places_everything_once(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=20))
