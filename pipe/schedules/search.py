@@ -4,10 +4,11 @@
     >>> print(found.summary())
     auto: makespan 23.47, bubble 7.63 %, 0.00 % above the lower bound; zb-v took 23.68
 
-The search starts from the named schedules that fit, so it is never worse than the best of them, and from steady states
-that it finds for these costs and this memory (steady.py). It improves the two best by simulated annealing
-(annealing.py). Long schedules are improved at their ends: a steady state is cut out of the middle, the rest is
-annealed, and the steady state is put back.
+The search starts from the named schedules that fit, so it is never worse than the best of them, and improves the two
+best by simulated annealing (annealing.py). If that misses the lower bound, it improves the two best of all starts, to
+which steady states for these costs and this memory belong (steady.py), by less work each. Annealing is luck: less work
+on one start may find more, so neither round takes the place of the other. Long schedules are improved at their ends: a
+steady state is cut out of the middle, the rest is annealed, and the steady state is put back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .steady import search_steady_state
 from .v_shaped import PATTERNS, squeezed_variants
 
 PATIENCE = 0.5
-EFFORT = 6_000_000  # codes to decode: about five seconds
+EFFORT = 8_000_000  # codes to decode for the named schedules: about ten seconds
+# Shares of it for the best start and the second best: of the named schedules, and of all starts.
+NAMED, ALL, STEADY = (0.6, 0.4), (0.375, 0.3), 0.075
 ALONE = "one at a time"  # name of the schedule that always fits
 Start = tuple[float, Problem, Schedule]
 
@@ -78,7 +81,7 @@ def find_schedule(
         memory: activations that a rank may hold, in microbatches through 1/pipe of the model: one limit, or one for
             each rank; None: no limit.
         chunks: stages per rank; None: 1 or 2, whichever is faster.
-        effort: scales the work; 1 takes about five seconds.
+        effort: scales the work; 1 takes ten seconds, and up to ten more if the first round misses the lower bound.
         seed: seed of the search.
     """
     costs = costs or Costs()
@@ -89,21 +92,27 @@ def find_schedule(
             problem = Problem(schedule.placement, pipe, microbatches, costs, limits)
             starts.append((simulate(schedule, costs).makespan, problem, schedule))
     named_makespan, _, named = min(starts, key=lambda start: start[0])
+    best_makespan, best = named_makespan, named
     bound = min(problem.lower_bound() for _, problem, _ in starts)
+    every = list(starts)
     if named_makespan > bound * (1 + 1e-12):
-        starts += _steady_states(starts, int(EFFORT * effort * 0.1), random.Random(seed))
-    starts.sort(key=lambda start: start[0])
-    best_makespan, _, best = starts[0]
-    # the two best starts; a second one far behind the first is not worth its share
-    second = 1 if len(starts) > 1 and starts[1][0] < 1.1 * best_makespan else 0
-    for k, (at, share) in enumerate(((0, 0.5), (second, 0.4))):
-        if best_makespan <= bound * (1 + 1e-12):  # as on one rank, where every order is the fastest
-            break
-        _, problem, start = starts[at]
-        improved = _improve(problem, start, int(EFFORT * effort * share), random.Random(seed + k))
-        makespan = simulate(improved, costs).makespan
-        if makespan < best_makespan:
-            best, best_makespan = improved, makespan
+        every += _steady_states(starts, int(EFFORT * effort * STEADY), random.Random(seed))
+    fastest = min(every, key=lambda start: start[0])
+    if fastest[0] < best_makespan:
+        best_makespan, _, best = fastest
+    for candidates, shares in ((starts, NAMED), (every, ALL)):
+        candidates.sort(key=lambda start: start[0])
+        # a second start far behind the first is not worth its share, nor a named one far behind a steady state
+        second = 1 if len(candidates) > 1 and candidates[1][0] < 1.1 * candidates[0][0] else 0
+        for k, (at, share) in enumerate(zip((0, second), shares, strict=True)):
+            makespan, problem, start = candidates[at]
+            # as on one rank, where every order is the fastest
+            if best_makespan <= bound * (1 + 1e-12) or makespan > 2 * fastest[0]:
+                break
+            improved = _improve(problem, start, int(EFFORT * effort * share), random.Random(seed + k))
+            makespan = simulate(improved, costs).makespan
+            if makespan < best_makespan:
+                best, best_makespan = improved, makespan
     return Found(
         "auto",
         pipe,

@@ -35,6 +35,25 @@ def test_as_good_as_a_constraint_solver_given_minutes(memory: int, solver: float
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("pipe", "microbatches", "costs", "memory", "makespan"),
+    [
+        (8, 16, MEASURED, 8, 47.539),  # more work on the best named schedule finds it
+        (8, 32, MEASURED, 8, 90.899),
+        (8, 8, MEASURED, 8, 26.081),  # less work does
+        (8, 16, MEASURED, 5, 54.495),  # a steady state is it
+        (6, 24, Costs(1, 1.3, 0.7, 0.1), 4, 82.9),
+    ],
+)
+def test_the_search_finds_what_earlier_ones_found(
+    pipe: int, microbatches: int, costs: Costs, memory: float, makespan: float
+) -> None:
+    found = find_schedule(pipe, microbatches, costs, memory)
+    verify(found, memory)
+    assert found.makespan <= makespan + 1e-6
+
+
+@pytest.mark.exhaustive
 def test_long_schedules_are_improved_at_their_ends() -> None:
     found = find_schedule(8, 64, MEASURED, 8, chunks=2)
     verify(found, 8)
