@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import importlib
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from ..grid.environment import read_environment
-from ..grid.errors import ConfigError, to_install
+from ..grid.errors import ConfigError
+from ..grid.json_object import read_object
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error
@@ -147,6 +147,11 @@ def generate_on_rank(options: GenerateOptions) -> None:
 
 def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
     ids = text.encode(options.prompt)
+    if engine.vocab_size and max(ids, default=0) >= engine.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {options.folder} makes the token {max(ids)}, but the model has {engine.vocab_size}. "
+            "Copy the model's own tokenizer there."
+        )
     new = options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
     begin, speaks = time.perf_counter(), engine.grid.rank == 0
     ends = [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
@@ -225,13 +230,14 @@ def family(folder: Path) -> Any:
     Raises:
         ConfigError: no installed package has the family.
     """
-    model_type = _read(folder / "config.json").get("model_type")
+    model_type = read_object(folder / "config.json").get("model_type")
     known = entry_points(group=_MODELS)
-    if model_type not in known.names:
+    if not isinstance(model_type, str) or model_type not in known.names:
         names = ", ".join(sorted(known.names)) or "none (install triax again with pip install -e .)"
+        entry = f'[project.entry-points."{_MODELS}"] {model_type!s:.60} = "package.module:function"'
         raise ConfigError(
-            f"{folder / 'config.json'} has model_type {model_type!r}, but the installed ones are {names}. A package "
-            f'adds one with the entry point [project.entry-points."{_MODELS}"] {model_type} = "package.module:function"'
+            f"{folder / 'config.json'} has model_type {model_type!r:.60}, but the installed ones are {names}. A "
+            f"package adds one with the entry point {entry}"
         )
     return known[model_type].load()
 
@@ -277,17 +283,16 @@ class TokenizerText:
     """Text conversion with the Hugging Face tokenizer in the model's folder."""
 
     def __init__(self, folder: Path, ends: Iterable[int]) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ValueError(f"{folder} has a tokenizer. It needs transformers. Type {to_install('hf')}") from error
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        from ..data.tokenizer import load_transformers, within_limit  # needs numpy
+
+        self.tokenizer: Any = load_transformers(folder)
+        self._make = lambda prompt: within_limit(folder, lambda: self.tokenizer(prompt))["input_ids"]
         self.ends = list(ends)
         self._ids: list[int] = []
         self._shown = ""
 
     def encode(self, prompt: str) -> list[int]:
-        self._ids = list(self.tokenizer(prompt)["input_ids"])
+        self._ids = list(self._make(prompt))
         self._shown = self._text()
         return list(self._ids)
 
@@ -312,10 +317,13 @@ def open_text(folder: Path) -> Text:
     Raises:
         ValueError: there is no tokenizer, and the vocabulary does not have 256 entries.
     """
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     further = folder / "generation_config.json"
-    eos = (_read(further) if further.is_file() else config).get("eos_token_id")
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    eos = (read_object(further) if further.is_file() else config).get("eos_token_id")
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    if not isinstance(ends, list) or not all(type(token) is int for token in ends):
+        file = further if further.is_file() else folder / "config.json"
+        raise ConfigError(f"{file}: eos_token_id is {eos!r:.60}, but must be a whole number or a list of them.")
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return TokenizerText(folder, ends)
     if config.get("vocab_size") == 256:
@@ -324,11 +332,3 @@ def open_text(folder: Path) -> Text:
         f"{folder} has no tokenizer.json, and its vocabulary has {config.get('vocab_size')} entries. Only a vocabulary "
         "of the 256 bytes needs no tokenizer. Copy the model's tokenizer files there."
     )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    return found

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..grid.errors import ConfigError, to_install
+from ..grid.json_object import read_object
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts
+
+T = TypeVar("T")
 
 BYTES = "bytes"
 END = "<|endoftext|>"  # of the tokenizers that are trained here
@@ -119,10 +124,15 @@ def load_transformers(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(f"{folder} needs transformers. Type {to_install('hf')}") from error
+    _check_files(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises errors of any type
-        raise ConfigError(f"{folder} has no tokenizer that transformers can load: {_one_line(error)}") from error
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except BaseException as error:  # transformers raises errors of any type
+        raise _unreadable(f"{folder} has no tokenizer that transformers can load", error) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is not None:
+        within_limit(folder, lambda: backend.encode_batch([_PROBE]))
+    return loaded
 
 
 def train_tokenizer(
@@ -183,7 +193,8 @@ def _bytes() -> TextTokenizer:
 
 def _folder(folder: Path) -> TextTokenizer:
     """Open a folder's tokenizer: by ``tokenizers`` alone if transformers would change nothing, else as it loads it."""
-    file, config = folder / "tokenizer.json", _read_json(folder / "tokenizer_config.json")
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    config = read_object(settings) if settings.is_file() else {}
     maps = [folder / name for name in ("special_tokens_map.json", "added_tokens.json")]
     generic = config.get("tokenizer_class", _GENERIC[0]) in _GENERIC and config.keys() <= _HARMLESS
     if file.is_file() and generic and not any(path.exists() for path in maps):
@@ -206,10 +217,12 @@ def _folder(folder: Path) -> TextTokenizer:
 
 def _file(file: Path, name: str, end: Any) -> TextTokenizer:
     tokenizers = _import_tokenizers(name)
+    _check_patterns(file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise ConfigError(f"{file} is not a tokenizer of the package tokenizers: {_one_line(error)}") from error
+    except BaseException as error:  # tokenizers raises plain Exceptions
+        raise _unreadable(f"{file} is not a tokenizer of the package tokenizers", error) from error
+    within_limit(file, lambda: tokenizer.encode_batch([_PROBE]))
     number = tokenizer.token_to_id(end) if isinstance(end, str) else None
     return _from_tokenizers(tokenizer, name, number)
 
@@ -219,7 +232,8 @@ def _from_tokenizers(tokenizer: Any, name: str, end: int | None) -> TextTokenize
     tokenizer.no_padding()
 
     def encode(texts: list[str]) -> list[Any]:
-        return [each.ids for each in tokenizer.encode_batch_fast(texts)]
+        seconds = 60.0 + sum(map(len, texts)) / 10_000
+        return [each.ids for each in within_limit(name, lambda: tokenizer.encode_batch_fast(texts), seconds)]
 
     def plain(text: str) -> Any:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -242,13 +256,87 @@ def _import_tokenizers(name: str) -> Any:
     return tokenizers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _unreadable(what: str, error: BaseException) -> BaseException:
+    """Return the error to raise for one of a foreign library: of any type, also a panic of Rust, but no interrupt."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    return ConfigError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def within_limit(name: Path, call: Callable[[], T], seconds: float = 60.0) -> T:
+    """Return the result of a call of a tokenizer, if it comes within a time that no fair tokenizer needs.
+
+    A pattern may need centuries for a line of text. The call runs in a thread, which nothing can end before the
+    process ends; tokenizers releases the interpreter meanwhile.
+
+    Raises:
+        ConfigError: the call fails, or the time is over.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # raised by the thread that waits
+            failed.append(error)
+
+    thread = Thread(target=run, name="tokenizer", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise _unreadable(f"{name} fails on a text", failed[0])
+    if not found:
+        raise ConfigError(
+            f"{name} needs more than {seconds:g} s for a line of text: a pattern of its tokenizer is bad."
+        )
+    return found[0]
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ConfigError if a JSON file of a tokenizer's folder is damaged, or has a pattern that would not end."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "config.json"):
+        if (folder / name).is_file():
+            read_object(folder / name)
+    if (folder / "tokenizer.json").is_file():
+        _check_patterns(folder / "tokenizer.json")
+
+
+def _check_patterns(file: Path) -> None:
+    """Raise ConfigError if a regular expression of a tokenizer.json repeats a group without limit that itself repeats.
+
+    The time that such an expression needs doubles with each character of a text that it does not match.
+    """
+    left: list[Any] = [read_object(file)]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            pattern = value.get("Regex")
+            if isinstance(pattern, str) and _nested(pattern):
+                raise ConfigError(
+                    f"{file} has the pattern {pattern[:60]!r}, which repeats a group that itself repeats. Such a "
+                    "pattern may need centuries for a line of text."
+                )
+            left += value.values()
+        elif isinstance(value, list) and not (value and isinstance(value[0], str)):  # merges are long lists of text
+            left += value
+
+
+def _nested(pattern: str) -> bool:
+    """Return True if a group that has a repetition without limit (``*``, ``+``, ``{2,}``) is repeated so, too."""
+    plain = re.sub(r"\\.|\[(?:\\.|\[:\w+:\]|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)  # no escapes, no classes
+    repeats, depth = [False], 0
+    for place, character in enumerate(plain):
+        if character == "(":
+            depth += 1
+            repeats.append(False)
+        unlimited = bool(re.match(r"[*+]|\{\d*,\}|\{\d*,?\d{4,}\}", plain[place:]))
+        if character == ")" and depth:
+            inside = repeats.pop()
+            depth -= 1
+            if inside and re.match(r"[*+]|\{\d*,\d*\}|\{\d{2,}\}", plain[place + 1 :]):
+                return True
+            repeats[-1] = repeats[-1] or inside
+        elif unlimited and not (place and plain[place - 1] in "*+?}("):
+            repeats[-1] = True
+    return False

@@ -197,7 +197,7 @@ def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer.json, and its vocabulary has 300 entries"):
         open_text(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config.json is not JSON"):
+    with pytest.raises(ConfigError, match=r"config.json is damaged: it is not JSON in line"):
         family(tmp_path)
     with pytest.raises(ConfigError, match=r"has neither config.json nor model/config.json"):
         find_model(tmp_path.parent)
