@@ -9,7 +9,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from .nest import map_tensors
+from .nest import map_tensors, tensors_of
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -23,9 +23,7 @@ def mark(value: Any, action: Callable[[], None], exact: bool = False) -> Any:
             that made the tensors.
         exact: do not look inside subclasses of tuple, list and dict, as in ``map_tensors``.
     """
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, value, exact)
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    wanted = [tensor for tensor in tensors_of(value, exact) if tensor.requires_grad]
     if not wanted:
         return value
     marked = dict(zip(map(id, wanted), _Mark.apply(action, *wanted), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, exact: bool = Fal
         function: called with each tensor, in order.
         value: the nest.
         exact: do not look inside objects of subclasses of tuple, list and dict (a model's outputs, a KV cache), except
-            named tuples. If False, their tensors are replaced too, and a dict of a subclass becomes a plain dict.
+            named tuples. If False, the tensors of a copy of them are replaced too.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -30,9 +31,26 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, exact: bool = Fal
             return value
         items = [map_tensors(function, item, exact) for item in value]
         return type(value)(*items) if named else type(value)(items)
-    if type(value) is dict or (isinstance(value, dict) and not exact):
+    if type(value) is dict:
         return {key: map_tensors(function, item, exact) for key, item in value.items()}
+    if isinstance(value, dict) and not exact:
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item, exact)
+        return mapped
     return value
+
+
+def tensors_of(value: Any, exact: bool = False) -> list[Tensor]:
+    """Return the tensors of a nest, in the order of ``map_tensors``."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor  # some classes, such as PackedSequence, are made of nothing else
+
+    map_tensors(collect, value, exact)
+    return found
 
 
 def visit_tensors(function: Callable[[Tensor], object], value: Any) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .autograd import backward_task
 from .comm.axis import Axis
 from .layout import Layout, set_layout
-from .nest import map_tensors
+from .nest import tensors_of
 from .uncompiled import uncompiled
 
 # Weights are drawn in blocks of rows, whose size depends on the whole shape only, never on the shard.
@@ -189,9 +189,7 @@ class DropoutState:
             def enter(_: object) -> None:
                 self._recomputed = backward_task(), step
 
-            tensors: list[Tensor] = []
-            map_tensors(tensors.append, value)
-            for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
+            for node in {tensor.grad_fn for tensor in tensors_of(value) if tensor.grad_fn is not None}:
                 node.register_prehook(enter)
         return value
 
@@ -306,8 +304,7 @@ def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int)
         first: index of the microbatch's first sample in the global batch.
         step: number of the step.
     """
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, inputs)
+    tensors = tensors_of(inputs)
     state.step = step
     state.samples = range(first, first + tensors[0].shape[0]) if tensors and tensors[0].dim() else None
 

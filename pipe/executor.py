@@ -173,6 +173,7 @@ class Executor:
         self.loss_scale = 1.0
         self.marks: list[OpMarks] = []
         self.origin: Mark = 0.0
+        self._checked: set[tuple[int, Hashable]] = set()  # stages and kinds of microbatches that have run
         self._ready = _do_nothing  # called when an op has its inputs
         self.held: dict[tuple[int, int], _SavedForBackward] = {}
         self.peak = 0
@@ -196,6 +197,7 @@ class Executor:
         """Drop the cached schemas of messages on both ends, because they may change, e.g. if layers were frozen."""
         for channel in self._channels:
             channel.schemas.clear()
+        self._checked.clear()
 
     def abandon(self) -> None:
         """After a failure: drop every message, so that the connections to the other ranks can close."""
@@ -275,7 +277,12 @@ class Executor:
         self._module.dropout_state.samples = microbatch.samples
         deferred = Deferred() if self._splits else None
         with SplitBackward(deferred) if deferred is not None else nullcontext():
+            # Values between layers of one stage are checked too, for grids that cut the list there.
+            checked = stage, self._kind(index)
+            self._module.check_hook = None if checked in self._checked else flatten
             value = self._module.run_stage(stage, value)
+            self._module.check_hook = None
+            self._checked.add(checked)
             if stage < self._last_stage:
                 if self._training:
                     value = joined(value)

@@ -106,7 +106,7 @@ class MicrobatchFeed:
                     "iterator return pairs"
                 )
             try:
-                tensors, schema = flatten(item[0])
+                tensors, schema = flatten(item[0], sent=False)
             except TypeError as error:
                 raise _BadData(f"the inputs of microbatch {index}: {error}") from error
             pairs.append((item[0], item[1]))
@@ -215,7 +215,7 @@ def require_equal_shapes(grid: Grid, inputs: Any) -> None:
 def shapes(value: Any) -> str:
     """Return the shapes and dtypes of a nest of tensors as text; for another object, its type."""
     try:
-        return str(flatten(value)[1])
+        return str(flatten(value, sent=False)[1])
     except TypeError:
         return f"a {type(value).__name__}"
 

@@ -112,6 +112,7 @@ class PipelineModule(nn.Module):
         auxiliary: state of the auxiliary losses, which the layers share with the engine.
         run_hook: if set, layers are called as ``run_hook(stage, layer, call, x)`` instead of ``call(x)``. ZeRO-3
             gathers weights there.
+        check_hook: if set, called with each value that passes from one layer to the next.
         prefetch_hook: if set, called with the layers that a recomputation will run. ZeRO-3 starts to gather them.
         training_started: set by the engine, whose optimizer changes weights without their version counters.
 
@@ -174,6 +175,7 @@ class PipelineModule(nn.Module):
         # Set by the engine.
         self.run_hook: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
         self.prefetch_hook: Callable[[Sequence[int]], None] | None = None
+        self.check_hook: Callable[[Any], object] | None = None
         self.training_started = False
         # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
@@ -258,8 +260,10 @@ class PipelineModule(nn.Module):
 
     def _run_layers(self, stage: int, start: int, stop: int, x: Any) -> Any:
         """Run the layers ``start`` to ``stop`` of a stage."""
-        layers, hook = self.layers, self.run_hook
-        for index, key, function in self._calls[stage][start:stop]:
+        layers, hook, check = self.layers, self.run_hook, self.check_hook
+        for number, (index, key, function) in enumerate(self._calls[stage][start:stop], start):
+            if check is not None and (stage or number):
+                check(x)
             call = function
             try:
                 if key is None:
