@@ -293,12 +293,17 @@ class Grid:
         try:
             return with_timeout(_STORE, lambda: request(store))
         except (RuntimeError, TimeoutError):
-            environment = read_environment()
-            server = "the process that serves the store of all ranks"
-            if environment is not None:
-                server = "the launcher" if environment.agent_store else self.describe(0)
-            self._store_lost = f"{server} {GONE}"
+            self._lose_store()
             return None
+
+    def _lose_store(self) -> str:
+        """Record that the store does not answer; return a message that names the process that serves it."""
+        environment = read_environment()
+        server = "the process that serves the store of all ranks"
+        if environment is not None:
+            server = "the launcher" if environment.agent_store else self.describe(0)
+        self._store_lost = f"{server} {GONE}"
+        return self._store_lost
 
     def start_hang_watch(self) -> None:
         """Start the thread that reports what this rank executes when another rank has waited for too long."""
@@ -376,7 +381,10 @@ class Grid:
     def barrier_name(self) -> str:
         """Return a new name for ``store_barrier``, equal on all ranks if they ask in the same order."""
         if not self._number and self._store is not None:
-            self._number = self._store.add(f"triax/grids/{self.rank}", 1)  # several grids may share a store
+            # Several grids may share a store.
+            self._number = self._ask_store(lambda store: store.add(f"triax/grids/{self.rank}", 1))
+            if self._number is None:
+                raise RuntimeError(self._store_lost)
         self._barriers += 1
         return f"triax/barriers/{self._number}/{self._barriers}"
 
@@ -394,11 +402,20 @@ class Grid:
             name: name of this barrier, from ``barrier_name``.
             text: the text that this rank sends.
             seconds: time limit.
+
+        Raises:
+            RuntimeError: the store does not answer.
         """
-        if self._store is None:
+        store, me, failed = self._store, self.rank, self.reported_failure
+        if store is None:
             return [text] * self.size
-        failed = self.reported_failure
-        return store_barrier(self._store, name, self.rank, self.size, text, seconds, lambda: failed() is not None)
+        try:  # torch's store has no time limit of its own
+            return with_timeout(
+                seconds + _STORE,
+                lambda: store_barrier(store, name, me, self.size, text, seconds, lambda: failed() is not None),
+            )
+        except TimeoutError:
+            raise RuntimeError(self._lose_store()) from None
 
     def close(self) -> None:
         """Leave the process group. Called at exit if the grid initialized it, and when a step fails.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from .hang_watch import with_timeout
+
+_LIMIT = 5.0  # seconds in which the store must answer
+
 
 class Mailbox:
     """Texts for rank 0.
@@ -21,8 +25,12 @@ class Mailbox:
     def post(self, text: str) -> None:
         """Send a text to rank 0."""
         if self._store is not None:
-            number = self._store.add(f"{self._name}/posted", 1)
-            self._store.set(f"{self._name}/{number}", text)
+            with contextlib.suppress(RuntimeError, TimeoutError):  # as in ``read``; or it was stopped
+                with_timeout(_LIMIT, lambda: self._post(text))
+
+    def _post(self, text: str) -> None:
+        number = self._store.add(f"{self._name}/posted", 1)
+        self._store.set(f"{self._name}/{number}", text)
 
     def read(self) -> list[str]:
         """Return the texts that have arrived, in the order in which they were posted, and remove them."""

@@ -141,12 +141,12 @@ def test_a_rank_that_does_not_answer_is_named(launched: Any, kind: str, what: st
     assert f"because {NAME[kind]} {said}" in outcome.line
 
 
-def left_alone(folder: str, guilty: int, stopped: bool) -> tuple[str, str | None]:
+def left_alone(folder: str, guilty: int, stopped: bool, saves: bool) -> tuple[str, str | None]:
     """Train on replicas, of which one stops or leaves after two steps; return this rank's name and its error.
 
-    Rank 0 serves the store, as under mpirun and srun.
+    Rank 0 serves the store, as under mpirun and srun. ``saves``: the others save a checkpoint then.
     """
-    engine = made(Grid(timeout=3), Wide, "module")
+    engine = made(Grid(timeout=3), Wide, "module", checkpoint={"patience": 1})
     pids, me, data = Path(folder, "pids"), engine.grid.rank, batches()
     for _ in range(2):
         step(engine, data)
@@ -160,7 +160,7 @@ def left_alone(folder: str, guilty: int, stopped: bool) -> tuple[str, str | None
         return engine.grid.describe(), None
     try:
         for _ in range(50):
-            step(engine, data)
+            engine.save_checkpoint(folder) if saves else step(engine, data)
     except RuntimeError as error:
         return engine.grid.describe(), str(error)
     finally:
@@ -169,15 +169,16 @@ def left_alone(folder: str, guilty: int, stopped: bool) -> tuple[str, str | None
     return engine.grid.describe(), "no error"
 
 
-@pytest.mark.parametrize(("guilty", "stopped"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("guilty", "stopped", "saves"), [(0, True, False), (0, True, True), (1, False, False)])
 def test_the_rank_that_is_gone_is_named_and_not_the_one_that_misses_it(
-    ranks: Any, tmp_path: Path, guilty: int, stopped: bool
+    ranks: Any, tmp_path: Path, guilty: int, stopped: bool, saves: bool
 ) -> None:
     size = 2 if stopped else 3
-    said = ranks(size, left_alone, str(tmp_path), guilty, stopped, init_group=False, timeout=60)
-    gone = f"because {said[guilty][0]} does not answer: it has ended, was killed or was stopped, or its host is gone"
+    said = ranks(size, left_alone, str(tmp_path), guilty, stopped, saves, init_group=False, timeout=60)
+    how = "failed at" if saves else "stopped at"
+    gone = f" {said[guilty][0]} does not answer: it has ended, was killed or was stopped, or its host is gone"
     for rank, (name, error) in enumerate(said):
-        assert rank == guilty or (error.startswith(f"{name} stopped at ") and gone in error), error
+        assert rank == guilty or (error.startswith(f"{name} {how} ") and gone in error), error
 
 
 def test_a_call_has_a_limit() -> None:

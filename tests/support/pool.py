@@ -43,6 +43,7 @@ from typing import Any, Literal, TypeVar
 from processes import slowdown
 
 SIZE = 8
+LONGEST = 240.0  # seconds of a job on a busy machine, less than pytest's limit of a test
 GRACE = 2.0  # seconds that the others get after the first failure, to fail on their own
 
 T = TypeVar("T")
@@ -232,7 +233,7 @@ class Pool:
             args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
         import pool_worker
 
-        timeout *= slowdown()
+        timeout = max(timeout, min(timeout * slowdown(), LONGEST))
         module, qualname = self._address(fn)
         self.jobs += 1
         job = {
