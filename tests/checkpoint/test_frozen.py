@@ -31,7 +31,7 @@ def layers() -> list[nn.Module]:
 
 def batch(step: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    return [tuple(pair) for pair in torch.randn(MICRO, 2, 3, WIDTH, generator=generator, dtype=torch.float64)]  # type: ignore[misc]
+    return [tuple(pair) for pair in torch.randn(MICRO, 2, 3, WIDTH, generator=generator, dtype=torch.float64)]
 
 
 def made(grid: Grid, stage: int, optimizer: dict[str, Any], frozen: bool, plain: bool) -> Any:

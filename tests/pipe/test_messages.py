@@ -169,7 +169,7 @@ def test_a_refusal_is_the_same_on_two_ranks(ranks: Any) -> None:
 
 def test_inputs_and_labels_stay_what_they_are() -> None:
     x = torch.ones(2)
-    default = defaultdict(list, x=x)
+    default: dict[str, Any] = defaultdict(list, {"x": x})
     for value in (
         Pair(x, None),
         BaseModelOutput(last_hidden_state=x),
