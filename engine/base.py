@@ -488,7 +488,7 @@ class Engine:
         Every rank calls this, between two steps.
 
         Raises:
-            ConfigError: on every rank, if the file's folder cannot be made.
+            ConfigError: on every rank, if ``file`` is no path, or its folder cannot be made.
         """
         self.observer.record_trace(file)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..grid import Grid
 from ..grid.agreement import agreed
+from ..grid.checks import check_path
 from ..grid.comm.clock import Clock, Mark
 from ..grid.errors import ConfigError
 from ..grid.records import Records
@@ -94,6 +95,8 @@ class StepObserver:
 
     def record_trace(self, file: str | Path) -> None:
         """Trace the next step into a file; ``Engine.record_trace``."""
+        with agreed(self._grid, ConfigError):
+            check_path("record_trace", file=file)
         self.trace = require_writable(Path(file), "the timeline", self._grid)
         self._active = True
         self._prepare()

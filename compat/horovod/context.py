@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ...grid import Axis, Grid
+from ...grid.checks import check_path
 from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...grid.environment import local_place
 from ...grid.records import Records
@@ -186,9 +187,11 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     ``triax run --timeline FILE`` records a whole run, also one that fails.
 
     Raises:
-        ValueError: a timeline is being recorded already, or ``mark_cycles`` is set: triax has no cycles.
+        ValueError: a timeline is being recorded already, ``mark_cycles`` is set (triax has no cycles), or
+            ``file_path`` is no path.
     """
     hvd = context()
+    check_path("start_timeline", file_path=file_path)
     if mark_cycles:
         raise ValueError("mark_cycles=True: triax has no cycles, collectives start when they are called: leave it out")
     if hvd.grid.observer(TimelineRecorder) is not None:
