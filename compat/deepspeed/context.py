@@ -177,7 +177,6 @@ def initialize(
                 grid = CONTEXT.grid_of(model, asked_size(tensor)) or Grid(tensor=asked_size(tensor))
             check_grid(grid, checked)
             shard(model, grid, tensor)
-            CONTEXT.keep_grid(grid, model)
         stages = checked.pipeline.stages or 1
         if stages > 1 and isinstance(model, PipelineModule) and model.grid_is_default:
             model, model_parameters = on_grid(model, Grid(pipe=stages), model_parameters)
