@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 # Values that hold no tensors.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -25,6 +26,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, exact: bool = Fal
     """
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, PackedSequence):
+        data, sizes, *indices = value  # the sizes stay on the CPU
+        return PackedSequence(function(data), sizes, *map_tensors(function, indices))
     if isinstance(value, (tuple, list)):
         named = hasattr(value, "_fields")
         if exact and not named and type(value) not in (tuple, list):

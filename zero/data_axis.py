@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..grid import Axis, layout_of
+from ..grid import Axis
 from ..grid.grid import Grid
 from .bucket import Bucket
 from .bucketing import make_buckets
@@ -26,6 +26,7 @@ from .optimizer import RangeStepper
 from .options import ZeroOptions
 from .parameters import ParameterGatherer, gather_axes
 from .protocols import MakeOptimizer
+from .released_parameter import pickle_error
 
 _ATTRIBUTE = "triax_data_axis"
 
@@ -293,11 +294,7 @@ class _Link(weakref.ref[ZeroDataAxis]):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         parameter = self.parameter()
         if parameter is not None and is_released(parameter):
-            raise RuntimeError(
-                f"{layout_of(parameter).name or 'a parameter'} of {tuple(parameter.shape)} is saved or pickled, but "
-                "stage 3 of ZeRO has released it and it would be NaN: save engine.module_state_dict(), which every "
-                "rank calls, or save within triax.zero.gathered(module)"
-            )
+            raise pickle_error(parameter)
         return type(None), ()
 
 

@@ -20,6 +20,7 @@ from .managed import BucketKey, ManagedParameter, ZeroParamStatus
 from .offload import OffloadMemory
 from .options import ZeroOptions
 from .protocols import AllGather
+from .released_parameter import ReleasedParameter
 
 
 class FlatWeights:
@@ -85,6 +86,8 @@ class FlatWeights:
             master = self.shard if same else states.zeros(self.owned_numel, self._accumulation_dtype)
             self.master = nn.Parameter(master)
         self.lent = False
+        self._versions: list[int] = []  # of the parameters, when they were shown
+        self._checks = 0
         self._slots = {member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)}
         for member in self.members:
             self.fill(member.parameter, member.parameter)
@@ -217,7 +220,8 @@ class FlatWeights:
         """Free the gathered weights and keep the shard. Until ``show``, parameters read as NaN."""
         if not self.released:
             self._point_parameters_at(self._placeholders)
-            if self.lent and self._has_other_views():
+            # A storage that numpy has seen (``weight.numpy()`` on a CPU) can never be emptied.
+            if (self.lent and self._has_other_views()) or not self.weights.untyped_storage().resizable():
                 self.weights, self._views = torch.empty_like(self.weights), []
             # The storage is emptied, not dropped: tensors that autograd saved for backward are views of it.
             self.weights.untyped_storage().resize_(0)
@@ -237,6 +241,35 @@ class FlatWeights:
         self.memory.evict(self.shard)
         self._views = self._views or self._views_of(self.weights)
         self._point_parameters_at(self._views)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Remember the versions of the gathered parameters, for ``written``."""
+        self._versions = [member.parameter._version for member in self.members]
+
+    def written(self, exact: bool) -> str | None:
+        """Return the name of a parameter that was written in place since it was gathered, if there is one.
+
+        A write through ``.data`` raises no version. It is found by its values, in the run number 1, 2, 4, 8, ...
+
+        Args:
+            exact: the gathered weights are those of the shards.
+        """
+        for member, version in zip(self.members, self._versions, strict=True):
+            if member.parameter._version != version:
+                return member.layout.name
+        self._checks += 1
+        if not exact or self._checks & (self._checks - 1) or self.memory.place(self.shard) != "none":
+            return None
+        start, stop = self.owned
+        if torch.equal(self.weights[start:stop], self.shard):
+            return None
+        for slot, member in zip(self.flat.slots, self.members, strict=True):
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            if low < high and not torch.equal(self.weights[low:high], self.shard[low - start : high - start]):
+                finite = bool(self.shard[low - start : high - start].isfinite().all())
+                return member.layout.name if finite else None
+        return None
 
     def _has_other_views(self) -> bool:
         """Return True if a tensor that is not this bucket's, such as one of a ``state_dict()``, views the weights."""
@@ -251,10 +284,15 @@ class FlatWeights:
         ]
 
     def _point_parameters_at(self, views: Sequence[Tensor]) -> None:
+        gone = self.partitioned and views is self._placeholders
         for member, view in zip(self.members, views, strict=True):
-            member.parameter.data = view  # keeps the Parameter object, and all that refers to it
+            parameter = member.parameter
+            if type(parameter) is ReleasedParameter:
+                parameter.__class__ = nn.Parameter
+            parameter.data = view  # keeps the Parameter object, and all that refers to it
+            if gone and type(parameter) is nn.Parameter:
+                parameter.__class__ = ReleasedParameter
         if self.partitioned:
-            gone = views is self._placeholders
             status = ZeroParamStatus.NOT_AVAILABLE if gone else ZeroParamStatus.AVAILABLE
             for member in self.members:
                 setattr(member.parameter, "ds_status", status)  # noqa: B010  # a Parameter does not declare it

@@ -41,7 +41,8 @@ def mark_as_deepspeed(members: Iterable[ManagedParameter]) -> None:
     """Set on parameters the attributes by which scripts recognize those of DeepSpeed's stage 3, and gather them."""
     for number, member in enumerate(members):
         parameter = member.parameter
-        marks = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+        marks: dict[str, object] = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+        marks["triax_name"] = f"{member.layout.name or 'a parameter'} of {tuple(parameter.shape)}"  # for errors
         for name, value in {**marks, "ds_status": ZeroParamStatus.AVAILABLE}.items():
             setattr(parameter, name, value)
 

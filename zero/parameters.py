@@ -114,10 +114,12 @@ class ParameterGatherer:
         self._acquire(stage, layer, 1)
         if not torch.is_grad_enabled():
             y = call(x)
+            self.require_unwritten(layer)
             self.release_layer(layer)
             return y
         x = mark(x, lambda: self._end(stage, layer))
         y = call(x)
+        self.require_unwritten(layer)
         y = mark(y, lambda: self._acquire(stage, layer, -1))
         self._release(stage, layer, 1)
         return y
@@ -186,6 +188,8 @@ class ParameterGatherer:
                 if not self._contexts[bucket]:
                     if bucket.partitioned and bucket not in self._wanted:
                         bucket.release()
+                    elif bucket.partitioned:
+                        bucket.note_versions()
                     self._wanted.discard(bucket)
 
     def is_gathered(self, layer: int) -> bool:
@@ -235,6 +239,24 @@ class ParameterGatherer:
         """Wait until a layer's weights are gathered."""
         for bucket in self._buckets_of.get(layer, ()):
             self._wait(bucket)
+
+    def require_unwritten(self, layer: int) -> None:
+        """Refuse a layer that has written to its weights in its run: they are a copy of the shards, which is released.
+
+        Raises:
+            RuntimeError: a weight was written in place.
+        """
+        for bucket in self._buckets_of.get(layer, ()):
+            if self._contexts.get(bucket) or id(bucket) in self._gathering:
+                continue
+            if (name := bucket.written(exact=bucket not in self.routes)) is not None:
+                raise RuntimeError(
+                    f"{name} was written in place while its module ran (by the forward pass, a hook, or max_norm of an "
+                    "nn.Embedding). Stage 3 of ZeRO gathers a copy of it for the run, so the write would be lost. "
+                    "Write it between two steps, on every rank within triax.zero.gathered(parameters, "
+                    "modifier_rank=0), or compute another tensor from it in the forward pass "
+                    "(torch.nn.utils.parametrize)"
+                )
 
     def release_layer(self, layer: int, users: Collection[int] = ()) -> None:
         """Release a layer's weights, except buckets that the layers ``users`` use too."""

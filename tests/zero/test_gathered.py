@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -236,6 +237,43 @@ def run_within(zero: dict[str, Any]) -> list[dict[str, Tensor]]:
     gatherer = made.data_axis.gatherer
     assert hidden() and gatherer is not None and not any(gatherer._contexts.values())
     return [before, stepped, made.gather()]
+
+
+class ReadsByNumpy(Stack):
+    """A module whose forward reads a weight through numpy, as code for logging does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert np.isfinite(self.enter.weight.detach().numpy()).all()
+        return super().forward(x)
+
+
+def read_by_numpy() -> list[dict[str, Tensor]]:
+    grid, module = Grid(data=2, timeout=60), stack()
+    module.__class__ = ReadsByNumpy
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    made, found = triax.initialize(model=module, config=config, grid=grid)[0], []
+    for step in range(2):
+        made.backward(made(batch(step, grid.data.rank)).square().mean())
+        made.step()
+        with gathered(module):
+            arrays = {name: parameter.detach().numpy() for name, parameter in module.named_parameters()}
+        with made.whole_weights():
+            assert all(np.array_equal(arrays[name], p.detach().numpy()) for name, p in module.named_parameters())
+        found.append({name: torch.tensor(array) for name, array in arrays.items()})
+    held = {bucket.weights.untyped_storage().nbytes() for bucket in made.data_axis.buckets}
+    assert held == {0}
+    return found
+
+
+def test_weights_may_be_read_by_numpy(ranks: Any) -> None:
+    """It fixes the size of their storage, and leaving `gathered` raised, as did every forward after it."""
+    wanted = plainly(2)
+    for found in ranks(2, read_by_numpy):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
 
 
 PLUS = {"zero_hpz_partition_size": 2}

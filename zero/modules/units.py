@@ -10,6 +10,7 @@ it all the same, when its turn comes.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from .tiled_linear import TiledLinear
 
 # Attributes of modules: parameters of other modules that they use; True for one whose parameters are one unit.
 _EXTERNAL, _LEAF = "triax_external_parameters", "triax_leaf"
+_nodes = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _PATIENCE = 3.0  # seconds that a replica waits for the others at the end of a backward pass of another order than usual
 
 
@@ -178,6 +180,57 @@ def users(units: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, list[int
     return dict(sorted(found.items(), key=lambda item: 0 not in item[1]))
 
 
+class _UnitRun:
+    """A method of a unit that runs it with gathered weights. A copy of the module gets the module's own method.
+
+    Args:
+        run: called as ``run(unit, method, *args, **kwargs)``.
+        unit: number of the unit.
+        method: the module's own method.
+        require_whole: called as ``require_whole(unit, ...)`` before the module is copied.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], unit: int, method: Callable[..., Any], require_whole: Callable[[int, str], None]
+    ) -> None:
+        functools.update_wrapper(self, method)
+        self._run, self._unit, self._method, self._require_whole = run, unit, method, require_whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._unit, self._method, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        self._require_whole(self._unit, "copy.deepcopy copied")
+        return copy.deepcopy(self._method, memo)
+
+
+class _Call:
+    """A call of a unit: what is left to do when its forward begins and ends.
+
+    Attributes:
+        unit: number of the unit.
+        prefetch: unit to prefetch when the forward begins.
+        end: ends the unit's backward; None if nothing is recorded.
+        nodes: autograd's count of nodes before the hooks that precede the forward; None without such hooks.
+        before_hooks: True if these hooks record nodes, so that the backward ends with theirs.
+        hook: called with the output of the forward; ``seen`` is its result.
+    """
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+        self.prefetch: int | None = None
+        self.end: Callable[[], None] | None = None
+        self.nodes: int | None = None
+        self.before_hooks = False
+        self.hook: Callable[[Any], bool] | None = None
+        self.seen: bool | None = None
+
+    def end_before_hooks(self) -> None:
+        """End the unit's backward, if its hooks take part in it."""
+        if self.before_hooks and self.end is not None:
+            self.end()
+
+
 class UnitTape:
     """Runs of units in one forward pass, in the order in which they ended. The backward pass reads it from the end."""
 
@@ -238,9 +291,12 @@ class Units:
         self._orders: dict[int, list[int]] = {}  # for each outermost unit, the order in which units began in it
         self._entered = False  # the running backward pass has reached a unit
         self._repeated: Counter[int] = Counter()  # runs of units in it, by activation checkpointing
+        self._modules = [module for _, module in units]
+        self._calls: list[_Call] = []  # calls of units whose forward has not begun
         for number, (_, module) in enumerate(units):
-            forward = module.forward
-            module.forward = functools.wraps(forward)(functools.partial(self._run, number, forward))
+            # The call, because hooks of the module may use its weights; and forward, which a module may call itself.
+            module._call_impl = _UnitRun(self._call, number, module._call_impl, self.require_whole)
+            module.forward = _UnitRun(self._run_forward, number, module.forward, self.require_whole)
 
     def release(self) -> None:
         """Release the gathered weights of all units."""
@@ -279,8 +335,45 @@ class Units:
         self._waiting.clear()
         self._reached.clear()
 
-    def _run(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward(*args, **kwargs)`` of a unit with gathered weights, and gather them again for its backward."""
+    def _call(self, unit: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a unit with its hooks."""
+        before, call = len(self._calls), _Call(unit)
+        self._calls.append(call)
+        try:
+            return self._run(unit, method, args, kwargs, call)
+        finally:
+            del self._calls[before:]
+
+    def _run_forward(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the ``forward`` of a unit, within a call of it or by itself."""
+        if not self._calls or self._calls[-1].unit != unit:
+            return self._run(unit, forward, args, kwargs)
+        call = self._calls.pop()
+        if call.prefetch is not None:
+            self._gatherer.start_gather(call.prefetch)
+        if call.end is not None:
+            module = self._modules[unit]
+            hooked = bool(module._backward_hooks or module._backward_pre_hooks)  # torch records a node for them
+            call.before_hooks = call.nodes is not None and _nodes() - call.nodes > hooked
+            if not call.before_hooks:
+                args, kwargs = mark((args, kwargs), call.end, exact=True)
+        y = forward(*args, **kwargs)
+        if call.hook is not None:
+            call.seen = call.hook(y)
+        return y
+
+    def _run(
+        self,
+        unit: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: _Call | None = None,
+    ) -> Any:
+        """Run ``forward(*args, **kwargs)`` of a unit with gathered weights, and gather them again for its backward.
+
+        ``call`` is given if this is a call of the module, in which its hooks run too.
+        """
         if self._transformed:
             return forward(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
@@ -293,7 +386,7 @@ class Units:
                 args, kwargs = mark((args, kwargs), lambda: self._end_repeated(unit), exact=True)
             return forward(*args, **kwargs)
         if (transform := self._transform(unit)) is not None:
-            self._require_whole(unit, transform)
+            self.require_whole(unit, transform)
             self._transformed = True
             try:
                 return forward(*args, **kwargs)
@@ -303,14 +396,16 @@ class Units:
         if outermost:
             self._tape = UnitTape()
         tape, trains = self._tape, torch.is_grad_enabled()
-        began = self._begin(unit, tape)
+        began = self._begin(unit, tape, call)
         self._running.append(unit)
         hooked = False
         try:
             if trains:
-                args, kwargs = mark((args, kwargs), lambda: self._end(tape, unit), exact=True)
+                args, kwargs = self._mark(tape, unit, began, call, args, kwargs)
             y = forward(*args, **kwargs)
-            hooked = trains and self._hook(tape, unit, began, y)
+            self._gatherer.require_unwritten(unit)
+            if trains:
+                hooked = self._hook(tape, unit, began, y) if call is None or call.seen is None else call.seen
         finally:
             self._running.pop()
             if trains and (self._keep or unit == 0 or not hooked):
@@ -322,8 +417,34 @@ class Units:
             if tape.left:
                 self._unseen += 1
                 self._waiting.append(tape)
+            if trains:  # also if outputs are unknown objects: the marks on the inputs keep the tape
                 self._alive.add(tape)
         return y
+
+    def _mark(
+        self,
+        tape: UnitTape,
+        unit: int,
+        began: int,
+        call: _Call | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Mark the inputs of a run, so that the unit is released when their gradients are computed.
+
+        In a call of the module the marks lie behind its hooks, unless these compute something that needs gradients, for
+        instance a weight from its norm and direction: then the unit's backward ends before the hooks.
+        """
+        end = functools.partial(self._end, tape, unit)
+        if call is None:
+            return mark((args, kwargs), end, exact=True)
+        module, call.end = self._modules[unit], end
+        if not module._forward_hooks:
+            call.hook = functools.partial(self._hook, tape, unit, began)
+        if module._forward_pre_hooks:
+            args, kwargs = mark((args, kwargs), call.end_before_hooks, exact=True)
+            call.nodes = _nodes()
+        return args, kwargs
 
     def _transform(self, unit: int) -> str | None:
         """Return the function of ``torch.func`` under which a unit runs. Marks in the graph do not work there."""
@@ -333,7 +454,13 @@ class Units:
             return "torch.func.functional_call replaced parameters of"
         return None
 
-    def _require_whole(self, unit: int, transform: str) -> None:
+    def require_whole(self, unit: int, transform: str) -> None:
+        """Refuse to do something with a unit whose parameters are released.
+
+        Args:
+            unit: number of the unit.
+            transform: what is done with it: the beginning of the message.
+        """
         released = next((name for name, _, _, p in self._places[unit] if is_released(p)), None)
         if released is not None:
             raise RuntimeError(
@@ -342,12 +469,13 @@ class Units:
                 "result, on every rank within triax.zero.gathered(module)"
             )
 
-    def _begin(self, unit: int, tape: UnitTape) -> int:
+    def _begin(self, unit: int, tape: UnitTape, call: _Call | None) -> int:
         """Gather a unit's weights, and prefetch the unit that followed it in the last forward pass.
 
         Args:
             unit: number of the unit.
             tape: record of the running forward pass.
+            call: the call of the module. If hooks run before its forward, the next unit is prefetched after them.
 
         Returns:
             The index of this run in ``tape.entered``.
@@ -357,7 +485,10 @@ class Units:
         tape.entered.append(unit)
         self._gatherer.start_gather(unit)
         if at + 1 < len(order) and order[at] == unit:
-            self._gatherer.start_gather(order[at + 1])
+            if call is not None and self._modules[unit]._forward_pre_hooks:
+                call.prefetch = order[at + 1]
+            else:
+                self._gatherer.start_gather(order[at + 1])
         self._gatherer.wait(unit)
         return at
 
