@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -53,6 +53,7 @@ _FAILURE, _ENDED = "triax/failure", "triax/ended"
 _LINGER = 3.0  # seconds that the rank which serves the store waits at its end for the others
 _PATIENCE = 20.0  # seconds after which a process says for which others it waits
 _STORE = 5.0  # seconds in which the store must answer; a link may be down
+_STOPPED = 30.0  # seconds without an answer after which it is taken for stopped, where nothing has failed
 
 
 class Grid:
@@ -273,28 +274,35 @@ class Grid:
 
     def report_failure(self, message: str) -> None:
         """Write to the store the reason for which this rank stops. The first message of any rank is kept."""
-        self._ask_store(lambda store: store.compare_set(_FAILURE, "", message))
+        store = self._store
+        if store is not None and self._store_lost is None:
+            # The process that held the store may have ended: then no rank can read the message.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                with_timeout(_STORE, lambda: store.compare_set(_FAILURE, "", message))
 
     def reported_failure(self) -> str | None:
-        """Return the message of the first rank that reported a failure; None if none did.
+        """Return the message of the first rank that reported a failure; None if none did, or if the store is gone."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return self._read_failure()
+        return None
 
-        If the store does not answer, the message names the process that serves it: it is gone, or was stopped.
+    def reason_to_stop(self) -> str | None:
+        """Return ``reported_failure`` or, if the store does not answer, the name of the process that serves it.
+
+        This is for a rank that has failed, or waits for too long: otherwise the store may only be slow.
         """
-        reported: list[str] = self._ask_store(
-            lambda store: [store.get(_FAILURE).decode()] if store.check([_FAILURE]) else []
-        )
-        return self._store_lost if self._store_lost is not None else next(iter(reported or ()), None)
+        if self._store_lost is None:
+            try:
+                return self._read_failure()
+            except (RuntimeError, TimeoutError):
+                self._lose_store()
+        return self._store_lost
 
-    def _ask_store(self, request: Callable[[dist.Store], Any]) -> Any:
-        """Return the store's answer; None if there is no store. One that did not answer in time is not asked again."""
+    def _read_failure(self) -> str | None:
         store = self._store
-        if store is None or self._store_lost is not None:
+        if store is None or not with_timeout(_STORE, lambda: store.check([_FAILURE])):
             return None
-        try:
-            return with_timeout(_STORE, lambda: request(store))
-        except (RuntimeError, TimeoutError):
-            self._lose_store()
-            return None
+        return with_timeout(_STORE, lambda: store.get(_FAILURE)).decode()
 
     def _lose_store(self) -> str:
         """Record that the store does not answer; return a message that names the process that serves it."""
@@ -332,7 +340,7 @@ class Grid:
         The other rank reported a failure first; or, if ``error`` is an expired time limit or a lost connection, its
         program has ended, or it is found to hang or to be gone.
         """
-        reported, waited, lost = self.reported_failure(), timed_out(error), lost_peer(error)
+        reported, waited, lost = self.reason_to_stop(), timed_out(error), lost_peer(error)
         if self._store_lost is not None:
             return reported if waited or lost else None
         if reported is None and (waited or lost):
@@ -381,10 +389,11 @@ class Grid:
     def barrier_name(self) -> str:
         """Return a new name for ``store_barrier``, equal on all ranks if they ask in the same order."""
         if not self._number and self._store is not None:
-            # Several grids may share a store.
-            self._number = self._ask_store(lambda store: store.add(f"triax/grids/{self.rank}", 1))
-            if self._number is None:
-                raise RuntimeError(self._store_lost)
+            store, key = self._store, f"triax/grids/{self.rank}"  # several grids may share a store
+            try:
+                self._number = with_timeout(self.timeout, lambda: store.add(key, 1))
+            except TimeoutError:
+                raise RuntimeError(self._lose_store()) from None
         self._barriers += 1
         return f"triax/barriers/{self._number}/{self._barriers}"
 
@@ -411,7 +420,7 @@ class Grid:
             return [text] * self.size
         try:  # torch's store has no time limit of its own
             return with_timeout(
-                seconds + _STORE,
+                seconds + min(self.timeout, _STOPPED),
                 lambda: store_barrier(store, name, me, self.size, text, seconds, lambda: failed() is not None),
             )
         except TimeoutError:

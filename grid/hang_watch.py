@@ -90,7 +90,7 @@ class WatchedGrid(Protocol):
 
     def describe(self, rank: int | None = None) -> str: ...
     def report_failure(self, message: str) -> None: ...
-    def reported_failure(self) -> str | None: ...
+    def reason_to_stop(self) -> str | None: ...
 
 
 class _StoreThread(threading.Thread):
@@ -219,7 +219,7 @@ class HangWatch:
             told = "; ".join(f"{grid.describe(rank)} is {text}" for rank, (_, text) in list(stands.items())[:8])
             if asked == _LOST:
                 if not silent:
-                    return grid.reported_failure()
+                    return grid.reason_to_stop()
                 message = f"{names} {GONE}"
             elif guilty:
                 message = "; ".join(f"{grid.describe(rank)} hangs: it is {text}" for rank, text in guilty[:4])
@@ -232,7 +232,7 @@ class HangWatch:
             else:
                 message = f"every rank waits for another: {told}"
             grid.report_failure(message)
-        return grid.reported_failure()
+        return grid.reason_to_stop()
 
     def _hear(self, size: int) -> dict[int, tuple[bool, str]]:
         """Return for each rank that answers in time: True if it waits, and a description of what it executes."""
@@ -270,7 +270,7 @@ class HangWatch:
             since: ``activity.since`` of the op or call that may be stuck.
         """
         grid = self._grid()
-        reason = None if grid is None else grid.reported_failure()
+        reason = None if grid is None else grid.reason_to_stop()
         del grid
         deadline = time.monotonic() + _LEAVE
         while time.monotonic() < deadline:

@@ -22,6 +22,7 @@ from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.pipe.module import PipelineModule
 
+from processes import slowdown
 from reference import gpt_logits
 
 # Vocabularies that the tensor axis does not divide; fewer heads of keys and values than tensor ranks.
@@ -283,14 +284,14 @@ def test_in_another_precision(dtype: torch.dtype) -> None:
     assert engine.generate(PROMPTS, LIMITS, top_k=20, seed=5) == sequences
 
 
-def busy(sizes: tuple[int, int, int]) -> list[tuple[float, float]]:
-    """Times at which this rank's stage computed; each computation sleeps for some milliseconds."""
+def busy(sizes: tuple[int, int, int], seconds: float) -> list[tuple[float, float]]:
+    """Times at which this rank's stage computed; each computation sleeps for some time."""
     grid = Grid(*sizes)
     module, spans = model(GPT, grid), []
 
     def work(*_: object) -> None:
         begin = time.monotonic()
-        time.sleep(0.008)
+        time.sleep(seconds)
         spans.append((begin, time.monotonic()))
 
     next(m for name, m in module.named_modules() if name.endswith("attention")).register_forward_pre_hook(work)
@@ -299,7 +300,7 @@ def busy(sizes: tuple[int, int, int]) -> list[tuple[float, float]]:
 
 
 def test_stages_work_at_the_same_time(ranks: Any) -> None:
-    first, second = ranks(2, busy, (2, 1, 1))
+    first, second = ranks(2, busy, (2, 1, 1), 0.008 * slowdown())
     assert len(first) == len(second) == 30  # 2 groups of 2 sequences, 15 turns each
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
     assert both > 0.5 * sum(stop - start for start, stop in first)
