@@ -49,10 +49,11 @@ def load_newest(
     found = None
     with agreed(grid):
         if grid.rank == 0:
-            for tag, reason in folders.unreadable(folder):
+            unusable = dict(folders.unreadable(folder))
+            for tag, reason in unusable.items():
                 _LOG.warning("%s is not used: %s", folder / tag, reason)
             lineage.tidy_up(folder)
-            found = folders.tags(folder)[::-1]
+            found = [tag for tag in folders.tags(folder)[::-1] if tag not in unusable]
     for tag in grid.world.all_gather_json(found)[0]:
         try:
             load(open_checkpoint(grid, folder / tag, options))

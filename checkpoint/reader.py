@@ -106,6 +106,8 @@ def open_checkpoint(grid: Grid, path: Folder, options: LoadOptions) -> Snapshot:
             ) from None
         except OSError as error:
             raise ValueError(f"{path / NAME} cannot be read: {error.strerror}") from error
+        if grid.rank == 0:
+            folders.check_place(path, reader.index)
         if options.verify:
             reader.verify(options.kinds(), grid.rank, grid.size)
     return reader.snapshot

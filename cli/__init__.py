@@ -1,6 +1,7 @@
 """The command ``triax``: one file for each sub-command, with its options and help.
 
 main.py: the command itself, and how errors are printed.
+output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 run.py: ``triax run``, a script on many processes or hosts.
 foreign_options.py: options of ``deepspeed`` and ``horovodrun`` that ``triax run`` refuses or ignores, with the reason.

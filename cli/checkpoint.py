@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..grid.errors import CheckpointError, ConfigError
+from ..grid.errors import CheckpointError, ConfigError, escaped
+from ..grid.files import read_text
+from .output import echo
 
 if TYPE_CHECKING:
     from ..checkpoint.protocol import Snapshot
@@ -33,15 +35,20 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
 
     reader = _open(path)
     # A file has lines of any length; a terminal gets long names in several lines.
-    index, out = reader.index, Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    width = None if sys.stdout.isatty() else 10_000
+    index, out = reader.index, Console(soft_wrap=True, highlight=False, markup=False, width=width)
+
+    def tell(text: str) -> None:
+        out.print(escaped(text))
+
     grid = " x ".join(f"{size} {axis}" for axis, size in index.head["grid"].items())
-    out.print(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
-    out.print(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
+    tell(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
+    tell(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
     identity = index.head.get("identity")
     if identity is not None:
         parent = identity["parent"]
         came = f", after step {parent['step']} of run {parent['run'] or '(unknown)'}" if parent else ""
-        out.print(f"run {identity['run']}, number {identity['order']} of its folder{came}")
+        tell(f"run {identity['run']}, number {identity['order']} of its folder{came}")
     totals: dict[str, int] = {}
     table = Table(title_justify="left")
     for name, side in (("tensor", "left"), ("dtype", "left"), ("shape", "left"), ("MB", "right"), ("boxes", "right")):
@@ -51,14 +58,14 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
         kind = "random" if kind.startswith("random") else kind
         totals[kind] = totals.get(kind, 0) + entry.bytes
         shape = " x ".join(map(str, entry.shape)) or "1"
-        table.add_row(name, entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", str(len(entry.boxes)))
+        table.add_row(escaped(name), entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", str(len(entry.boxes)))
     if tensors:
         out.print(table)
     for kind, size in totals.items():
-        out.print(f"{kind}: {size / 1e6:.3f} MB")
+        tell(f"{kind}: {size / 1e6:.3f} MB")
     files = sum(file.size for file in index.files.values())
     elements = sum(math.prod(each.shape) for name, each in index.tensors.items() if name.startswith("weights/"))
-    out.print(f"{len(index.files)} files of {files / 1e6:.3f} MB; {elements:,} parameters")
+    tell(f"{len(index.files)} files of {files / 1e6:.3f} MB; {elements:,} parameters")
 
 
 @checkpoint.command()
@@ -69,11 +76,11 @@ def verify(path: Where) -> None:
     reader = _open(path)
     found = [*problems(reader.path, reader.index)]
     for problem in found:
-        typer.echo(problem, err=True)
+        echo(problem, err=True)
     if found:
         raise typer.Exit(1)
     size = sum(file.size for file in reader.index.files.values())
-    typer.echo(f"{reader.path}: {len(reader.index.files)} files, {size / 1e6:.3f} MB, all as they were written")
+    echo(f"{reader.path}: {len(reader.index.files)} files, {size / 1e6:.3f} MB, all as they were written")
 
 
 @checkpoint.command()
@@ -126,7 +133,7 @@ def export(
     else:
         written = [*export_model(make, snapshot, target, kept, config, merge_lora, tokenizer)]
     files = [target] if plain else sorted(target.glob("*.safetensors"))
-    typer.echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
+    echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
 
 
 @checkpoint.command()
@@ -137,10 +144,10 @@ def diff(
     first, second = _open(a), _open(b)
     lines = differences(first.snapshot, second.snapshot)
     for line in lines:
-        typer.echo(line)
+        echo(line)
     if lines:
         raise typer.Exit(1)
-    typer.echo(f"{first.path} and {second.path} hold the same")
+    echo(f"{first.path} and {second.path} hold the same")
 
 
 @checkpoint.command()
@@ -166,11 +173,11 @@ def prune(
         for tag in gone:
             if not dry_run:
                 remove(where, tag)
-            typer.echo(f"{where / tag} {'would go' if dry_run else 'removed'}")
-    except CheckpointError as error:
+            echo(f"{where / tag} {'would go' if dry_run else 'removed'}")
+    except (CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error
     if not gone:
-        typer.echo(f"{folder}: nothing to remove")
+        echo(f"{folder}: nothing to remove")
 
 
 @checkpoint.command("import")
@@ -234,14 +241,14 @@ def import_(
 
 
 def _written(path: Path, left: list[str]) -> None:
-    typer.echo(f"{path} written" + (f"; left out: {', '.join(left)}" if left else ""))
+    echo(f"{path} written" + (f"; left out: {', '.join(left)}" if left else ""))
 
 
 def _foreign(source: Path) -> tuple[Path, bool]:
     """Return the folder of another library's checkpoint, and True for torch's (DCP), False for DeepSpeed's."""
     named = source / "latest_universal"
     if named.is_file():
-        source = source / named.read_text(encoding="utf-8").strip()
+        source = source / read_text(named).strip()
     if (source / ".metadata").is_file():
         return source, True
     if (source / "zero").is_dir():
@@ -303,7 +310,7 @@ def _open(where: str) -> Reader:
         if not (path / NAME).is_file():
             tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:
-                typer.echo(note, err=True)
+                echo(note, err=True)
             if tag is None:
                 raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
             found = readable_path(path, tag)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..grid.errors import ConfigError
+from .output import echo
 
 
 def config(
@@ -63,4 +64,4 @@ def _check(file: Path, data: int) -> None:
     if checked.elasticity.enabled:
         notes.append(checked.elasticity.describe())
     for note in [*notes, *checked.notes()]:
-        typer.echo(f"triax: {note}", err=True)
+        echo(f"triax: {note}", err=True)

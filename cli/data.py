@@ -14,6 +14,7 @@ import typer
 from ..grid.errors import ConfigError, CorruptError
 from ..launcher.launch import cores
 from .generate import printable
+from .output import echo
 
 if TYPE_CHECKING:
     from ..data.token_folder import TokenFolder
@@ -62,7 +63,7 @@ def tokenize(
         nonlocal last
         if done < of and time.perf_counter() - last > 2:
             last = time.perf_counter()
-            typer.echo(f"{done} of {of} pieces, {last - begin:.0f} s", err=True)
+            echo(f"{done} of {of} pieces, {last - begin:.0f} s", err=True)
 
     try:
         made = run(
@@ -81,15 +82,15 @@ def tokenize(
     except (CorruptError, OSError) as error:
         raise ConfigError(_line(error)) from error
     if left:
-        typer.echo(f"left out files: {', '.join(f'{count} {reason}' for reason, count in left.items())}", err=True)
+        echo(f"left out files: {', '.join(f'{count} {reason}' for reason, count in left.items())}", err=True)
     if made.bad:
-        typer.echo(f"left out {made.bad} documents; the first: {made.first_bad}", err=True)
+        echo(f"left out {made.bad} documents; the first: {made.first_bad}", err=True)
     index = made.folder.index
     if index.tokenizer.end is None and index.kind == "text":
-        typer.echo("nothing ends a document, because the tokenizer names no such token; give one by --end", err=True)
+        echo("nothing ends a document, because the tokenizer names no such token; give one by --end", err=True)
     seconds = time.perf_counter() - begin
     how = f"in {seconds:.1f} s" if made.pieces else "there already"
-    typer.echo(f"{out}: {index.tokens:,} tokens in {index.documents:,} documents, {how}")
+    echo(f"{out}: {index.tokens:,} tokens in {index.documents:,} documents, {how}")
 
 
 @data.command()
@@ -109,16 +110,16 @@ def show(
         _show_document(folder, document, tokenizer)
         return
     size = sum(file.bytes for file in index.files)
-    typer.echo(f"{path}: {index.tokens:,} tokens in {index.documents:,} documents, {len(index.files)} files")
-    typer.echo(f"{size / 1e6:.3f} MB, tokens as {index.dtype}, {index.kind}")
-    typer.echo(f"tokenizer {made.name}: {made.vocab_size} entries, fingerprint {made.fingerprint[:12]}, end {made.end}")
-    typer.echo(f"largest token {folder.largest}")
+    echo(f"{path}: {index.tokens:,} tokens in {index.documents:,} documents, {len(index.files)} files")
+    echo(f"{size / 1e6:.3f} MB, tokens as {index.dtype}, {index.kind}")
+    echo(f"tokenizer {made.name}: {made.vocab_size} entries, fingerprint {made.fingerprint[:12]}, end {made.end}")
+    echo(f"largest token {folder.largest}")
     lengths = np.diff(folder.starts)
     low, middle, high = (int(np.quantile(lengths, at, method="nearest")) for at in (0, 0.5, 1))
-    typer.echo(f"documents of {low:,} to {high:,} tokens, median {middle:,}")
+    echo(f"documents of {low:,} to {high:,} tokens, median {middle:,}")
     if index.kind == "chat":
         counted = sum(int(file.counted.sum(dtype=np.int64)) for file in folder.files if file.counted is not None)
-        typer.echo(f"{counted:,} tokens count in the loss")
+        echo(f"{counted:,} tokens count in the loss")
 
 
 @data.command()
@@ -130,12 +131,12 @@ def verify(path: Where) -> None:
     except ConfigError as error:
         problems = [str(error)]
     for problem in problems:
-        typer.echo(problem, err=True)
+        echo(problem, err=True)
     if problems:
         raise typer.Exit(1)
     files = folder.index.files
     size = sum(file.bytes for file in files)
-    typer.echo(f"{path}: {len(files)} files, {size / 1e6:.3f} MB, all as they were written")
+    echo(f"{path}: {len(files)} files, {size / 1e6:.3f} MB, all as they were written")
 
 
 @data.command("train-tokenizer")
@@ -157,8 +158,8 @@ def train_tokenizer(
     found, _ = find_sources(sources, format)
     made = train(found, Reading(key or "text", False, split), vocab_size, out, skip_bad=skip_bad).facts
     if made.vocab_size < vocab_size:
-        typer.echo(f"the text has only {made.vocab_size} tokens to learn, fewer than {vocab_size}", err=True)
-    typer.echo(f"{out}: {made.vocab_size} tokens, of {len(found)} files; fingerprint {made.fingerprint[:12]}")
+        echo(f"the text has only {made.vocab_size} tokens to learn, fewer than {vocab_size}", err=True)
+    echo(f"{out}: {made.vocab_size} tokens, of {len(found)} files; fingerprint {made.fingerprint[:12]}")
 
 
 def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:
@@ -167,7 +168,7 @@ def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:
     tokens, origin, counted = folder.document(number), folder.origin(number), folder.counted(number)
     tokenizer = open_tokenizer(name or folder.index.tokenizer.name)
     folder.check_tokenizer(tokenizer.facts)
-    typer.echo(f"document {number}, {origin}: {len(tokens):,} tokens", err=True)
+    echo(f"document {number}, {origin}: {len(tokens):,} tokens", err=True)
     if counted is None:
         typer.echo(printable(tokenizer.decode(tokens.tolist())))
         return
@@ -176,8 +177,8 @@ def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:
     for start, stop in pairwise(edges):
         text = printable(tokenizer.decode(tokens[start:stop].tolist()))
         typer.echo(typer.style(text, bold=True) if bold and counted[start] else text, nl=False)
-    typer.echo()
-    typer.echo(f"{Counter(counted.tolist())[1]:,} tokens count in the loss{' (bold)' if bold else ''}", err=True)
+    echo()
+    echo(f"{Counter(counted.tolist())[1]:,} tokens count in the loss{' (bold)' if bold else ''}", err=True)
 
 
 def _open(path: Path) -> TokenFolder:

@@ -20,7 +20,7 @@ import typer
 
 from ..grid.environment import read_environment
 from ..grid.errors import ConfigError
-from ..grid.json_object import read_object
+from ..grid.files import read_object
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error

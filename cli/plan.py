@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..grid.errors import ConfigError, nearest, no_such
-from ..grid.json_object import read_object
+from ..grid.files import read_object
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import typer
 
 from ..grid.environment import given_threads
 from ..grid.errors import ConfigError
+from ..grid.files import read_text
 from ..launcher.hosts import (
     Hosts,
     Slots,
@@ -256,7 +257,7 @@ def _program(script: str, module: bool, arguments: list[str]) -> tuple[str, bool
 
 def _local_rank(script: Path) -> list[str]:
     """Return the option with which ``deepspeed`` tells a script its rank on the host, if the script has this option."""
-    found = _LOCAL_RANK.search(script.read_text(encoding="utf-8", errors="replace"))
+    found = _LOCAL_RANK.search(read_text(script, "replace"))
     return [] if found is None else [f"{found[1]}={LOCAL_RANK}"]
 
 
@@ -358,7 +359,7 @@ def _slots(hosts: str, include: str, exclude: str, nnodes: str, nproc: str | Non
         nproc = total = None
     elif Path(hosts).exists() or not _HOST_LIST.fullmatch(hosts):
         try:
-            text = Path(hosts).read_text(encoding="utf-8")
+            text = read_text(hosts)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The hostfile {hosts} cannot be read because of this error: {error}") from error
         found = parse_hostfile(text, hosts)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..grid.errors import escaped
 from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
@@ -100,7 +101,7 @@ def schedule(
             _print(chosen, result, parsed)
     except (ValueError, OSError, ImportError) as error:
         console = Console(stderr=True)
-        console.print(f"triax schedule: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        console.print(escaped(f"triax schedule: {error}"), style="red", soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(2) from None
 
 

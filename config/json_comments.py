@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..grid.errors import ConfigError
+from ..grid.files import read_text
 
 # A string, so that a comment sign inside it is not taken for a comment; then a comment, to its end.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|/\*', re.DOTALL)
@@ -21,7 +22,7 @@ def read(path: str | Path) -> Any:
         ConfigError: the file cannot be read, and the errors of ``parse``.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

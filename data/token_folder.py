@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..grid.errors import ConfigError, CorruptError
+from ..grid.files import open_file, parse_json, read_bytes
 from .token_file import Array, TokenFile, write_atomically
 
 NAME = "index.json"
@@ -109,7 +110,7 @@ def write_record(path: Path, record: PieceRecord) -> None:
 def read_record(path: Path) -> PieceRecord | None:
     """Return the record of a piece whose file is there as it was written; else None."""
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(read_bytes(path))
         if values.pop("checksum") != _checksum(values):
             return None
         record = PieceRecord.model_validate(values)
@@ -129,7 +130,7 @@ def read_index(folder: Path) -> TokenIndex:
     """
     path = folder / NAME
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(read_bytes(path))
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except OSError as error:
@@ -291,7 +292,7 @@ class TokenFolder:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as opened:
+    with open_file(path) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

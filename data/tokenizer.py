@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..grid.errors import ConfigError, to_install
-from ..grid.json_object import read_object
+from ..grid.files import read_object
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts

@@ -21,7 +21,7 @@
 - ``devices.py``: GPUs of this machine, as text; functions of ``torch.cuda`` for the CPU
 - ``checks.py``: checks of numbers, seeds and names of folders
 - ``errors.py``: the errors of the library
-- ``json_object.py``: reader of JSON files that come from elsewhere
+- ``files.py``: reading of files from elsewhere: regular ones, and never a FIFO that has no writer
 - ``records.py``: what a run writes about itself: an error of writing it never ends the run
 - ``json_values.py``: plain Python values in JSON and back, for checkpoints and between ranks, without pickle
 - ``nest.py``: walks over nests of tensors

@@ -1,4 +1,4 @@
-"""The library's errors, and helpers for their messages: a value in short, the nearest name, what to install."""
+"""The library's errors, and helpers for messages: a value in short, the nearest name, the command that installs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,25 @@ from pathlib import Path
 from typing import Any
 
 
-class AgreedError(RuntimeError):
+def escaped(text: str) -> str:
+    """Return a text with its control characters escaped: a name in a file could else drive the reader's terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Printable(Exception):
+    """Error whose message has no control characters: it may quote a file from elsewhere."""
+
+    def __str__(self) -> str:
+        return escaped(super().__str__())
+
+
+class AgreedError(_Printable, RuntimeError):
     """An error that every rank raises, before any state has changed: training can continue."""
 
 
-class ConfigError(ValueError):
+class ConfigError(_Printable, ValueError):
     """A configuration that cannot be used. The message names the key, the reason and a value that works."""
 
 
@@ -29,7 +43,7 @@ class DamagedError(CheckpointError):
     """A checkpoint whose contents are not those that were written. Every rank raises it."""
 
 
-class CorruptError(ValueError):
+class CorruptError(_Printable, ValueError):
     """Corrupt data in a checkpoint, found by one rank. The message names the file and the position."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import Grid
 from ..grid.errors import ConfigError
+from ..grid.files import parse_json, read_text
 from ..models.huggingface.load import load_hf
 
 Source = str | Path | Sequence[str | Path] | Mapping[str, Any]
@@ -44,7 +44,7 @@ def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "
         files = [path]
         if path.suffix == ".json":
             base = base if str(base) != "." else path.parent
-            files = dict(json.loads(path.read_text()))
+            files = dict(parse_json(read_text(path)))
     if isinstance(files, Mapping):
         base, files = base / (files.get("base_dir") or ""), list(files.get("checkpoints") or ())
     weights: dict[str, Tensor] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..grid import VERSION
+from ..grid.files import parse_json, read_text
 from .files import RUN, replace_file
 from .protocol import RunRecord
 
@@ -32,7 +33,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
 def _earlier(file: Path, since: int) -> list[dict[str, Any]]:
     """Return what the last run.json says of the steps before ``since``: grid, ranks, batch, schedule, ZeRO stage."""
     try:
-        old = json.loads(file.read_text(encoding="utf-8"))
+        old = parse_json(read_text(file))
         last = {key: old[key] for key in ("since_step", "grid", "batch", "zero")}
         last |= {"ranks": len(old["ranks"]), "schedule": (old["schedule"] or {}).get("name")}
         return [each for each in (*old["earlier"], last) if each["since_step"] < since]

@@ -10,7 +10,6 @@ their sources: ``Machine.unfitted`` then says that nothing is fitted to runs of 
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..grid.errors import close, describe, nearest
+from ..grid.files import parse_json, read_text
 from .measured import MeasuredTimes
 
 
@@ -168,8 +168,8 @@ def machine(name: str) -> Machine:
             f"there is no machine {name!r}.{guess} Give one of {', '.join(MACHINES)}, or a .json or .toml file."
         )
     try:
-        content = path.read_text(encoding="utf-8")
-        values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
+        content = read_text(path)
+        values = parse_json(content) if path.suffix == ".json" else tomllib.loads(content)
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping of fields to values")
     except OSError as error:

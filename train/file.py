@@ -14,6 +14,7 @@ import yaml
 from ..config.config import check_keys
 from ..config.json_comments import parse, plain
 from ..grid.errors import ConfigError, describe
+from ..grid.files import read_text
 from .schema import SHORT, TrainingFile
 
 _DEEPEST, _MOST = 50, 100_000  # levels of sections, and values, of a file
@@ -88,7 +89,7 @@ def _read(path: Path) -> ReadFile:
             f"{path} ends in {kind or 'nothing'}, but a training file ends in .yaml, .yml, .toml or .json"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -17,11 +17,12 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from ...grid.errors import CheckpointError, CorruptError
+from ...grid.files import read_bytes
 from .index import NAME, Index, read_index
 from .remote import Folder as Folder
 from .remote import RemotePath
@@ -219,13 +220,20 @@ def last_order(folder: Folder) -> int:
 
 
 def unreadable(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Yield the checkpoints that are unfinished, or whose index cannot be read: name and reason."""
+    """Yield the checkpoints that are unfinished or exchanged, or whose index cannot be read: name and reason."""
     if isinstance(folder, RemotePath):
         parts = _remote_tags(folder)[1]
     else:
         parts = [path.name for path in sorted(folder.glob(".*.part")) if path.is_dir()]
     yield from ((part, "it was never finished") for part in parts)
-    yield from ((tag, str(index)) for tag, index in _indices(folder) if not isinstance(index, Index))
+    found = [*_indices(folder)]
+    for tag, index in found:
+        try:
+            if not isinstance(index, Index):
+                raise index
+            check_place(folder / tag, index, found)
+        except (CorruptError, OSError) as error:
+            yield tag, str(error)
 
 
 def _indices(folder: Folder) -> Iterator[tuple[str, Index | Exception]]:
@@ -258,10 +266,12 @@ def names(folder: Folder) -> list[str]:
 
 def latest(folder: Folder) -> str | None:
     """Return the tag in the file ``latest``; None if there is no such file."""
+    file = folder / LATEST
     try:
-        return (folder / LATEST).read_bytes().decode(errors="replace").strip()
+        data = read_bytes(file) if isinstance(file, Path) else file.read_bytes()
     except FileNotFoundError:
         return None
+    return data.decode(errors="replace").strip()
 
 
 def last(folder: Folder) -> tuple[str | None, str]:
@@ -303,18 +313,65 @@ def last(folder: Folder) -> tuple[str | None, str]:
 def prunable(folder: Folder, keep: int, automatic: bool = False) -> list[str]:
     """Return the tags of all but the last ``keep`` checkpoints, without the one that ``latest`` names.
 
+    A checkpoint that a symbolic link of the folder names stays as long as the link does.
+
     Args:
         folder: the folder of checkpoints.
         keep: number of checkpoints to keep.
         automatic: consider only checkpoints whose tag no user chose.
     """
-    named = latest(folder)
-    found = [tag for tag in tags(folder) if not automatic or _AUTOMATIC.fullmatch(tag)]
-    return [tag for tag in found[:-keep] if tag != named]
+    named, every = latest(folder), tags(folder)
+    found = [tag for tag in every if not automatic or _AUTOMATIC.fullmatch(tag)]
+    old = [tag for tag in found[:-keep] if tag != named]
+    if isinstance(folder, RemotePath):
+        return old
+    pinned = {(folder / tag).resolve() for tag in every if tag not in old and (folder / tag).is_symlink()}
+    return [tag for tag in old if (folder / tag).is_symlink() or (folder / tag).resolve() not in pinned]
+
+
+def check_place(path: Folder, index: Index, known: Iterable[tuple[str, Index | Exception]] | None = None) -> None:
+    """Check that a folder of an automatic checkpoint holds the one that was saved under its name.
+
+    It is compared with its own tag and step, and with a later checkpoint of the folder that names it as its parent. A
+    checkpoint under a name that a user chose may be a copy of any.
+
+    Args:
+        path, index: the checkpoint.
+        known: the tags and indices of its folder of checkpoints; None: they are read.
+
+    Raises:
+        CorruptError: the folder was exchanged for another one.
+    """
+    name = str(path).rpartition("/")[2]
+    if _AUTOMATIC.fullmatch(name) is None:
+        return
+    step, tag, identity = index.head["step"], index.head.get("tag") or name, index.head.get("identity") or {}
+    found = f"{path} holds another checkpoint, of step {step} of the run {identity.get('run', '(unknown)')}"
+    advice = "Put the right folder there, or load this one under a name of your own"
+    if tag != name and name != f"global_step{step}":
+        raise CorruptError(f"{found}, which was saved as {tag}. {advice}")
+    if not identity:
+        return
+    found_there = _indices(path.parent) if known is None else known
+    others = [(other, each) for other, each in found_there if isinstance(each, Index)]
+    for other, later in others:
+        child = later.head.get("identity") or {}
+        parent = child.get("parent") or {}
+        # The run that saved the later one had saved this one before, under this name.
+        saved = parent.get("run") == child.get("run") != identity["run"] and parent.get("tag") == name
+        if later.order > index.order and saved:
+            raise CorruptError(f"{found}, but {other} was saved after that of the run {parent['run']}. {advice}")
 
 
 def verify(path: Folder, index: Index) -> Iterator[str]:
-    """Compare all bytes of a checkpoint with their checksums. Yields a message for each damaged header or box."""
+    """Compare all bytes of a checkpoint with their checksums. Yields a message for each damaged header or box.
+
+    The first message is of a folder that was exchanged for another one.
+    """
+    try:
+        check_place(path, index)
+    except CorruptError as error:
+        yield str(error)
     folder = index.folder(path)
     for file, span, name in index.byte_ranges():
         try:

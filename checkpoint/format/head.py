@@ -77,6 +77,7 @@ class _SavedRun(_SavedPart):
 class _SavedParent(_SavedPart):
     run: str
     step: Natural
+    tag: str = ""
     checksum: str
 
 

@@ -15,12 +15,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ...grid.dtypes import SAFETENSORS_NAMES, TORCH_NAMES
 from ...grid.errors import CorruptError
+from ...grid.files import read_bytes
 from ...grid.ranges import Spans, everything, shape_of
 from ...grid.safetensors import ByteRange
 from .head import LARGEST, check_head
@@ -215,7 +217,7 @@ def read_index(path: Folder, name: str = NAME, whole: bool = True) -> Index:
         CorruptError: if the file is damaged, or if a later version of triax wrote it.
     """
     file = path / name
-    data = file.read_bytes()
+    data = read_bytes(file) if isinstance(file, Path) else file.read_bytes()
     tail = _TAIL.search(data)
     text = data[: tail.start()] if tail else data
     if tail is None or f"{zlib.crc32(text):08x}" != tail[1].decode():

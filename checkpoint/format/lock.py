@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...grid.errors import CheckpointError
+from ...grid.files import open_file
 from .remote import RemotePath
 
 NAME = ".lock"
@@ -91,13 +92,10 @@ class FolderLock:
 
     def _read(self) -> _FoundLock | None:
         try:
-            opened = os.open(self._path, os.O_RDONLY)  # NFS asks the server at each opening
+            with open_file(self._path) as opened:  # NFS asks the server at each opening
+                return _FoundLock(opened.read(4096), os.fstat(opened.fileno()).st_mtime_ns)
         except FileNotFoundError:
             return None
-        try:
-            return _FoundLock(os.read(opened, 4096), os.fstat(opened).st_mtime_ns)
-        finally:
-            os.close(opened)
 
     def _create(self) -> bool:
         """Make the file with its content in one call, which fails if there is one. False: another run was first."""

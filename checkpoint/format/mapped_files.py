@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...grid.errors import CorruptError
+from ...grid.files import open_file
 from ...grid.safetensors import CHUNK, ByteRange
 from .remote import Folder
 
@@ -83,7 +84,7 @@ class MappedFiles:
         if file not in self._maps:
             path = Path(str(self.path / file))
             try:
-                with path.open("rb") as opened:
+                with open_file(path) as opened:
                     size = os.fstat(opened.fileno()).st_size
                     if size != self._files[file]:
                         raise CorruptError(

@@ -21,7 +21,7 @@ from ...grid import Grid, layout_of
 from ...grid.agreement import agreed
 from ...grid.checks import check_path
 from ...grid.errors import ConfigError
-from ...grid.json_object import read_object
+from ...grid.files import read_object
 from ...grid.safetensors import TensorStream
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .merge import is_factor, layer_of

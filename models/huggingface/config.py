@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...grid.errors import ConfigError
-from ...grid.json_object import read_object
+from ...grid.files import read_object
 from ..config import (
     DecoderConfig,
     DeepseekConfig,

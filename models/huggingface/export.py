@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...grid import Layout
-from ...grid.json_object import read_object
+from ...grid.files import read_object
 from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...grid import Grid
 from ...grid.errors import ConfigError
-from ...grid.json_object import read_object
+from ...grid.files import read_object
 from ...grid.layout import Layout
 from .config import layer_count, read_config
 from .folder_settings import Settings, settings_of_folder, settings_of_model

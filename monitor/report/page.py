@@ -117,8 +117,15 @@ def page(run: Run) -> str:
         shown=_MOST_RANKS,
         ranks_count=len(ranks),
         ratio=_ratio,
-        config=json.dumps(run.record.get("config", {}), indent=2),
+        config=_indented(run.record.get("config", {})),
     )
+
+
+def _indented(value: Any) -> str:
+    try:
+        return json.dumps(value, indent=2)
+    except RecursionError:
+        return "nested too deeply to be shown"
 
 
 def _or_text(show: Callable[[float], str]) -> Callable[[Any], Any]:

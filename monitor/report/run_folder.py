@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from ...grid.files import parse_json, read_text
 from ...pipe.program.ops import COMPUTE, Op
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.timeline import Span, Timeline
@@ -18,6 +18,7 @@ from ..protocol import Slice
 from ..step_record import self_times
 
 _TAIL = 12  # lines of a rank's log
+_LARGEST, _MOST = 1e100, 2**53  # number in a chart; count
 
 
 class _MemoryJson(BaseModel):
@@ -115,10 +116,9 @@ def read_run(folder: Path) -> Run:
     metrics = folder / METRICS
     if metrics.is_file():
         broken = 0
-        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in read_text(metrics, "replace").splitlines():
             try:
-                row: dict[str, Any] = _ROW.validate_json(line)
-                run.rows.append(row | {"step": int(row["step"])})
+                run.rows.append(_row(_ROW.validate_json(line)))
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:
@@ -128,16 +128,31 @@ def read_run(folder: Path) -> Run:
     run.record = _json(folder / RUN, _RECORD, run.notes) or {}
     run.trace = _json(folder / TIMELINE, _TRACE, run.notes)
     run.histograms = _last_histograms(folder / HISTOGRAMS)
-    for log in sorted(folder.glob("*.log")):
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    for log in sorted(path for path in folder.glob("*.log") if path.is_file()):
+        lines = read_text(log, "replace").splitlines()
         if lines:
             run.logs[log.name] = "\n".join(lines[-_TAIL:])
     return run
 
 
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics. A number that is too large to be drawn counts as not finite.
+
+    Raises:
+        ValueError: a step or a load that no run has.
+    """
+    counts = [row["step"], *(load for value in row.values() if isinstance(value, list) for load in value)]
+    if not all(0 <= count <= _MOST for count in counts):
+        raise ValueError("there is no such count")
+    drawn = {
+        name: None if isinstance(value, float) and not abs(value) <= _LARGEST else value for name, value in row.items()
+    }
+    return drawn | {"step": int(row["step"])}
+
+
 def _last_histograms(file: Path) -> dict[str, Any] | None:
     """Return the last line of a file of histograms that can be read; None if there is none."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    lines = read_text(file, "replace").splitlines() if file.is_file() else []
     for line in reversed(lines):
         try:
             return _HistogramsJson.model_validate_json(line).model_dump()
@@ -152,7 +167,7 @@ def _json(file: Path, form: TypeAdapter[Any], notes: list[str]) -> dict[str, Any
         notes.append(f"there is no {file.name}")
         return None
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json(read_text(file))
         form.validate_python(found)
     except ValidationError as error:
         first = error.errors()[0]

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...grid.errors import escaped
+from ...grid.files import parse_json
 from .ops import COMPUTE, Op
 
 
@@ -67,12 +69,12 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str | Mapping[str, Any]) -> Schedule:
         """Read a schedule in the format of `to_json`. Other keys, as in `triax schedule --json`, are ignored."""
-        data = json.loads(text) if isinstance(text, str) else text
+        data = parse_json(text) if isinstance(text, str) else text
         missing = {"name", "pipe", "microbatches", "chunks", "placement", "orders"} - set(data)
         if missing:
             raise ValueError(f"the schedule in JSON lacks the keys {', '.join(sorted(missing))}: add them")
         return cls(
-            str(data["name"]),
+            escaped(str(data["name"])),
             int(data["pipe"]),
             int(data["microbatches"]),
             int(data["chunks"]),

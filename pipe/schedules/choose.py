@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
 from ...grid.errors import ConfigError, nearest, no_such
+from ...grid.files import read_text
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
 from .registry import RECIPES, named_schedule
@@ -120,7 +121,7 @@ def read_schedule(path: Path) -> Schedule:
         ValueError: the file is not there, or not a schedule.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path)
         if path.suffix == ".json":
             return Schedule.from_json(content)
         return Schedule.from_csv(content, name=path.stem)

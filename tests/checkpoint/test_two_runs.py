@@ -243,6 +243,7 @@ def test_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert heads[1].head["identity"]["parent"] == {
         "run": heads[0].head["identity"]["run"],
         "step": 5,
+        "tag": "global_step5",
         "checksum": heads[0].checksum,
     }
 

@@ -203,6 +203,25 @@ def test_damaged_values_are_text_and_damaged_parts_are_left_out(tmp_path: Path) 
         assert words in left_out, words
 
 
+def test_numbers_that_no_chart_holds_and_files_without_an_end_are_left_out(tmp_path: Path) -> None:
+    """They ended the command with an OverflowError or a RecursionError."""
+    folder = write(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row, value in zip(rows, (1e308, -1e308, 1e308, 1e155), strict=False):
+        row |= {"Train/Samples/train_loss": value, "own": value, "Train/Samples/grad_norm": -value}
+    rows += [{**rows[-1], "step": 1e308}, {**rows[-1], "step": -1}, {**rows[-1], "Train/Experts/a": [10**400]}]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n" + '{"a":' * 100_000)
+    (folder / "run.json").write_text("[" * 100_000)
+    (folder / "timeline.json").write_text('{"a":' * 100_000)
+    left_out = Page(write_report(folder).read_text()).text.partition("Left out")[2]
+    for words in (
+        "4 lines of metrics.jsonl",
+        "run.json could not be read: it is nested too deeply",
+        "timeline.json could",
+    ):
+        assert words in left_out, words
+
+
 def test_the_command(tmp_path: Path) -> None:
     folder = write(tmp_path / "run")
     done = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path / "deep" / "page.html")])

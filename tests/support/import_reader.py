@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "moe": ("grid", "tensor_parallel/regions.py"),
     "models": ("grid", "pipe/spec.py", "tensor_parallel", "context", "moe"),
     "plan": (
-        *("grid/topology.py", "grid/ranges.py", "grid/errors.py", "pipe/partition.py", "pipe/program"),
+        *("grid/topology.py", "grid/ranges.py", "grid/errors.py", "grid/files.py", "pipe/partition.py", "pipe/program"),
         *("pipe/schedules", "zero/flat.py", "config", "models/config.py"),
     ),
     "engine": _PARTS,
@@ -41,7 +41,14 @@ FOLDERS = tuple(ARROWS)
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (
     "__init__.py",
-    *("grid/__init__.py", "grid/environment.py", "grid/errors.py", "grid/hang_watch.py", "grid/lazy.py"),
+    *(
+        "grid/__init__.py",
+        "grid/environment.py",
+        "grid/errors.py",
+        "grid/files.py",
+        "grid/hang_watch.py",
+        "grid/lazy.py",
+    ),
     "grid/ranges.py",
     *("grid/topology.py", "grid/comm/__init__.py", "grid/comm/store_barrier.py", "grid/comm/thread_priority.py"),
     "grid/comm/traffic.py",

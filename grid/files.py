@@ -1,0 +1,82 @@
+"""Reading of files from elsewhere: a FIFO or a device under the name is an error, and not a wait without an end."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import ConfigError
+
+# Pipes that a shell opened for this process: `triax schedule <(...)`.
+_GIVEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: there is none, or something else has its name: a folder, a FIFO, a device, a socket.
+    """
+    if str(path).startswith(_GIVEN):
+        return open(path, "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # an open FIFO without a writer would wait
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device"
+    raise OSError(errno.EINVAL, f"It is {kind}, but a regular file is required", str(path))
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of a regular file, or raise as ``open_file``."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: str | Path, errors: str = "strict") -> str:
+    """Return the content of a regular file in UTF-8, or raise as ``open_file``; ``errors``: as of ``bytes.decode``."""
+    with io.TextIOWrapper(open_file(path), encoding="utf-8", errors=errors) as file:
+        return file.read()
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON text from elsewhere; ``options``: those of ``json.loads``.
+
+    Raises:
+        ValueError: it is not JSON, or it is nested too deeply.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file from elsewhere, which must be an object.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, is nested too deeply, or has something other than an object.
+    """
+    try:
+        found = parse_json(read_bytes(file))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{file} is damaged: it is not JSON in line {error.lineno}. Copy or write it again."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is damaged: it is not JSON. Copy or write it again.") from error
+    except ValueError as error:  # too deep, or a number of too many digits
+        raise ConfigError(f"{file} is damaged: {error}. Copy or write it again.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is damaged: it has no keys. Copy or write it again.")
+    return found

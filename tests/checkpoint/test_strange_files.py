@@ -1,0 +1,162 @@
+"""Folders of checkpoints with links, FIFOs and devices, exchanged folders, and names that drive a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import triax
+from triax.checkpoint.format import folder as folders
+from triax.cli.main import app
+from triax.config.json_comments import read
+from triax.grid.errors import CheckpointError, ConfigError, CorruptError
+from triax.models.huggingface.config import read_config
+from triax.monitor.report.write import write_report
+from triax.pipe.schedules.choose import read_schedule
+from triax.train.file import read_training_file
+
+
+def engine(seed: int = 0, **section: Any) -> Any:
+    torch.manual_seed(seed)
+    optimizer = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "checkpoint": section}
+    return triax.initialize(model=nn.Linear(4, 4), config=config)[0]
+
+
+def saved(folder: Path, steps: int, seed: int = 0) -> Path:
+    trained = engine(seed, dir=str(folder), every=1)
+    for _ in range(steps):
+        trained.backward(trained(torch.ones(2, 4)).square().mean())
+        trained.step()
+    return folder
+
+
+def said(*words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit | ConfigError), done.exception
+    return done.exit_code, done.output + (str(done.exception) if isinstance(done.exception, ConfigError) else "")
+
+
+def test_links_among_checkpoints_are_pruned_and_what_they_name_is_not(tmp_path: Path) -> None:
+    """A link ended ``prune`` with a traceback, and stayed there as ``.global_step1.gone``."""
+    place = saved(tmp_path / "runs", 5)
+    (place / "global_step1").rename(tmp_path / "elsewhere")
+    (place / "global_step1").symlink_to(tmp_path / "elsewhere")
+    (place / "pinned").symlink_to("global_step2")
+    trained = engine(dir=str(place), resume="auto")
+    trained.save_checkpoint(place, "global_step9")
+    index = (place / "global_step2" / "index.json").read_bytes()
+    assert said("checkpoint", "prune", place, "--keep", 2)[0] == 0
+    left = sorted(path.name for path in place.iterdir() if path.name[0] != ".")
+    assert left == ["global_step5", "global_step9", "latest"]
+    assert not [*place.glob(".*.gone")] and (tmp_path / "elsewhere" / "index.json").is_file()
+    # A link that stays keeps what it names, from the automatic removal too.
+    place = saved(tmp_path / "other", 4)
+    (place / "best").symlink_to("global_step2")
+    assert folders.prunable(place, 1, automatic=True) == ["global_step1", "global_step3"]
+    assert index != (place / "best" / "index.json").read_bytes()
+
+
+def special(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+@pytest.mark.timeout(60)
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+    place = saved(tmp_path / "runs", 2)
+    for name in ("global_step2/index.json", "global_step2/rank-00000.safetensors", "latest", ".lock"):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(place, copy)
+        special(copy / name, kind)
+        if name != ".lock":
+            code, text = said("checkpoint", "verify", copy if name == "latest" else copy / "global_step2")
+            assert code != 0 and text.strip(), name
+            trained = engine(dir=str(copy), resume="auto")
+            assert trained.global_steps == (2 if name == "latest" else 1), name
+        else:
+            trained = engine()
+            assert not trained.save_checkpoint(copy, "more")
+        with pytest.raises((CheckpointError, CorruptError, OSError, ValueError)):
+            engine().load_checkpoint(copy, None if name == "latest" else "global_step2" if name != ".lock" else "none")
+    readers: dict[str, Callable[[Path], Any]] = {
+        "run.yaml": lambda path: read_training_file(path, []),
+        "schedule.json": read_schedule,
+        "schedule.csv": read_schedule,
+        "ds_config.json": read,
+        "model/config.json": lambda path: read_config(path.parent),
+    }
+    for name, reader in readers.items():
+        special(tmp_path / name, kind)
+        with pytest.raises((ValueError, OSError)) as error:
+            reader(tmp_path / name)
+        assert str(tmp_path / name).removesuffix("/config.json") in str(error.value), name
+    special(tmp_path / "run/run.json", kind)
+    special(tmp_path / "run/rank-0.log", kind)
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "samples": 4, "time": 0.0, "x": 1.0}\n')
+    assert write_report(tmp_path / "run").is_file()
+
+
+def test_names_in_files_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    """A tensor's name with an escape sequence cleared the reader's screen, or wrote its title."""
+    place = saved(tmp_path / "runs", 1) / "global_step1"
+    bad, shown = "\x1b]0;owned\x07\x1b[2J[red]", "\\x1b]0;owned\\x07\\x1b[2J[red]"
+    content = json.loads((place / "index.json").read_text())
+    del content["checksum"]
+    content["versions"] |= {bad: bad}
+    content["identity"]["run"] = bad
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    text = ("{\n" + ",\n".join(lines) + ",\n").encode()
+    (place / "index.json").write_bytes(text + f'"checksum": "{zlib.crc32(text):08x}"\n}}\n'.encode())
+    for words in (("show",), ("verify",), ("diff", place)):
+        code, output = said("checkpoint", words[0], place, *words[1:])
+        assert "\x1b" not in output and "\x07" not in output, words
+        if words == ("show",):
+            assert code == 0 and f"run {shown}, number" in output and f"{shown} {shown}" in output
+    assert "\x1b" not in str(CorruptError(bad)) and shown in str(ConfigError(bad))
+    assert str(CheckpointError("two\nlines: é, 梯")) == "two\nlines: é, 梯"
+
+
+def test_an_exchanged_folder_is_not_taken_for_the_one_that_was_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run resumed with the weights of another one, in silence."""
+    mine, other = saved(tmp_path / "mine", 4), saved(tmp_path / "other", 4, seed=1)
+    shutil.rmtree(mine / "global_step4")
+    shutil.copytree(other / "global_step2", mine / "global_step4")  # another step
+    shutil.rmtree(mine / "global_step2")
+    shutil.copytree(other / "global_step2", mine / "global_step2")  # another run's
+    for tag, words in (("global_step4", "was saved as global_step2"), ("global_step2", "global_step3 was saved after")):
+        with pytest.raises(CheckpointError, match=f"{tag} holds another checkpoint, of step 2 of the run .*{words}"):
+            engine().load_checkpoint(mine, tag)
+        code, output = said("checkpoint", "verify", mine / tag)
+        assert code == 1 and words in output
+    resumed = engine(dir=str(mine), resume="auto")
+    assert resumed.global_steps == 3 and "global_step4 is not used" in caplog.text
+    # A copy under a name of the user's own is loaded, and so is a step that two runs saved, under two names.
+    shutil.copytree(other / "global_step2", mine / "copy")
+    assert engine().load_checkpoint(mine, "copy")[0] is not None
+    again = engine(dir=str(other), resume="auto")
+    again.save_checkpoint(other, "best")
+    again.backward(again(torch.ones(2, 4)).square().mean())
+    again.step()
+    again.save_checkpoint(other, "global_step5")
+    shutil.rmtree(other / "best")
+    assert engine().load_checkpoint(other, "global_step4")[0] is not None
