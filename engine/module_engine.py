@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config.schema import Config
 from ..context.part_loss import share_of_mean
 from ..grid import Grid
-from ..grid.agreement import number
+from ..grid.agreement import number, totals
 from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
@@ -36,6 +36,7 @@ from ..pipe.microbatches import require_equal_shapes
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.module_optimizer import ModuleOptimizer
+from ..zero.norm import clip_factor
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
@@ -99,6 +100,12 @@ class ModuleEngine(Engine):
             self.backward_passes = self.optimizer.backward_passes
         self.data_axis = self.backward_passes.data_axis
         self.backward_passes.origin = self._scales.origin
+        self.data_axis.access.connect(
+            self._gradient_divisor,
+            "Call engine.clip_grad_norm_(max_norm) before engine.step() to clip, in any stage, and "
+            'engine.get_global_grad_norm() or engine.gather("gradients") after it to read',
+            self.all_or_none,
+        )
         self.accounts = MemoryAccounts(self.data_axis, module, grid)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._sent_before: dict[str, dict[str, Sent]] | None = None  # when this step began; None: it has not
@@ -114,6 +121,7 @@ class ModuleEngine(Engine):
         self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
         self._losses: list[Tensor | float] = []  # of this step's microbatches
         self._mark_last()
+        self._set_plain()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward``."""
@@ -184,6 +192,8 @@ class ModuleEngine(Engine):
             self._begin_step()
             self._require_one_loss((id(self), self._scales.steps))
             before, accumulation = self.backward_passes.count, self.batch.accumulation
+            if not before:
+                self._losses = []  # of a step that optimizer.zero_grad() has discarded
             scale = self.optimizer_step.scale
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
@@ -258,9 +268,63 @@ class ModuleEngine(Engine):
                 self._outputs_opaque = self._eval_outputs_opaque = self._outputs_entered = False
                 self._mark_last()
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole grid is at most ``max_norm``, in any stage. Collective.
+
+        Call it between the last ``backward`` of a step and ``step``. ``gradient_clipping`` does the same in each step.
+
+        Returns:
+            The norm before, 0-dim float64. If it is not finite, as after an overflow in fp16, nothing is scaled.
+
+        Raises:
+            RuntimeError: if the step's backward passes are not complete, or with gradient compression.
+        """
+        with self.all_or_none("clip_grad_norm_"):
+            if self.data_axis.exchange is not None:
+                raise AgreedError(
+                    "clip_grad_norm_ was called, but gradient compression combines the replicas' gradients only within "
+                    "the step: set gradient_clipping in the configuration"
+                )
+            divisor = self._gradient_divisor()
+            self.data_axis.access.take_back()
+            (square,) = totals(self._step_grid, [self.data_axis.squares()])
+            norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+            if math.isfinite(norm):
+                self.data_axis.access.multiply(clip_factor(norm, max_norm))
+            return torch.tensor(norm, dtype=torch.float64, device=self.device)
+
+    def _gradient_divisor(self) -> float:
+        """End the reductions, and return the number by which the sums must be divided for the mean. Collective.
+
+        Raises:
+            RuntimeError: if the step's backward passes are not complete.
+        """
+        passes = self.backward_passes
+        if not passes.reduced or self.data_axis.stepped:
+            problem = None
+            if passes.stepped or passes.count == passes.seen:
+                problem = "no backward pass has run since the last engine.step(): do it between the two"
+            elif self.in_no_sync:
+                problem = "within no_sync() gradients are not reduced: do it after the with block"
+            elif not self.is_gradient_accumulation_boundary():
+                problem = (
+                    f"these are the gradients of {self.microbatch + 1} of {self.batch.accumulation} microbatches: do "
+                    "it if engine.is_gradient_accumulation_boundary()"
+                )
+            elif self.config.local_updates is not None:
+                problem = "under local_updates replicas step by themselves: set gradient_clipping in the configuration"
+            if problem is not None:
+                raise AgreedError(f"gradients were read or clipped, but {problem}")
+        passes.reduce()
+        weight = self._step_grid.data.size * self.batch.accumulation
+        return weight * self._options.divisor * self.optimizer_step.scale
+
     def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         self.backward_passes.require_unchanged()
+        reduced = self.backward_passes.reduced
         self.backward_passes.reduce()
+        self.data_axis.access.take_back(look=reduced)
         losses, self._losses = self._losses, []
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
         mine = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
@@ -414,6 +478,12 @@ class ModuleEngine(Engine):
     def _backward_passes(self) -> Counter[int]:
         return Counter({0: self.batch.accumulation})
 
+    def _set_plain(self) -> None:
+        # One process and one microbatch: autograd's own gradients are those of the batch.
+        one = self.grid.size == 1 and self.batch.accumulation == 1 and self.config.managed_gradient_accumulation
+        sums = self.data_axis.exchange is None and self.config.local_updates is None
+        self.data_axis.access.plain = one and sums and self.loss_scaler is None and self._options.divisor == 1.0
+
     def _mark_last(self) -> None:
         # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.
         each = self._options.stage > 1 and self._options.reduce_every_backward
@@ -447,6 +517,7 @@ class ModuleEngine(Engine):
             )
         super().set_train_batch_size(train_batch_size, micro)
         self._mark_last()
+        self._set_plain()
 
     def _compile(self, config: Config) -> Compilation | None:
         if self.recompute is not None or config.zero_optimization.stage == 3:

@@ -114,6 +114,11 @@ class PipelineEngine(Engine):
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._make_step(parts)
+        self.data_axis.access.connect(
+            None,
+            "Set gradient_clipping in the configuration to clip, and read engine.get_global_grad_norm() or "
+            'engine.gather("gradients")',
+        )
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
         self.compilation = self._compile(config)
@@ -163,6 +168,13 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``RuntimeError``: ``train_batch`` takes the step."""
         self._refuse("engine.step()")
+
+    def clip_grad_norm_(self, max_norm: float) -> NoReturn:
+        """Raise ``RuntimeError``: ``gradient_clipping`` of the configuration clips within ``train_batch``."""
+        raise RuntimeError(
+            f"clip_grad_norm_({max_norm}) was called, but train_batch has taken the step already: write "
+            f'"gradient_clipping": {max_norm} into the configuration'
+        )
 
     def _refuse(self, call: str) -> NoReturn:
         raise RuntimeError(
@@ -218,6 +230,7 @@ class PipelineEngine(Engine):
             update=self.data_axis.step,
             schedule=lambda: advance_schedule(self.lr_scheduler, optimizer, value),
         )
+        self.data_axis.access.hide()
         if self.auxiliary:
             self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
         if strayed:

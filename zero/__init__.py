@@ -8,6 +8,7 @@ Layout of the parameters:
 
 Buckets:
     flat_weights.py: weights of a bucket: whole or sharded buffer, master weights, release and restore in stage 3
+    gradient_access.py: ``p.grad`` between two backward passes: guarded tensors, and what user code does with them
     bucket.py: gradients of a bucket: accumulation, all-reduce (stages 0, 1), reduce-scatter (stages 2, 3)
     offload.py: offload of shards, masters, gradients and optimizer state to host memory or disk
 

@@ -18,6 +18,7 @@ from ..grid import Axis
 from ..grid.grid import Grid
 from .bucket import Bucket
 from .bucketing import make_buckets
+from .gradient_access import GradientAccess
 from .gradients import GradientReducer, all_reduce_gradients, with_gradients
 from .managed import ManagedParameter, is_released, mark_as_deepspeed
 from .norm import square
@@ -56,7 +57,7 @@ class ZeroDataAxis:
         reducer: sums gradients over the data axis.
         gatherer: gathers weights in stage 3; None if weights are always whole.
         axis, device: the axis of all replicas (data x context), and the device of this rank.
-        stepped: True if the optimizer has already stepped with the present gradients, which are then scaled.
+        access: access of user code to the gradients, through ``.grad``.
         exchange: combines gradients in place of a plain sum; None means a plain sum.
         extra_axis: a second axis over which a step's gradients are summed, if there are several grids that each hold
             the whole model; else None.
@@ -78,7 +79,7 @@ class ZeroDataAxis:
         stepper_class: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
         options = stepper_class.adapt(options)
         self.options, self.axis, self.device = options, grid.data_context, grid.device
-        self.stepped = self._exchanged = False
+        self._exchanged = False
         self.extra_axis: Axis | None = None
         self._tensor_axis = grid.tensor
         if options.stage == 3:
@@ -95,6 +96,7 @@ class ZeroDataAxis:
         self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
         self.collect, self.reduce, self.tied = reducer.collect, reducer.reduce, reducer.tied
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
+        self.access = GradientAccess(self._trained, grid, reducer.settle, self.exchange is not None)
         self.stepper.connect(self.exchange, grid)
         self.gatherer: ParameterGatherer | None = None
         partitioned = [bucket for bucket in self.buckets if bucket.partitioned]
@@ -133,8 +135,14 @@ class ZeroDataAxis:
 
     def begin(self) -> None:
         """Begin a step with zero gradients."""
-        self.stepped = self._exchanged = False
+        self._exchanged = False
+        self.access.begin()
         self.reducer.begin()
+
+    @property
+    def stepped(self) -> bool:
+        """True if the optimizer has already stepped with the present gradients, which are then scaled."""
+        return self.access.stepped
 
     def gather(self, stage: int) -> None:
         """GATHER: begin a run of the stage. This has no effect, because each layer gathers its weights when it runs."""
@@ -207,6 +215,8 @@ class ZeroDataAxis:
         else:
             parts = [square(bucket.gradients) for bucket in self.buckets if bucket.gradients is not None]
         found = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.access.applied != 1.0:  # as on ranks whose gradients user code has not read
+            found = found / self.access.applied**2
         # Each rank of the extra axis counts all of it. There is no exchange then.
         return found if self.extra_axis is None else found.div_(self.extra_axis.size)
 
@@ -235,30 +245,43 @@ class ZeroDataAxis:
         self._exchanged = True
 
     def unused(self) -> int:
-        """Return the number of parameters without a gradient on this rank in this step."""
-        return len(self.reducer.unused())
+        """Return the number of parameters without a gradient on this rank in this step.
+
+        It is larger by one if user code has read or changed gradients: ``without_gradient`` must then be called.
+        """
+        return len(self.reducer.unused()) + int(self.access.touched)
 
     def without_gradient(self) -> set[Tensor]:
         """Return the parameters without a gradient on any replica.
 
         Collective over the data axis (or ``extra_axis``) and the tensor axis.
+
+        Raises:
+            RuntimeError: user code has changed gradients differently on different replicas.
         """
         members = [m.parameter for bucket in self._trained for m in bucket.members]
         unused = self.reducer.unused()
         if self.exchange is not None:  # a residual of earlier steps may be all of a gradient
             unused = unused - with_gradients(self._trained)
-        used = torch.tensor([p not in unused for p in members], dtype=torch.uint8, device=self.device)
-        for axis in (self.extra_axis or self.axis, self._tensor_axis):
-            axis.all_reduce(used, op="max")
-        return {parameter for parameter, flag in zip(members, used.tolist(), strict=True) if not flag}
+        touched = 2 * int(self.access.touched)
+        while True:
+            codes = [(p not in unused) + touched for p in members]
+            used = torch.tensor(codes, dtype=torch.uint8, device=self.device)
+            for axis in (self.extra_axis or self.axis, self._tensor_axis):
+                axis.all_reduce(used, op="max")
+            flags = used.tolist()
+            if not flags or flags[0] < 2:
+                return {parameter for parameter, flag in zip(members, flags, strict=True) if not flag}
+            self.access.require_equal(self.axis)
+            touched = 0
 
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the gradients, step the optimizer, and send the new weights to every replica. Collective.
 
         Arguments are those of ``RangeStepper.step``.
         """
-        self.stepper.step(scale, without)
-        self.stepped = True
+        self.stepper.step(scale / self.access.applied, without)
+        self.access.applied, self.access.stepped = 1.0, True
         if self.gatherer is not None:
             self.gatherer.changed()
 

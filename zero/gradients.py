@@ -126,11 +126,26 @@ class GradientReducer:
 
     def reopen(self) -> None:
         """Let further backward passes add to the gradients of the step, after its last one has reduced them."""
-        while self._pending:
-            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
+        self.settle()
         for bucket in self._buckets:
             bucket.reopen(self._grid.tensor)
         self._set_stages_left()
+
+    def settle(self) -> None:
+        """Wait for the reductions that have begun."""
+        while self._pending:
+            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
+
+    def open(self, first: Tensor | None) -> None:
+        """Let autograd accumulate in ``.grad``: a backward pass begins, which may have added to that of ``first``."""
+        for bucket in self._buckets:
+            bucket.open(self.settle, first)
+
+    def close(self, everything: bool) -> None:
+        """Collect gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
+        for bucket in self._buckets:
+            if everything or bucket.dropped:
+                bucket.close(everything)
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """Reduce each bucket as soon as it is complete, in a backward pass of the stage that runs within.
@@ -229,8 +244,7 @@ class GradientReducer:
         for bucket in self._buckets:
             if self._stages_left.get(id(bucket)):  # on one replica, in a plain loop
                 self._start(bucket)
-        while self._pending:
-            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
+        self.settle()
         for bucket in self._buckets:
             bucket.complete()
         if self._strict and self._unused:
@@ -246,7 +260,10 @@ class GradientReducer:
 
         A tied parameter counts as having a gradient on all of its stages if it has one on any of them.
         """
-        return {m.parameter for key, m in self._unused.items() if self._bucket_of[key].tie is None}
+        found: set[Tensor] = {m.parameter for key, m in self._unused.items() if self._bucket_of[key].tie is None}
+        for bucket in self._buckets:
+            found = (found - bucket.assigned) | bucket.dropped
+        return found
 
     def leave_out(self, stage: int) -> None:
         """Count as unused, in this step, the parameters of the stages before ``stage``, except tied ones."""

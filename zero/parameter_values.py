@@ -57,6 +57,8 @@ class ParameterValues:
         """Set the whole values, which are equal on every replica. Collective if they are weights."""
         flat = value.to(self.local.device, self.local.dtype).reshape(-1)
         self.local.copy_(flat[self._start : self._start + self.local.numel()])
+        if self._kind == GRADIENT and self._bucket is not None and self._bucket.gradients is not None:
+            self._bucket.gradient_of(self._parameter).copy_(flat.view(self._parameter.shape))  # ``.grad`` shows all
         self.written()
 
     @torch.no_grad()

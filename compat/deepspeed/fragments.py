@@ -128,7 +128,7 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
                 break
             if engine.backward_passes.count and engine.is_gradient_accumulation_boundary():
                 engine.backward_passes.reduce()
-                weight = engine.grid.data.size * engine.batch.accumulation
+                weight = engine.grid.data.size * engine.batch.accumulation * engine.data_axis.access.applied
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale
     if require:
         raise ValueError(

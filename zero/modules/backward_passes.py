@@ -43,6 +43,7 @@ class BackwardPasses:
 
     Attributes:
         data_axis: ZeRO's data axis with these parameters.
+        access: access of user code to the gradients.
         trained: the parameters that are stepped.
         next_is_last: the next pass is the step's last one; read if ``expected`` is None.
         count: backward passes of this step so far.
@@ -107,6 +108,7 @@ class BackwardPasses:
         )
         self.data_axis.reducer.watch(weak(self._accumulated))
         self._reached_hook = weak(self._reached)
+        self.access = self.data_axis.access
         for parameter in managed:  # one after the other: none is whole for longer than that
             if (record := sharded_parameter(parameter)) is not None:
                 self.data_axis.fill(parameter, record.whole())
@@ -128,7 +130,8 @@ class BackwardPasses:
         self.next_is_last = self.reduced = self.stepped = False
         self._last_began = False  # the last pass has begun
         self._reopened = False  # another pass after it may begin
-        self._at_gradient = False  # a parameter's gradient is what a pass is first seen by
+        self._first: Tensor | None = None  # the parameter by whose gradient a pass is first seen
+        self._keeps_graph = False  # the running pass was started with create_graph=True
         self._collects = False  # the running pass has had a gradient
         self._early: list[tuple[int, int]] = []  # (unit, runs) of units that ended before the first gradient
         self.begin()
@@ -170,6 +173,7 @@ class BackwardPasses:
         if self.reduced:
             return
         self._require_complete()
+        self.access.lift()
         if self._units is not None:
             self._units.gather_missed(
                 int(not self._last_began) if self._expected is None else self._expected - self.count
@@ -181,6 +185,11 @@ class BackwardPasses:
         if self._units is not None:
             self._units.reset()
         self.reduced = True
+
+    @property
+    def complete(self) -> bool:
+        """True if the last backward pass of the step has run."""
+        return self._last_began and self._running is None
 
     def run_empty(self) -> None:
         """Count a backward pass in which this replica has no gradient, although other replicas may have gradients.
@@ -244,8 +253,9 @@ class BackwardPasses:
 
         It must not have a gradient yet.
         """
-        if self._last_began and self._expected is None and not (self._reopened or self.reduced):
-            self._reopened = True
+        if self._last_began and self._expected is None and not (self._reopened or self.stepped):
+            self._reopened, self.reduced = True, False
+            self.access.conceal()
             self.data_axis.reducer.reopen()
 
     def _reached(self, gradient: Tensor) -> None:
@@ -254,9 +264,9 @@ class BackwardPasses:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Hook of the reducer: autograd has accumulated a parameter's gradient, which is not reduced yet."""
-        self._at_gradient = True
+        self._first = parameter
         self._outermost.enter()
-        self._at_gradient = False
+        self._first = None
         if not self._collects:
             self._begin_reductions()
 
@@ -297,8 +307,10 @@ class BackwardPasses:
     def _pass_began(self) -> None:
         self._collects = False
         self._early.clear()
-        if not self._at_gradient:
+        if self._first is None:
             self._reopen()
+        self._keeps_graph = torch.is_grad_enabled()
+        self.data_axis.reducer.open(self._first)
         if self._units is not None:
             self._units.begin_backward()
 
@@ -311,6 +323,7 @@ class BackwardPasses:
         running, self._running, self._collects = self._running, None, False
         with torch.no_grad():
             running.__exit__(None, None, None)
+            self.data_axis.reducer.close(self._keeps_graph)
         if self._units is not None and self._last_began:
             self._units.release()
 

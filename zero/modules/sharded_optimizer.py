@@ -37,9 +37,9 @@ class ShardedOptimizer(ZeroModuleOptimizer):
     DDP. Gradients of several backward passes add up: divide the loss by their number for a mean.
 
     Learning-rate schedulers accept it: it is a ``torch.optim.Optimizer``. A parameter without a gradient on any
-    replica does not change (Adam's step count, for its bias correction, goes on). Parameters' own ``.grad`` is whole
-    in stage 0 only, after ``synchronize``; ``gradients()`` returns whole gradients in every stage.
-    ``torch.amp.GradScaler`` reads ``.grad``, so its ``step`` is refused: use bf16.
+    replica does not change (Adam's step count, for its bias correction, goes on). Parameters' own ``.grad`` can be read
+    and changed in stages 0 and 1; ``gradients()`` returns whole gradients in every stage. ``torch.amp.GradScaler`` is
+    refused: use bf16.
 
     Args:
         optimizer_class: one that treats every element alone: Adam, AdamW, SGD, ...; or, in stage 0, a 1-bit optimizer:
@@ -121,6 +121,12 @@ class ShardedOptimizer(ZeroModuleOptimizer):
             expected=backward_passes_per_step,
         )
         self._mean = reduction == "mean"
+        access = self.backward_passes.access
+        access.connect(
+            self._gradient_divisor,
+            "Call optimizer.clip_grad_norm_(max_norm) to clip, and optimizer.gradients() to read",
+        )
+        access.plain = grid.size == 1 and backward_passes_per_step == 1 and exchange is None
         if isinstance(compression, TopK) and compression.momentum:
             require_no_momentum(compression.momentum, self.inner)
 
@@ -137,6 +143,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
                 loss = closure()
         self.backward_passes.require_unchanged()
         self.synchronize()
+        self.backward_passes.access.take_back()
         self.apply(1.0, self._data_axis.without_gradient())
         return loss
 
@@ -153,7 +160,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
                 self._data_axis.poison()
             return
         if self._mean and self._grid.data.size > 1:
-            self._scale_gradients(1.0 / self._grid.data.size)
+            self.backward_passes.access.multiply(1.0 / self._grid.data.size)
 
     def _finite(self) -> bool:
         """Return True if every gradient is finite, or no residual would keep it. Collective over the grid."""
@@ -168,7 +175,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         """Scale all gradients so that their norm over the whole grid is at most ``max_norm``. Collective over the grid.
 
         Returns:
-            The norm before, 0-dim float64, as ``torch.nn.utils.clip_grad_norm_`` does, which cannot be used here.
+            The norm before, 0-dim float64, as ``torch.nn.utils.clip_grad_norm_`` does, which works in stages 0 and 1.
 
         Raises:
             ValueError: a limit below 0 or too small for float32, or no number.
@@ -176,18 +183,31 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         if not (max_norm == 0 or max_norm >= SMALLEST):
             raise ValueError(f"max_norm is {max_norm}: give 0, or a number of {SMALLEST:.2g} or more")
         self.synchronize()
+        self.backward_passes.access.take_back()
         square = self._data_axis.squares()
         self._grid.world.all_reduce(square)
         norm = square.sqrt()
-        self._scale_gradients(clip_coefficient(norm, max_norm))
+        self.backward_passes.access.multiply(clip_coefficient(norm, max_norm))
         return norm
 
-    def _scale_gradients(self, factor: Tensor | float) -> None:
-        if owned := [bucket.owned_gradient for bucket in self._data_axis.buckets if bucket.trained]:
-            torch._foreach_mul_(owned, factor)
+    def _gradient_divisor(self) -> float:
+        """End the reductions for a reader of ``.grad``. Collective.
+
+        Raises:
+            RuntimeError: a backward pass of the step is missing.
+        """
+        passes = self.backward_passes
+        if not passes.reduced and not passes.complete:
+            raise RuntimeError(
+                f"gradients were read or changed after {passes.count} backward passes of a step that has "
+                "backward_passes_per_step of them: do it after the last one, or call optimizer.synchronize() before"
+            )
+        self.synchronize()
+        return 1.0
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each trained parameter and its whole gradient (this rank's shard), until ``zero_grad``. Collective."""
         self.synchronize()
+        self.backward_passes.access.take_back()
         for member, gradient in self._data_axis.gradients():
             yield member.parameter, gradient

@@ -1,0 +1,348 @@
+"""Access to ``p.grad``: guarded tensors through which user code reads and changes the reduced gradients of a step.
+
+between two backward passes    ``p.grad`` is a guard: each operation on it asks ``GradientAccess`` first
+an operation on a guard        stages 0, 1: the reductions end, all gradients become those of the batch, whole
+                               stages 2, 3, gradients that are not complete, shards: an error
+the optimizer's step           takes what user code left in ``p.grad``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+
+from ..grid import Axis, Grid
+from ..grid.autograd import backward_task
+from ..grid.nest import map_tensors
+from .managed import ManagedParameter
+
+# Properties and methods that a guard answers by itself, because they need no values.
+_WITHOUT_VALUES = {
+    *("shape", "dtype", "device", "layout", "ndim", "names", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),
+    *("is_cuda", "is_cpu", "is_meta", "is_quantized", "is_mkldnn", "is_xla", "itemsize", "nbytes", "output_nr"),
+    *("is_sparse_csr", "is_nested", "size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous"),
+    *("is_floating_point", "is_complex", "__len__", "__hash__", "untyped_storage"),
+    "_has_compatible_shallow_copy_type",
+}
+# What does nothing to a gradient that is guarded: ``zero_grad`` of torch calls them first.
+_IDLE = {"detach_", "requires_grad_"}
+# Moves of a whole module move its gradients too, also those that a step has taken.
+_MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
+# Gradients of replicas differ if one was changed; rounding may differ between processors.
+_TOLERANCE = 1e-6
+
+
+class GuardedGradient(Tensor):
+    """``.grad`` in the memory in which autograd accumulates: torch's C++ code adds to it without calling Python."""
+
+    _access: ref[GradientAccess]
+    _parameter: ref[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # of a property, such as Tensor.data
+            name = func.__self__.__name__ + ("=" if name == "__set__" else "")
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call(func, name, args, kwargs)
+
+
+class HiddenGradient(GuardedGradient):
+    """``.grad`` without memory, which C++ code cannot read either: the gradient is being reduced, or lies elsewhere."""
+
+    absorb: Callable[[Tensor], None]
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> HiddenGradient:
+        made: HiddenGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        adds = func is torch.ops.aten.add_.Tensor and backward_task() != -1
+        if adds and isinstance(first, HiddenGradient):  # autograd accumulates in .grad
+            first.absorb(args[1])
+            return first
+        return func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
+
+
+def guard(made: GuardedGradient, access: GradientAccess, parameter: nn.Parameter) -> GuardedGradient:
+    """Connect a new guard with its access and its parameter, and return it."""
+    made._access, made._parameter = ref(access), ref(parameter)
+    return made
+
+
+def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a function of torch that was given guards."""
+    first = args[0] if args else None
+    if name in _WITHOUT_VALUES or (name == "data_ptr" and type(first) is GuardedGradient):
+        return func(*args, **kwargs)
+    if name in _IDLE:
+        return first
+    if name in ("zero_", "_foreach_zero_"):
+        for each in first if name == "_foreach_zero_" else (first,):
+            _access_of(each).zero(each._parameter()) if isinstance(each, GuardedGradient) else each.zero_()
+        return first
+    if isinstance(first, GuardedGradient):
+        if name in _MOVES and _access_of(first).is_gone(first._parameter()):
+            return first
+        if name == "data=":
+            return None if args[1] is first else _value(first).copy_(_value(args[1]))
+    return func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
+
+
+def _access_of(gradient: GuardedGradient) -> GradientAccess:
+    access = gradient._access()
+    if access is None or gradient._parameter() is None:
+        raise RuntimeError(
+            "p.grad belongs to an engine or optimizer that is gone: call module.zero_grad() before you train the "
+            "module without it"
+        )
+    return access
+
+
+def _value(tensor: Tensor) -> Tensor:
+    """Return the gradient behind a guard; any other tensor as it is."""
+    return _access_of(tensor).value(tensor._parameter()) if isinstance(tensor, GuardedGradient) else tensor
+
+
+class GuardedBucket(Protocol):
+    """Protocol: the gradients of a bucket, as ``GradientAccess`` reads and changes them; see ``Bucket``."""
+
+    members: list[ManagedParameter]
+    axis: Axis
+    transient: bool
+
+    @property
+    def sharded(self) -> bool: ...
+    @property
+    def access(self) -> GradientAccess | None: ...
+    @access.setter
+    def access(self, access: GradientAccess) -> None: ...
+    def hide(self, access: GradientAccess) -> None: ...
+    def replaced(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]: ...
+    def lift(self, parameter: nn.Parameter) -> None: ...
+    def drop(self, parameter: Tensor) -> None: ...
+    def zero(self, parameter: Tensor) -> None: ...
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor: ...
+    def reduced_gradient(self, exposed: bool) -> Tensor: ...
+    def assign_gradient(self, parameter: nn.Parameter, gradient: Tensor, divisor: float, exposed: bool) -> None: ...
+    def expose(self, factor: float) -> None: ...
+    def conceal(self, factor: float) -> None: ...
+    def fingerprint(self, exposed: bool) -> list[float]: ...
+
+
+class GradientAccess:
+    """Access to the gradients of one data axis through ``p.grad``.
+
+    Args:
+        buckets: buckets with trained parameters.
+        grid: the grid.
+        settle: waits for the reductions that have begun.
+        exchanged: True if the replicas' gradients are combined only within the step (gradient compression).
+
+    Attributes:
+        plain: True if ``.grad`` is right without a guard: one process, one microbatch, no loss scale.
+        applied: factor by which the gradients are multiplied already, because user code has read them.
+        stepped: True if the optimizer has stepped with the gradients.
+    """
+
+    def __init__(
+        self, buckets: Sequence[GuardedBucket], grid: Grid, settle: Callable[[], None], exchanged: bool
+    ) -> None:
+        self._buckets, self._grid, self._exchanged = list(buckets), grid, exchanged
+        self._settle = WeakMethod(settle)
+        self._bucket_of = {id(m.parameter): (bucket, m) for bucket in self._buckets for m in bucket.members}
+        self._divisor: WeakMethod[Callable[[], float]] | None = None
+        self._context: WeakMethod[Callable[[str], AbstractContextManager[None]]] | None = None
+        self._remedy = ""
+        self._lifted: list[tuple[GuardedBucket, nn.Parameter, Tensor | None]] = []  # what user code has assigned
+        self.plain = self.stepped = self._exposed = self._touched = False
+        self.applied = 1.0
+
+    def connect(
+        self,
+        divisor: Callable[[], float] | None,
+        remedy: str,
+        context: Callable[[str], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Connect the engine or optimizer.
+
+        Args:
+            divisor: method that ends the reductions, and returns the number by which the sums are divided for the mean
+                gradient. It raises an error if the gradients are not complete. None: they can never be read.
+            remedy: what to type instead of an operation that is refused.
+            context: method that returns the context of a collective call of this name.
+        """
+        self._context = None if context is None else WeakMethod(context)
+        self._divisor, self._remedy = None if divisor is None else WeakMethod(divisor), remedy
+        if divisor is not None:
+            for bucket in self._buckets:
+                bucket.access = self
+
+    def hide(self) -> None:
+        """Hide all gradients behind ``.grad``."""
+        for bucket in self._buckets:
+            bucket.hide(self)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._lifted = []
+        self.stepped = self._exposed = self._touched = False
+        self.applied = 1.0
+
+    def value(self, parameter: nn.Parameter | None) -> Tensor:
+        """Return the reduced gradient of a parameter: a view of its bucket. In stage 1 collective, the first time.
+
+        Raises:
+            RuntimeError: this rank does not hold the whole gradient, or it is not complete.
+        """
+        bucket, member = self._bucket_of[id(parameter)]
+        if (reason := self._obstacle(bucket, member)) is not None:
+            raise RuntimeError(f"p.grad of {member.layout.name} was read or changed, but {reason}. {self._remedy}")
+        if not (self.stepped or self._exposed):
+            context = None if self._context is None else self._context()
+            with nullcontext() if context is None else context("reading of p.grad"):
+                self.expose()
+        return bucket.gradient_of(member.parameter)
+
+    def zero(self, parameter: nn.Parameter | None) -> None:
+        """Set a gradient to zero, in any stage."""
+        bucket, member = self._bucket_of[id(parameter)]
+        if backward_task() != -1:
+            self.value(parameter)  # refused
+        if not self.is_gone(parameter):
+            self._touched = True
+            if (settle := self._settle()) is not None:
+                settle()
+            bucket.zero(member.parameter)
+
+    def is_gone(self, parameter: nn.Parameter | None) -> bool:
+        """Return True if the optimizer has stepped and this rank no longer has the whole gradient of the parameter."""
+        bucket, _ = self._bucket_of[id(parameter)]
+        return self._divisor is None or (self.stepped and (bucket.sharded or bucket.transient))
+
+    @torch.no_grad()
+    def expose(self) -> None:
+        """Make all gradients whole mean gradients, which ``.grad`` shows. Collective if they are sharded."""
+        divisor = self._own_divisor()
+        for bucket in self._buckets:
+            bucket.expose(1.0 / divisor)
+        self.applied, self._exposed, self._touched = 1.0 / divisor, True, True
+        self.take_back(look=False)
+
+    @torch.no_grad()
+    def conceal(self) -> None:
+        """Undo ``expose``, because another backward pass adds to the gradients."""
+        if self._exposed:
+            self.take_back()
+            for bucket in self._buckets:
+                bucket.conceal(1.0 / self.applied)
+            self.applied, self._exposed = 1.0, False
+
+    def lift(self) -> None:
+        """Keep what user code has assigned to ``.grad``, before the reductions of a step end, for ``take_back``."""
+        found = [(bucket, *each) for bucket in self._buckets for each in bucket.replaced()]
+        for bucket, parameter, gradient in found:
+            self._lifted.append((bucket, parameter, None if gradient is None else gradient.detach()))
+            bucket.lift(parameter)
+
+    @torch.no_grad()
+    def take_back(self, look: bool = True) -> None:
+        """Take what user code has assigned to ``.grad``, after all reductions, into the buckets.
+
+        Args:
+            look: look for what was assigned since ``lift``.
+
+        Raises:
+            RuntimeError: a gradient was assigned that this rank does not hold.
+        """
+        if look:
+            self.lift()
+        found, self._lifted = self._lifted, []
+        for bucket, parameter, gradient in found:
+            self._touched = True
+            if gradient is None:
+                bucket.drop(parameter)
+                parameter.grad = None
+                continue
+            member = self._bucket_of[id(parameter)][1]
+            if (reason := self._obstacle(bucket, member)) is not None:
+                raise RuntimeError(f"p.grad of {member.layout.name} was assigned, but {reason}. {self._remedy}")
+            divisor = self._own_divisor() * self.applied
+            bucket.assign_gradient(parameter, gradient, divisor, self._exposed or self.plain)
+
+    def multiply(self, factor: Tensor | float) -> None:
+        """Multiply all reduced gradients by a factor."""
+        if found := [bucket.reduced_gradient(self._exposed) for bucket in self._buckets]:
+            torch._foreach_mul_(found, factor)
+
+    @property
+    def touched(self) -> bool:
+        """True if user code has read or changed a gradient of this step."""
+        return self._touched
+
+    @torch.no_grad()
+    def require_equal(self, axis: Axis) -> None:
+        """Check that all replicas have made the same changes. Collective, if one of them has read or changed gradients.
+
+        Raises:
+            RuntimeError: on every replica, if they differ.
+        """
+        if not self._exposed and not any(bucket.sharded or bucket.transient for bucket in self._buckets):
+            self.expose()  # another replica has: all step with the same factor
+        sums = [bucket.fingerprint(self._exposed) for bucket in self._buckets]
+        mine = torch.tensor(sums, dtype=torch.float64, device=self._grid.device).view(-1)
+        most = torch.cat([mine, -mine])
+        axis.all_reduce(most, op="max")
+        high, low = most.view(2, -1)
+        most = high.view(-1, 3)
+        allowed = _TOLERANCE * torch.stack([most[:, 1], most[:, 1], torch.zeros_like(most[:, 1])], dim=1)
+        differs = ((high + low).view(-1, 3) > allowed).any(dim=1)
+        if bool(differs.any()):
+            bucket = self._buckets[int(differs.nonzero()[0])]
+            names = [member.layout.name for member in bucket.members]
+            raise RuntimeError(
+                f"p.grad of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} was changed differently on "
+                "different replicas, which would then have different weights: change it equally on every rank (draw "
+                "noise from a torch.Generator with the same seed on all of them)"
+            )
+
+    def _own_divisor(self) -> float:
+        method = None if self._divisor is None else self._divisor()
+        assert method is not None  # else ``_obstacle`` has refused
+        return method()
+
+    def _obstacle(self, bucket: GuardedBucket, member: ManagedParameter) -> str | None:
+        """Return the reason for which a gradient can neither be read nor changed on this rank; None if it can."""
+        grid = self._grid
+        if self._divisor is None:
+            return "train_batch has taken the step already, so that a change has no effect"
+        if backward_task() != -1:
+            return (
+                "a backward pass is running, in which the gradient is neither complete nor reduced: for a linear "
+                "change, such as a mask, use p.register_hook, whose function returns the changed gradient"
+            )
+        if grid.pipe.size > 1:
+            return f"this rank has the layers of one of {grid.pipe.size} pipe ranks only"
+        if member.layout.shard_dim is not None and grid.tensor.size > 1:
+            return f"this rank holds one of {grid.tensor.size} tensor shards, so that a norm would be that of a part"
+        if bucket.axis.size != grid.data_context.size:
+            return "this rank holds a part of the experts only, so that a norm would be that of a part"
+        if self.is_gone(member.parameter):
+            return "the step has taken the gradients, of which this rank keeps its shard: do it before the step"
+        if self._exchanged:
+            return "gradient compression combines the replicas' gradients only within the step"
+        if bucket.transient:
+            return "ZeRO stages 2 and 3 keep only this rank's shard of it: use stage 0 or 1, where p.grad is whole"
+        return None
