@@ -263,7 +263,7 @@ def _unreadable(what: str, error: BaseException) -> BaseException:
     return ConfigError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}")
 
 
-def within_limit(name: Path, call: Callable[[], T], seconds: float = 60.0) -> T:
+def within_limit(name: Path | str, call: Callable[[], T], seconds: float = 60.0) -> T:
     """Return the result of a call of a tokenizer, if it comes within a time that no fair tokenizer needs.
 
     A pattern may need centuries for a line of text. The call runs in a thread, which nothing can end before the

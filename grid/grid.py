@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -351,10 +352,13 @@ class Grid:
 
     def _ended_rank(self) -> str | None:
         """Report the ranks whose programs have ended while this one waits, and return the message; None without one."""
+
+        def told_by(store: dist.Store, key: str) -> list[str]:
+            return [store.get(key).decode()] if store.check([key]) else []
+
         ended = []
         for rank in range(self.size):
-            key = f"{_ENDED}/{rank}"
-            told = self._ask_store(lambda store, key=key: [store.get(key).decode()] if store.check([key]) else [])
+            told = self._ask_store(partial(told_by, key=f"{_ENDED}/{rank}"))
             if told and rank != self.rank:
                 ended.append(f"{self.describe(rank)} has ended its program, {told[0]}")
         if not ended:

@@ -174,8 +174,8 @@ class Router(nn.Module):
             else:
                 scores = logits.sigmoid()
                 shares = scores / (scores.sum(-1, keepdim=True) + _TINY)
-            drawn = noise is not None and noise.kind == "gumbel"
-            chosen = self._choose((logits + noise(logits) if drawn else scores).detach())  # (B, T, k)
+            drawn = logits + noise(logits) if noise is not None and noise.kind == "gumbel" else scores
+            chosen = self._choose(drawn.detach())  # (B, T, k)
             if self._replicas is not None:
                 self._replicas.broadcast(chosen := chosen.contiguous())
             weights = scores.gather(-1, chosen)

@@ -176,6 +176,7 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
         ConfigError: the package is not installed, or the run cannot be started.
     """
     _require("wandb")
+    import numpy as np
     import wandb
 
     try:
@@ -189,7 +190,7 @@ def wandb_writer(project: str, group: str | None, team: str | None) -> Write:
     def write(events: Sequence[Event], step: int) -> None:
         shown: dict[str, Any] = {name: value for name, value, _ in _numbers(events)}
         for name, value, _ in _histograms(events):
-            shown[name] = wandb.Histogram(np_histogram=(list(value.counts), value.edges()))
+            shown[name] = wandb.Histogram(np_histogram=(np.array(value.counts), np.array(value.edges())))
         try:
             run.log(shown, step=events[0][2])
         except Exception as error:  # as after wandb.finish()

@@ -180,7 +180,7 @@ def machine(name: str) -> Machine:
     if base is not None and (not isinstance(base, str) or base not in MACHINES):
         hint = nearest(str(base), MACHINES)
         raise ValueError(f"the machine file {path}: base is {describe(base)}, which is no machine's name; {hint}")
-    start = {"name": path.stem} if base is None else MACHINES[base].to_dict()
+    start: dict[str, Any] = {"name": path.stem} if base is None else MACHINES[base].to_dict()
     if base is not None and isinstance(values.get("sources", {}), Mapping):
         stale = {name for name in values if values[name] != start.get(name)}
         stale |= set(FITTED) if stale & set(_HARDWARE) else set()

@@ -110,7 +110,7 @@ class _Shard(Tensor):
                 for each in found if isinstance(found, (tuple, list)) else (found,):
                     if type(each) is Tensor and each.dim() > 1 and each.is_floating_point():
                         each.__class__ = _Shard
-                        each.triax_shard_of = _parameter(shards[0])
+                        vars(each)["triax_shard_of"] = _parameter(shards[0])
             return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -9,6 +9,7 @@ stage       weights             master weights, optimizer state
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -286,7 +287,7 @@ class FlatWeights:
     def _point_parameters_at(self, views: Sequence[Tensor]) -> None:
         gone = self.partitioned and views is self._placeholders
         for member, view in zip(self.members, views, strict=True):
-            parameter = member.parameter
+            parameter: Any = member.parameter
             if type(parameter) is ReleasedParameter:
                 parameter.__class__ = nn.Parameter
             parameter.data = view  # keeps the Parameter object, and all that refers to it

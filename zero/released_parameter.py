@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..grid import layout_of
 
 _untouched = torch._C.DisableTorchFunctionSubclass
+_grad: Any = nn.Parameter.grad  # the properties of the class, not of a parameter
+_requires_grad: Any = nn.Parameter.requires_grad
 
 # Functions that return floating-point tensors, but do not read values.
 _MAKE = {"empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"}
@@ -62,23 +64,24 @@ class ReleasedParameter(_Released, nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient. (A property of Python: it is read for each parameter and step.)"""
         with _untouched():
-            return nn.Parameter.grad.__get__(self)
+            found: Tensor | None = _grad.__get__(self)
+            return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         with _untouched():
-            nn.Parameter.grad.__set__(self, value)
+            _grad.__set__(self, value)
 
     @property
     def requires_grad(self) -> bool:
         """True if the parameter is trained."""
         with _untouched():
-            return bool(nn.Parameter.requires_grad.__get__(self))
+            return bool(_requires_grad.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         with _untouched():
-            nn.Parameter.requires_grad.__set__(self, value)
+            _requires_grad.__set__(self, value)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _error("deepcopy", (self,), None)

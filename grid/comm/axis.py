@@ -211,7 +211,7 @@ class Axis:
         size = nbytes(outgoing[0])
         works: list[Pending] = []
         own = tag == _GATHER and self.tag is not None
-        tag = self.tag if own else tag
+        tag = self.tag if own and self.tag is not None else tag
         for step in range(1, self.size if size else 1):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             leaving, arriving = outgoing[to], incoming[source]

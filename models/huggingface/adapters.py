@@ -169,7 +169,7 @@ def lora_config(path: str | Path) -> dict[str, Any]:
                 f"{Path(path) / _CONFIG} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
-    kinds = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
+    kinds: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
     for key, kind in kinds.items():
         if isinstance(config.get(key), bool) or not isinstance(config.get(key), kind):
             raise ConfigError(f"{Path(path) / _CONFIG} has {key}={config.get(key)!r:.60}. Copy or write it again.")

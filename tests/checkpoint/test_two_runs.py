@@ -286,7 +286,7 @@ def test_latest_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def killed_while_saving(folder: str, every: int | None) -> None:
     """A run that is killed in its first save, when its shard is written and the checkpoint has no name yet."""
-    folders.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    folders.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     trained = engine(1, dir=folder, every=every) if every else engine(1)
     train(trained)
     trained.save_checkpoint(folder, "global_step1")

@@ -13,8 +13,9 @@ import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.autotp import plan_of
 from triax.tensor_parallel.plans import Column, Row
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-LLAMA = LlamaConfig(vocab_size=32, num_key_value_heads=2, attn_implementation="eager", **SIZES)
+SIZES: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+KERNEL: Any = {"attn_implementation": "eager"}
+LLAMA = LlamaConfig(vocab_size=32, num_key_value_heads=2, **KERNEL, **SIZES)
 IDS = torch.tensor([[3, 5, 7, 9], [2, 4, 6, 8]])
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,

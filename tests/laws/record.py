@@ -186,7 +186,7 @@ def record_of(commit: str) -> dict[str, list[dict[str, str]]]:
         root = HERE.parent.parent.parent
         subprocess.run(["git", "-C", root, "worktree", "add", "--quiet", "--detach", checkout, commit], check=True)
         try:
-            program = [sys.executable, checkout / "tests/laws/record.py", "--write", "--file", file]
+            program: list[str | Path] = [sys.executable, checkout / "tests/laws/record.py", "--write", "--file", file]
             subprocess.run(program, env={"PYTHONPATH": folder}, cwd=folder, check=True)
         finally:
             subprocess.run(["git", "-C", root, "worktree", "remove", "--force", checkout], check=True)

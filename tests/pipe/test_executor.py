@@ -431,12 +431,13 @@ def wrong_arity() -> list[str]:
     found = []
     x = torch.ones(2, WIDTH)
     pair: Any = lambda x: (x, [x > 0])  # noqa: E731
-    for layers, loss_fn in (
+    cases: list[tuple[list[Any], Any]] = [
         ([nn.Linear(WIDTH, WIDTH), pair, TakesTwo()], summed_loss),
         ([nn.Linear(WIDTH, WIDTH), lambda: 3], summed_loss),
         ([nn.Linear(WIDTH, WIDTH), Inside()], summed_loss),
         ([nn.Linear(WIDTH, WIDTH)], lambda output: output.sum()),
-    ):
+    ]
+    for layers, loss_fn in cases:
         model = PipelineModule(layers, grid=Grid(), loss_fn=loss_fn)
         config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         engine, *_ = triax.initialize(model=model, config=config)

@@ -30,7 +30,7 @@ from .tiled_linear import TiledLinear
 
 # Attributes of modules: parameters of other modules that they use; True for one whose parameters are one unit.
 _EXTERNAL, _LEAF = "triax_external_parameters", "triax_leaf"
-_nodes = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_nodes = torch.autograd._get_sequence_nr
 _PATIENCE = 3.0  # seconds that a replica waits for the others at the end of a backward pass of another order than usual
 
 
@@ -295,7 +295,8 @@ class Units:
         self._calls: list[_Call] = []  # calls of units whose forward has not begun
         for number, (_, module) in enumerate(units):
             # The call, because hooks of the module may use its weights; and forward, which a module may call itself.
-            module._call_impl = _UnitRun(self._call, number, module._call_impl, self.require_whole)
+            run: Any = _UnitRun(self._call, number, module._call_impl, self.require_whole)
+            module._call_impl = run  # type: ignore[method-assign]
             module.forward = _UnitRun(self._run_forward, number, module.forward, self.require_whole)
 
     def release(self) -> None:
