@@ -18,6 +18,8 @@ from ..backward import SplitBackward
 
 CHECKPOINT = "torch.utils.checkpoint"
 
+Slot = tuple[dict[str, Tensor | None], str, Tensor | None]  # a module's dict of buffers, a name, the buffer
+
 
 class _AllRecomputed(BaseException):
     """Signal that ends the second run of a group when all saved tensors have been recomputed.
@@ -189,9 +191,18 @@ class State:
         dropout: the keys of dropout.
         generators: restore the states of torch's random generators too.
         buffers: the group's buffers, which the first run may change.
+        slots: the places of these buffers, where the first run may put others.
     """
 
-    def __init__(self, grid: Grid, dropout: DropoutState, generators: bool, buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        dropout: DropoutState,
+        generators: bool,
+        buffers: Sequence[Tensor],
+        slots: Sequence[Slot] = (),
+    ) -> None:
+        self._slots = slots
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._dropout, self._at = dropout, (dropout.step, dropout.samples)
         self._grid = grid
@@ -200,6 +211,7 @@ class State:
 
     def keep_changed_buffers(self) -> None:
         """After the first run: keep the copies of the buffers that it changed, drop those of the others."""
+        self._slots = [(owner, name, buffer) for owner, name, buffer in self._slots if owner.get(name) is not buffer]
         # (Compared by value: batch norm writes without raising the version counter.)
         self._buffers = [(buffer, seen) for buffer, seen in self._buffers if not torch.equal(buffer, seen)]
 
@@ -210,7 +222,10 @@ class State:
         before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
         now = self._read_generators() if self._generators else None
         values = [buffer.data for buffer, _ in self._buffers]
+        replaced = [owner.get(name) for owner, name, _ in self._slots]
         try:
+            for owner, name, buffer in self._slots:  # ``self.buffer = ...`` in a forward
+                owner[name] = buffer
             for buffer, seen in self._buffers:  # in other memory: a buffer that autograd saved stays unchanged
                 buffer.data = seen.clone()
             self._set_generators(self._generators)
@@ -224,6 +239,8 @@ class State:
             self._set_generators(now)
             for (buffer, _), value in zip(self._buffers, values, strict=True):
                 buffer.data = value
+            for (owner, name, _), now in zip(self._slots, replaced, strict=True):
+                owner[name] = now
 
     def _read_generators(self) -> tuple[Tensor, Tensor | None]:
         """Return the states of torch's generators: the CPU's, and the GPU's if there is one."""

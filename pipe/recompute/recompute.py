@@ -20,13 +20,13 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...grid import Grid
 from ...grid.autograd import mark
 from ...grid.random import DropoutState
 from ...grid.ranges import split
-from .frame import CHECKPOINT, Frame, State, runs_within
+from .frame import CHECKPOINT, Frame, Slot, State, runs_within
 from .kept_inputs import Inputs, KeptNest
 from .kept_matmuls import Matmuls
 
@@ -68,9 +68,10 @@ class Group(NamedTuple):
     layers: tuple[int, ...]
     buffered: tuple[nn.Module, ...]
 
-    def buffers(self) -> list[Tensor]:
-        """Return the modules' buffers, each once."""
-        return [*{id(b): b for module in self.buffered for b in module.buffers()}.values()]
+    def slots(self) -> list[Slot]:
+        """Return the modules' buffers, with the dicts that hold them."""
+        parts = {part for module in self.buffered for part in module.modules()}
+        return [(part._buffers, name, buffer) for part in parts for name, buffer in part._buffers.items()]
 
 
 class Recompute:
@@ -204,7 +205,9 @@ class Recompute:
         if self._synchronize:
             self.grid.synchronize()
         inputs = KeptNest(self.inputs, group.name, (args, kwargs), self._changed.get(group.name))
-        state = State(self.grid, self._dropout, self._preserve_rng_state, group.buffers())
+        slots = group.slots()
+        buffers = {id(buffer): buffer for _, _, buffer in slots if buffer is not None}  # each once
+        state = State(self.grid, self._dropout, self._preserve_rng_state, [*buffers.values()], slots)
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
         def run_again() -> None:

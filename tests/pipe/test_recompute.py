@@ -921,3 +921,40 @@ def test_an_engines_count(ranks: Any, schedule: str, microbatches: tuple[int, in
         block = gpt_activations(2, 8, 32, 4, 2, dropout=False, **options)
         for rank, found in enumerate(ranks(4, report, section, schedule, shards)):
             assert found == [microbatches[rank // 2] * kept * block] * 2, (section, rank)
+
+
+class Remembers(nn.Module):
+    """A layer that assigns a buffer anew in each run, and counts its runs in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("memory", torch.zeros(4))
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(torch.tanh(self.linear(x) + self.memory))
+        self.memory = 0.5 * self.memory + y.detach().mean(0)
+        self.runs += 1
+        return y
+
+
+def test_a_buffer_that_is_assigned_anew_advances_once() -> None:
+    """The second run began with the buffer of the first run's end, and its own was kept: it advanced twice."""
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Remembers(), Remembers()).double()
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "activation_checkpointing": {"enabled": recomputes},
+        }
+        engine = triax.initialize(model=model, config=config, grid=triax.Grid())[0]
+        for step in range(3):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            engine.backward(engine(x).pow(3).mean())
+            engine.step()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert int(found[0]["0.runs"]) == 3
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-13)
