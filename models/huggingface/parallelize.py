@@ -35,7 +35,19 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: no plan is known for the module. The message says how to give one.
     """
-    return shard(module, grid, find_plan(module) if plan is None else plan)
+    sharded: Any = shard(module, grid, find_plan(module) if plan is None else plan)
+    if grid.tensor.size > 1 and hasattr(sharded, "resize_token_embeddings"):
+        sharded.resize_token_embeddings = _resize  # transformers takes a shard's rows for the whole vocabulary
+    found: M = sharded
+    return found
+
+
+def _resize(*args: Any, **kwargs: Any) -> None:
+    """Refuse to resize the embeddings of a sharded model."""
+    raise RuntimeError(
+        "resize_token_embeddings was called after parallelize, but each rank holds a shard of the vocabulary. Call it "
+        "before parallelize."
+    )
 
 
 def find_plan(module: nn.Module) -> dict[str, Style]:
