@@ -100,7 +100,9 @@ def find_schedule(
     fastest = min(every, key=lambda start: start[0])
     if fastest[0] < best_makespan:
         best_makespan, _, best = fastest
-    for candidates, shares in ((starts, NAMED), (every, ALL)):
+    rounds = [(starts, NAMED), (every, ALL)]
+    # The more promising round goes first: it may reach the bound.
+    for candidates, shares in reversed(rounds) if fastest[0] < named_makespan else rounds:
         candidates.sort(key=lambda start: start[0])
         # a second start far behind the first is not worth its share, nor a named one far behind a steady state
         second = 1 if len(candidates) > 1 and candidates[1][0] < 1.1 * candidates[0][0] else 0
