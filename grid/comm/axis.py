@@ -210,8 +210,9 @@ class Axis:
         group = self._open()
         size = nbytes(outgoing[0])
         works: list[Pending] = []
-        own = tag == _GATHER and self.tag is not None
-        tag = self.tag if own and self.tag is not None else tag
+        own = False
+        if tag == _GATHER and self.tag is not None:
+            own, tag = True, self.tag
         for step in range(1, self.size if size else 1):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             leaving, arriving = outgoing[to], incoming[source]

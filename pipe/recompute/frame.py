@@ -239,8 +239,8 @@ class State:
             self._set_generators(now)
             for (buffer, _), value in zip(self._buffers, values, strict=True):
                 buffer.data = value
-            for (owner, name, _), now in zip(self._slots, replaced, strict=True):
-                owner[name] = now
+            for (owner, name, _), last in zip(self._slots, replaced, strict=True):
+                owner[name] = last
 
     def _read_generators(self) -> tuple[Tensor, Tensor | None]:
         """Return the states of torch's generators: the CPU's, and the GPU's if there is one."""
