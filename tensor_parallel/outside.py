@@ -109,8 +109,8 @@ class _Shard(Tensor):
             if foreign and name in _SHARD_STILL:
                 for each in found if isinstance(found, (tuple, list)) else (found,):
                     if type(each) is Tensor and each.dim() > 1 and each.is_floating_point():
-                        each.__class__ = _Shard
-                        vars(each)["triax_shard_of"] = _parameter(shards[0])
+                        shard: Any = each
+                        shard.__class__, shard.triax_shard_of = _Shard, _parameter(shards[0])
             return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
