@@ -41,12 +41,13 @@ def exact() -> Iterator[None]:
 
     norm, kernel, plain = LlamaRMSNorm.forward, vars(chunked_logprob), torch.Tensor.float
     kind: Any = LlamaRMSNorm
-    kind.forward, kernel["torch"], torch.Tensor.float = forward, Torch(), torch.Tensor.double
+    tensor: Any = torch.Tensor
+    kind.forward, kernel["torch"], tensor.float = forward, Torch(), torch.Tensor.double
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        kind.forward, kernel["torch"], torch.Tensor.float = norm, torch, plain
+        kind.forward, kernel["torch"], tensor.float = norm, torch, plain
         torch.set_default_dtype(torch.float32)
 
 

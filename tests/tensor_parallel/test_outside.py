@@ -79,7 +79,7 @@ MISUSES: dict[str, Callable[[Any], Any]] = {
 def complaints() -> dict[str, str]:
     import transformers
 
-    sizes = {"vocab_size": 14, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    sizes: dict[str, Any] = {"vocab_size": 14, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     with pytest.raises(RuntimeError, match="resize_token_embeddings was called after parallelize"):
         triax.parallelize(theirs, Grid(tensor=2)).resize_token_embeddings(7)  # the rows of a shard
