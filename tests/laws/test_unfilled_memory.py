@@ -37,7 +37,6 @@ CHECKPOINT: Case = {
 @contextlib.contextmanager
 def filled_memory() -> Iterator[None]:
     """Context in which torch fills new memory (``torch.utils.deterministic.fill_uninitialized_memory``)."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
     torch._C._set_deterministic_algorithms(True)  # torch.use_deterministic_algorithms imports the compiler
     try:
         assert torch.empty(3).isnan().all() and torch.empty(3, dtype=torch.int64)[1] == torch.iinfo(torch.int64).max
