@@ -293,7 +293,7 @@ class TokenFolder:
 
 def _sha256(path: Path) -> str:
     with open_file(path) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()  # type: ignore[arg-type]  # a file has readinto
 
 
 def _checksum(values: dict[str, Any]) -> str:

@@ -352,15 +352,13 @@ class Grid:
 
     def _ended_rank(self) -> str | None:
         """Report the ranks whose programs have ended while this one waits, and return the message; None without one."""
-
-        def told_by(store: dist.Store, key: str) -> list[str]:
-            return [store.get(key).decode()] if store.check([key]) else []
-
-        ended = []
-        for rank in range(self.size):
-            told = self._ask_store(partial(told_by, key=f"{_ENDED}/{rank}"))
-            if told and rank != self.rank:
-                ended.append(f"{self.describe(rank)} has ended its program, {told[0]}")
+        store, ended = self._store, list[str]()
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            for rank in range(self.size) if store is not None else ():
+                key = f"{_ENDED}/{rank}"
+                if rank != self.rank and with_timeout(_STORE, partial(store.check, [key])):  # type: ignore[union-attr]
+                    how = with_timeout(_STORE, partial(store.get, key)).decode()  # type: ignore[union-attr]
+                    ended.append(f"{self.describe(rank)} has ended its program, {how}")
         if not ended:
             return None
         message = (

@@ -191,7 +191,7 @@ class Bucket(FlatWeights):
         else:
             made = self._guards.get(parameter)
             if made is None:
-                view = self._targets[parameter].as_subclass(GuardedGradient)  # type: ignore[arg-type]
+                view = self._targets[parameter].as_subclass(GuardedGradient)
                 made = self._guards[parameter] = guard(view, access, parameter)  # type: ignore[arg-type]
             parameter.grad = made
 

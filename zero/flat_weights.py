@@ -289,7 +289,7 @@ class FlatWeights:
         for member, view in zip(self.members, views, strict=True):
             parameter: Any = member.parameter
             if type(parameter) is ReleasedParameter:
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
             parameter.data = view  # keeps the Parameter object, and all that refers to it
             if gone and type(parameter) is nn.Parameter:
                 parameter.__class__ = ReleasedParameter

@@ -60,13 +60,15 @@ class HiddenGradient(GuardedGradient):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> HiddenGradient:
-        made: HiddenGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: HiddenGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
         adds = func is torch.ops.aten.add_.Tensor and backward_task() != -1
@@ -84,7 +86,7 @@ def guard(made: GuardedGradient, access: GradientAccess, parameter: nn.Parameter
 
 def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a function of torch that was given guards."""
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and backward_task() != -1:
         return func(*args, **kwargs)  # autograd accumulates in .grad, under a mode that sees its operations
     if name in _WITHOUT_VALUES or (name == "data_ptr" and type(first) is GuardedGradient):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from triax import Grid, PipelineModule
 from triax.zero import ShardedOptimizer
 
 WIDTH, MICRO, LIMIT = 5, 3, 0.05
-OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+OPTIONS: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 REFUSED = r"(p\.grad of \S+ was (read or changed|assigned).*[Cc]all (engine|optimizer)\.clip_grad_norm_\(max_norm\))"
 
 
@@ -294,7 +295,7 @@ def plain(size: int, passes: int, whole: bool, functions: list[Any]) -> list[tup
         for index in range(passes):
             backward(step, index)
         clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit)  # noqa: E731
-        loop = Loop(model, optimizer, model.zero_grad, clip, lambda at=step: backward(at, 9))
+        loop = Loop(model, optimizer, model.zero_grad, clip, partial(backward, step, 9))
         result = function(loop) if whole or function in EVERYWHERE else None
         optimizer.step()
         found.append((copy.deepcopy(result), copy.deepcopy(dict(model.state_dict()))))
@@ -376,10 +377,14 @@ def loops(stages: list[int], passes: int) -> None:
     once = [clip_norm, drop_some, set_anew, zero_some, clip_by_engine, halve_data, total_norm_and_clip, read_numbers]
     for stage in stages:
         model, whole = net(), stage < 2 or grid.size == 1
-        optimizer = ShardedOptimizer(
-            *(torch.optim.SGD, model.parameters(), grid),
-            **{"stage": stage, "module": model, "bucket_size": 70, "backward_passes_per_step": passes, **OPTIONS},
-        )
+        options: Any = {
+            "stage": stage,
+            "module": model,
+            "bucket_size": 70,
+            "backward_passes_per_step": passes,
+            **OPTIONS,
+        }
+        optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), grid, **options)
         for step, (function, wanted) in enumerate(zip(once, plain(grid.size, passes, whole, once), strict=True)):
             optimizer.zero_grad()
             for index in range(passes):
@@ -452,7 +457,7 @@ def replicas_differ(stage: int, how: str) -> None:
     grid = Grid(timeout=60)
     engine = engine_of(grid, stage)
     engine.backward(engine(batch(0, 0, grid.data.rank)).square().mean())
-    gradient = None if how == "assigned" else engine.module.enter.weight.grad
+    gradient: Any = None if how == "assigned" else engine.module.enter.weight.grad
     if how == "noise":
         gradient.add_(torch.full_like(gradient, float(grid.rank)))
     elif how == "dropped" and grid.rank:

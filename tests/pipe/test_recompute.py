@@ -926,6 +926,9 @@ def test_an_engines_count(ranks: Any, schedule: str, microbatches: tuple[int, in
 class Remembers(nn.Module):
     """A layer that assigns a buffer anew in each run, and counts its runs in another."""
 
+    memory: Tensor
+    runs: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
