@@ -260,7 +260,8 @@ class FlatWeights:
             if member.parameter._version != version:
                 return member.layout.name
         self._checks += 1
-        if not exact or self._checks & (self._checks - 1) or self.memory.place(self.shard) != "none":
+        comparable = exact and not self.weights.is_meta and self.memory.place(self.shard) == "none"
+        if not comparable or self._checks & (self._checks - 1):
             return None
         start, stop = self.owned
         if torch.equal(self.weights[start:stop], self.shard):

@@ -121,7 +121,7 @@ def test_what_a_partition_config_says() -> None:
     [
         ({}, "there is no built-in plan for a Attention.*In the configuration, tensor_parallel.partition_config takes"),
         ({"preset_model": "llama"}, "preset_model is 'llama', but the model's model_type is None"),
-        ({"partition_config": {"layers": []}}, "partition_config has no key 'layers'; did you mean 'layer_specs'"),
+        ({"partition_config": {"layers": []}}, "partition_config has no key 'layers'; known are layer_specs"),
         ({"partition_config": {"layer_specs": FUSED[:1], "strict_mode": True}}, "no entry of layer_specs matches out"),
         ({"partition_config": {"layer_specs": [{"patterns": "x"}]}}, r"layer_specs\[0\].patterns is 'x': give a list"),
         ({"partition_config": {"layer_specs": [{"patterns": ["("]}]}}, "has '\\(', which is no regular expression"),

@@ -317,7 +317,7 @@ def test_an_outermost_key_that_nobody_knows_has_no_effect_and_a_warning(caplog: 
     assert deepspeed.DeepSpeedConfig({**config(), "my_company": 1}).train_batch_size == engine.batch.train
     for key, text in (
         ("gradient_cliping", "did you mean 'gradient_clipping'"),
-        ("stage", "there is no 'stage' here, but in zero_optimization: write it there"),
+        ("reduce_bucket_size", "no 'reduce_bucket_size' here, but in zero_optimization: write it there"),
     ):
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=text):
             deepspeed.initialize(model=net(), config={**config(), key: 1})

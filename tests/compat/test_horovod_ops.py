@@ -15,6 +15,7 @@ from torch import Tensor
 import triax.compat.horovod as hvd
 from triax.compat.horovod.context import HorovodContext, context
 
+import pool
 from pool import RankFailure
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
@@ -288,7 +289,8 @@ def fails_alone() -> None:
         hvd.allreduce(torch.ones(1), name="the loss")
 
 
-def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any) -> None:
+def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE", 20.0)  # the other rank asks for seconds which rank is gone
     with pytest.raises(RankFailure) as error:
         ranks(2, fails_alone)
     assert "planted" in str(error.value)

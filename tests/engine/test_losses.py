@@ -31,7 +31,8 @@ def engine_of(grid: Grid | None = None, loss: Any = None) -> triax.PipelineEngin
 
 
 def plain_engine() -> triax.ModuleEngine:
-    return triax.initialize(model=nn.Linear(6, 6).double(), config=CONFIG, grid=Grid())[0]
+    config = {**CONFIG, "gradient_accumulation_steps": 1}
+    return triax.initialize(model=nn.Linear(6, 6).double(), config=config, grid=Grid())[0]
 
 
 def signed() -> Iterator[tuple[Tensor, Tensor]]:
