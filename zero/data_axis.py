@@ -110,6 +110,8 @@ class ZeroDataAxis:
             plain = options.exchange is None and options.communication_dtype is None
             options.zeropp.replace_reductions(self.buckets, grid, plain)
         for member in members:
+            if (before := data_axis_of(member.parameter)) is not None:
+                before.reducer.give_up(member.parameter)
             link = _Link(self)
             link.parameter = weakref.ref(member.parameter)
             setattr(member.parameter, _ATTRIBUTE, link)

@@ -116,6 +116,10 @@ class GradientReducer:
         parameters = [member.parameter for bucket in buckets for member in bucket.members]
         return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
 
+    def give_up(self, parameter: Tensor) -> None:
+        """Leave a parameter's gradients to another engine or optimizer, which manages it from now on."""
+        self._bucket_of.pop(id(parameter), None)
+
     def begin(self) -> None:
         """Begin a step with zero gradients."""
         for bucket in self._buckets:
@@ -260,7 +264,8 @@ class GradientReducer:
 
         A tied parameter counts as having a gradient on all of its stages if it has one on any of them.
         """
-        found: set[Tensor] = {m.parameter for key, m in self._unused.items() if self._bucket_of[key].tie is None}
+        of = self._bucket_of
+        found: set[Tensor] = {m.parameter for key, m in self._unused.items() if key in of and of[key].tie is None}
         for bucket in self._buckets:
             found = (found - bucket.assigned) | bucket.dropped
         return found

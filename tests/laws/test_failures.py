@@ -175,7 +175,7 @@ def test_the_rank_that_is_gone_is_named_and_not_the_one_that_misses_it(
 ) -> None:
     size = 2 if stopped else 3
     said = ranks(size, left_alone, str(tmp_path), guilty, stopped, saves, init_group=False, timeout=60)
-    how = "failed at" if saves else "stopped at"
+    how = "failed at" if saves else "stopped"  # at an op, or where it reduces gradients
     gone = f" {said[guilty][0]} does not answer: it has ended, was killed or was stopped, or its host is gone"
     for rank, (name, error) in enumerate(said):
         assert rank == guilty or (error.startswith(f"{name} {how} ") and gone in error), error

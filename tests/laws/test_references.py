@@ -25,8 +25,9 @@ _FILES = ("json", "yaml", "toml", "png")  # triax.schema.json is a file
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:
     """Each file of the library and each page: its name, and its text."""
-    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("docs/**/*.ipynb"), *root.glob("examples/**/*")]
-    for file in [*(root / name for name in library(root)), *(page for page in pages if page.is_file())]:
+    patterns = ["*.md", "docs/**/*.md", "docs/**/*.ipynb", "examples/**/*.py", "examples/**/*.[mysj]*"]
+    pages = [page for pattern in patterns for page in root.glob(pattern) if page.is_file()]
+    for file in [*(root / name for name in library(root)), *pages]:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".ipynb":
             text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
