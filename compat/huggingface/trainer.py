@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...config.schema import Config
 from ...engine.initialize import initialize
@@ -512,7 +513,19 @@ class Trainer(transformers.Trainer):
             copy_weights(self.engine, self.model, everywhere=False)
         elif state_dict is None and self.engine is not None:
             state_dict = full_state_dict(self.engine)
-        super()._save(output_dir, state_dict)
+        with self._names_of_peft():
+            super()._save(output_dir, state_dict)
+
+    def _names_of_peft(self) -> AbstractContextManager[None]:
+        """Context in which modules that PEFT saves whole may be asked for their state dict. Collective in stage 3.
+
+        PEFT takes the values from the state dict of the model, and the names from each of these modules.
+        """
+        whole = [
+            part for part in self.model.modules() if isinstance(part._modules.get("modules_to_save"), nn.ModuleDict)
+        ]
+        parameters = [parameter for part in whole for parameter in part.parameters()]
+        return self.engine.gathered(parameters) if isinstance(self.engine, ModuleEngine) else nullcontext()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None

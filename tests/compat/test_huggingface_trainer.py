@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 from typer.testing import CliRunner
@@ -202,6 +203,29 @@ def check(
         assert torch.allclose(value, first[name], atol=2e-4), name
     exported = weights(f"{out}/checkpoint-20")  # nothing happened since
     assert all(torch.equal(exported[name], value) for name, value in first.items())
+
+
+def adapted(out: str, replicas: int, config: Any = None) -> list[float]:
+    """Train LoRA's adapters and a whole output layer with PEFT, and save them."""
+    import peft
+
+    torch.manual_seed(1)
+    options: Any = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(**options))
+    trainer = trainer_of("llama", out, replicas, config, model, max_steps=4, save_steps=4, eval_strategy="no")
+    trainer.train()
+    return told(trainer)["loss"]
+
+
+def test_modules_that_peft_trains_whole_are_saved_in_stage_3(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, adapted, str(tmp_path / "plain"), 1)
+    for losses in ranks(2, adapted, str(tmp_path / "sharded"), 2, zero(3), timeout=120):
+        assert losses == pytest.approx(wanted, abs=1e-4, rel=0)
+    file = "checkpoint-4/adapter_model.safetensors"
+    plain, sharded = (load_file(tmp_path / name / file) for name in ("plain", "sharded"))
+    assert "base_model.model.lm_head.weight" in plain and plain.keys() == sharded.keys()
+    for name, value in plain.items():
+        assert torch.allclose(sharded[name], value, atol=2e-4), name
 
 
 def test_two_replicas_in_stage_3_then_one_process(ranks: Any, plain: Any, tmp_path: Path) -> None:
