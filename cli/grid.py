@@ -21,7 +21,7 @@ STAGES = ("#1f5fa8", "#1d7a3f", "#b3541e", "#6b4c9a")  # colors of the pipe stag
 
 
 class GridRank(NamedTuple):
-    """What one rank holds.
+    """Share of the model that one rank holds.
 
     Attributes:
         rank: the rank.

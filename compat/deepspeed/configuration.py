@@ -39,7 +39,7 @@ def tensor_section(source: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def read_deepspeed_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """Return a checked configuration. As in DeepSpeed, an outermost key that nobody knows has no effect.
+    """Return a checked configuration. As in DeepSpeed, an unknown outermost key has no effect.
 
     A warning names it, on rank 0. A key like one that triax knows, in this section or another, is an error.
 
