@@ -16,7 +16,10 @@ def resolved(config: Config, batch: BatchSizes) -> dict[str, Any]:
 
     The arguments of ``optimizer`` and ``scheduler`` stay as given: ``engine/setup/check.py`` fills in their defaults.
     """
-    return _acting(config) | {
+    values = _acting(config)
+    if config.elasticity.enabled:  # the batch sizes below are those that it chose
+        values["elasticity"]["ignore_non_elastic_batch_info"] = True
+    return values | {
         "train_batch_size": batch.train,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,

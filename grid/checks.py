@@ -14,11 +14,12 @@ from .errors import PathError
 
 SMALLEST = 2.0**-126  # normal number of float32: between it and 0, products lose digits, and their inverses overflow
 LARGEST = 2.0**126  # its inverse is a normal number too
+LIMIT = (2 - 2.0**-23) * 2.0**127  # largest number of float32
 SEEDS = 2**63  # torch's generators take seeds below it
 
 
 def check_number(value: float) -> None:
-    """Check that a number is finite, and 0 or large enough for float32.
+    """Check that a number is finite, and 0 or within the normal numbers of float32.
 
     Raises:
         ValueError: another number.
@@ -27,6 +28,8 @@ def check_number(value: float) -> None:
         raise ValueError("give a finite number")
     if 0 < abs(value) < SMALLEST:
         raise ValueError(f"give a number of {SMALLEST:.2g} or more, since float32 holds no smaller one in full")
+    if abs(value) > LIMIT:
+        raise ValueError(f"give a number of {LIMIT:.2g} or less, since float32 holds no larger one")
 
 
 def check_seed(seed: int, name: str = "seed") -> int:

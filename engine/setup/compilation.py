@@ -187,9 +187,9 @@ def _missing(backend: str, grid: Grid) -> str | None:
     """Return the reason for which this process cannot use a backend; None if it can."""
     import torch._dynamo
 
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in known:
-        return f"there is no backend {backend}: give one of {', '.join(known)}"
+    if backend not in torch._dynamo.list_backends(exclude_tags=()):
+        usual = ", ".join(sorted({*torch._dynamo.list_backends(), "aot_eager", "eager"}))
+        return f"there is no backend {backend}: give one of {usual}, or another one of torch.compiler.list_backends(())"
     if backend != "inductor":
         return None
     instead = "or set compile.backend to aot_eager, which compiles no kernels"

@@ -41,7 +41,7 @@ def test_every_number_is_finite_and_held_by_float32(root: type[Section]) -> None
         for key, field in section.model_fields.items():
             kinds = kinds_of(field.annotation)
             if extra_of(field).get("x-status") is None and kinds is not None and float in kinds:
-                for value in (1e-320, 1e-40, math.inf, math.nan):
+                for value in (1e-320, 1e-40, 1e39, math.inf, math.nan):
                     with pytest.raises(ValidationError) as caught:
                         section.model_validate({field.alias or key: value})
                     assert (field.alias or key,) in {error["loc"][:1] for error in caught.value.errors()}
@@ -60,6 +60,7 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"seed": 10**30}, "seed = 1000"),
         ({"seed": -1}, "seed = -1"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-320}}}, "optimizer.params.lr: give a number of 1.2e-38"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1e308}}}, "optimizer.params.lr: give a number of 3.4e"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, math.nan]}}}, "give a finite number"),
         (
             {**ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.1, "warmup_max_lr": 0.01}}},

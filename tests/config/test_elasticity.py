@@ -8,6 +8,7 @@ import pytest
 
 from triax.config.config import batch_sizes, parse_config
 from triax.config.elasticity import ElasticityConfig
+from triax.config.resolved import resolved
 from triax.grid.errors import ConfigError
 
 # version, max batch, micro sizes, min, max, prefer larger, model parallel, per node, replicas
@@ -57,6 +58,8 @@ def test_an_engine_takes_the_sizes_for_its_replicas() -> None:
     for replicas in (1, 8, 60):
         sizes = batch_sizes(config, replicas)
         assert sizes.train == sizes.micro * sizes.accumulation * replicas == 1680
+        again = resolved(config, sizes)  # it has the sizes that elasticity chose, and is a configuration
+        assert batch_sizes(parse_config(again), replicas) == sizes
 
 
 def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:

@@ -47,6 +47,7 @@ from triax.engine.setup.check import resolve_config
 from triax.grid.errors import AgreedError, ConfigError
 from triax.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
+from triax.zero.offload import OffloadError
 
 from paths import ROOT
 from shrink import shrink
@@ -280,6 +281,8 @@ def judge(source: Any, engine: bool = False) -> Verdict:
             if "\n" in text or not 15 <= len(text) <= LONGEST * (1 + text.count("; ")):
                 return Verdict("unclear", f"{what}: {len(text)} characters: {text[:300]!r}")
             return Verdict("refused", text)
+        except OffloadError as error:  # a folder that this machine lacks, or a full disk: known when the engine is made
+            return Verdict("refused", str(error)) if what == "initialize" else raw(what, error)
         except Exception as error:
             return raw(what, error)
     return Verdict("accepted")
