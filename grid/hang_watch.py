@@ -22,8 +22,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -107,13 +108,83 @@ class _StoreThread(threading.Thread):
         super().__init__(target=target, name=name, daemon=True)
         self.over = threading.Event()
 
+    def end(self) -> None:
+        """Tell the thread to end."""
+        self.over.set()
+
+
+class _Caller(_StoreThread):
+    """Thread that makes one call after another, each of which may block forever."""
+
+    def __init__(self) -> None:
+        super().__init__(self._serve, "calls with a limit")
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.start()
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Make a call after those before it, and return its future result."""
+        answer: Future[T] = Future()
+        self._calls.put((answer, call))
+        return answer
+
+    def end(self) -> None:
+        super().end()
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._calls.get()) is not None and not self.over.is_set():
+            answer, call = job
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+            del job, answer, call  # what it holds may be big, and the next call may be long in coming
+
+
+class LimitedCalls:
+    """Calls that may block forever, with time limits, on a thread that is there already.
+
+    A process without memory for another thread would hang where it starts one. So a thread is started at once, and
+    another one only if a call on the first has not returned.
+    """
+
+    def __init__(self) -> None:
+        self._idle = [_Caller()]
+        self._ended = False
+
+    def within(self, seconds: float, call: Callable[[], T]) -> T:
+        """Return the result of a call. If it takes too long, its thread is abandoned.
+
+        Raises:
+            TimeoutError: the call did not return in time.
+        """
+        try:
+            caller = self._idle.pop()
+        except IndexError:
+            caller = _Caller()
+        answer = caller.begin(call)
+        late = not wait([answer], seconds).done
+        if late or self._ended:
+            caller.end()
+        else:
+            self._idle.append(caller)
+        if late:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        return answer.result()
+
+    def end(self) -> None:
+        """End the threads."""
+        self._ended = True
+        for caller in self._idle:
+            caller.end()
+
 
 @atexit.register
 def _end_store_threads() -> None:
     """End all threads that call the store, at the end of the program; wait no longer than the store may take."""
     threads = [thread for thread in threading.enumerate() if isinstance(thread, _StoreThread)]
     for thread in threads:
-        thread.over.set()
+        thread.end()
     deadline = time.monotonic() + _STORE
     # A watch may start one more call, which has a limit of its own, before it ends.
     while threads and time.monotonic() < deadline:
@@ -137,6 +208,7 @@ class HangWatch:
         self._thread = _StoreThread(self._run, "watches for hung ranks")
         self._over = self._thread.over
         self._finding = threading.Lock()
+        self._calls = LimitedCalls()
         self._said = False
         self._beat = min(1.0, grid.timeout / 10)
         self._reported: float | None = None
@@ -161,29 +233,32 @@ class HangWatch:
             return self._verdict(grid, waits=True, question=_LOST if lost else _HANG)
 
     def _run(self) -> None:
-        while not self._over.wait(self._beat):
-            grid = self._grid()
-            if grid is None:
-                return
-            for order in list(grid.call_orders.values()):
-                with contextlib.suppress(TimeoutError, RuntimeError):
-                    with_timeout(_STORE, order.answer)
-            activity = grid.activity
-            what, since = activity.what, activity.since
-            # Work may take longer than the time limit, so a rank that works never asks: only one that waits does.
-            expired = what is not None and time.perf_counter() - since > self._limit and self._where()[0]
-            if expired or self._asked():
-                with self._finding:
-                    self._verdict(grid, waits=None)
-            del grid
-            if self._said:
-                self._leave_if_stuck(activity, since)
-                return
+        try:
+            while not self._over.wait(self._beat):
+                grid = self._grid()
+                if grid is None:
+                    return
+                for order in list(grid.call_orders.values()):
+                    with contextlib.suppress(TimeoutError, RuntimeError):
+                        self._calls.within(_STORE, order.answer)
+                activity = grid.activity
+                what, since = activity.what, activity.since
+                # Work may take longer than the time limit, so a rank that works never asks: only one that waits does.
+                expired = what is not None and time.perf_counter() - since > self._limit and self._where()[0]
+                if expired or self._asked():
+                    with self._finding:
+                        self._verdict(grid, waits=None)
+                del grid
+                if self._said:
+                    self._leave_if_stuck(activity, since)
+                    return
+        finally:
+            self._calls.end()
 
     def _asked(self, question: str | None = None) -> bool:
         """Return True if a rank has asked; if ``question`` is given, that question."""
         with contextlib.suppress(TimeoutError, RuntimeError):
-            if with_timeout(_STORE, lambda: self._store.check([_ASK])):
+            if self._calls.within(_STORE, lambda: self._store.check([_ASK])):
                 return question is None or self._store.get(_ASK).decode() == question
         return False
 
@@ -210,8 +285,8 @@ class HangWatch:
         with contextlib.suppress(TimeoutError, RuntimeError):
             if answers:
                 answer = json.dumps([waiting, text])
-                with_timeout(_STORE, lambda: self._store.set(f"{_STAND}/{self._me}", answer))
-            asked = with_timeout(_STORE, lambda: self._store.compare_set(_ASK, "", question)).decode()
+                self._calls.within(_STORE, lambda: self._store.set(f"{_STAND}/{self._me}", answer))
+            asked = self._calls.within(_STORE, lambda: self._store.compare_set(_ASK, "", question)).decode()
             stands = self._hear(grid.size)
             guilty = [(rank, text) for rank, (waiting, text) in stands.items() if not waiting]
             silent = [rank for rank in range(grid.size) if rank not in stands]
@@ -241,7 +316,7 @@ class HangWatch:
         while len(stands) < size and time.monotonic() < deadline:
             for rank in set(range(size)) - set(stands):
                 key = f"{_STAND}/{rank}"
-                if with_timeout(_STORE, partial(self._store.check, [key])):
+                if self._calls.within(_STORE, partial(self._store.check, [key])):
                     waiting, text = json.loads(self._store.get(key))
                     stands[rank] = bool(waiting), str(text)
             time.sleep(0.05)
@@ -309,18 +384,11 @@ def with_timeout(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: the call did not return in time.
     """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    _StoreThread(run, "a call with a limit").start()
-    if not wait([answer], seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return answer.result()
+    calls = LimitedCalls()
+    try:
+        return calls.within(seconds, call)
+    finally:
+        calls.end()
 
 
 def _ours(file: str) -> bool:

@@ -15,5 +15,7 @@ def test_the_record_finds_other_bits_and_no_others(ranks: Any) -> None:
         ranks(2, case_digests, each) for each in (case, case, {**case, "clip": case["clip"] * (1 + 1e-15)})
     )
     assert compare({"run": again}, {"run": first}) == []
-    assert compare({"run": other}, {"run": first}) == ["run: gradients of ranks [0] differ"]  # one replica has them
+    # The gradients are clipped to other bits. The next steps' losses may have other bits too, or round to the same ones.
+    (line,) = compare({"run": other}, {"run": first})
+    assert line in ("run: gradients of ranks [0] differ", "run: losses of ranks [0, 1] differ")
     assert compare({}, {"run": first}) == ["run: missing"]

@@ -15,6 +15,7 @@ import gc
 import importlib
 import importlib.util
 import io
+import logging
 import marshal
 import os
 import pickle
@@ -201,7 +202,7 @@ def _attempt(job: dict[str, Any], rank: int) -> bytes:
 
 @contextlib.contextmanager
 def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
-    """Context that restores after each job the environment, folder, torch's switches and process groups."""
+    """Context that restores after each job the environment, folder, log, torch's switches and process groups."""
     environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
     size = job["size"]
     if size > 1:
@@ -233,6 +234,7 @@ def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
+        logging.getLogger("triax").setLevel(logging.NOTSET)  # which the key log_level sets
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
