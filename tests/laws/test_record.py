@@ -15,7 +15,7 @@ def test_the_record_finds_other_bits_and_no_others(ranks: Any) -> None:
         ranks(2, case_digests, each) for each in (case, case, {**case, "clip": case["clip"] * (1 + 1e-15)})
     )
     assert compare({"run": again}, {"run": first}) == []
-    # The gradients are clipped to other bits. The next steps' losses may have other bits too, or round to the same ones.
+    # The gradients are clipped to other bits. The next steps' losses may have other bits too, or round to these.
     (line,) = compare({"run": other}, {"run": first})
     assert line in ("run: gradients of ranks [0] differ", "run: losses of ranks [0, 1] differ")
     assert compare({}, {"run": first}) == ["run: missing"]
