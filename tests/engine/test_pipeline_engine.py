@@ -118,7 +118,7 @@ def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wante
         (3, "the configuration is a int"),
         (
             {**BASE, "pipeline": {"schedule": "auto", "costs": [1e308, 1, 1]}},
-            "pipeline.costs.0 = 1e+308: give a number from 0 to 1e100",
+            "pipeline.costs = [1e+308, 1, 1]: give a number of 3.4e+38 or less",
         ),
     ],
 )

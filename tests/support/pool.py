@@ -158,7 +158,8 @@ class _Worker:
         before = self.stand.stat().st_size if self.stand.exists() else 0
         with contextlib.suppress(OSError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
-        text, deadline = "", time.monotonic() + 1
+        # A busy machine takes its time to answer; a stopped process never does.
+        text, deadline = "", time.monotonic() + max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
         while time.monotonic() < deadline:
             time.sleep(0.02)
             new = self.stand.read_text()[before:] if self.stand.exists() else ""
