@@ -163,7 +163,7 @@ class _Worker:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             new = self.stand.read_text()[before:] if self.stand.exists() else ""
-            if new and new == text:
+            if new == text and "in <module>" in new:  # the last line of the main thread, which comes last
                 break
             text = new
         return _job_frames(text) or "(it did not say where: it may be stopped, or not yet started)"
