@@ -16,6 +16,7 @@ from torch import nn
 import triax
 from triax.grid import Grid
 from triax.grid.environment import read_environment
+from triax.launcher.launch import launch
 
 from processes import as_mpich, as_mpirun, as_srun, free_port, started
 
@@ -108,6 +109,16 @@ def test_a_rank_that_ended_before_the_others_is_named(ranks: Any, early: int) ->
         assert text.endswith("let every rank take the same number of steps")
 
 
+SCRIPT = """
+import sys
+import torch
+import triax
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = triax.initialize(model=torch.nn.Linear(2, 2), config=config)
+for _ in range(2 if engine.grid.rank == int(sys.argv[1]) else 5):
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+"""
 PROGRAM = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent / "support")!r}]
@@ -116,6 +127,17 @@ text = unlike_steps(int(sys.argv[1]))
 if text:
     raise SystemExit(text)
 """
+
+
+@pytest.mark.parametrize(("early", "end"), [(0, ""), (1, "sys.exit()\n")])
+def test_a_rank_of_the_launcher_that_ended_early_is_named(
+    ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], early: int, end: str
+) -> None:
+    """Its connections stayed open until all ranks were done, and the others waited for 10 minutes."""
+    (tmp_path / "program.py").write_text(SCRIPT + end)
+    assert launch(tmp_path / "program.py", early, ranks=2, logs=tmp_path) == 1
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert f"because rank {early} (pipe 0, data {early}, tensor 0) has ended its program, after 2 x forward" in line
 
 
 @pytest.mark.exhaustive
