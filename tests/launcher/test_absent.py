@@ -70,6 +70,20 @@ def test_variables_of_processes_that_were_never_started(
         ({"RANK": "0", "WORLD_SIZE": "four"}, "WORLD_SIZE='four' is no whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": ""}, "MASTER_PORT='' is no whole number"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 is set, but OMPI_COMM_WORLD_SIZE is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set, but OMPI_COMM_WORLD_RANK is not"),
+        (
+            as_mpirun(0, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "two"},
+            "OMPI_COMM_WORLD_LOCAL_SIZE='two' is no whole number",
+        ),
+        (as_srun(0, 4) | {"SLURM_JOB_ID": "abc"}, "SLURM_JOB_ID='abc' is no whole number"),
+        (as_srun(0, 4) | {"SLURM_RESTART_COUNT": "q"}, "SLURM_RESTART_COUNT='q' is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "1" + 21 * "0"}, "WORLD_SIZE=10+ is set, but it must be from 0 to 2147483647"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is set, but .* 0 to 65535"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is set, but it must be from 0"),
+        # Of launchers that are not supported: 4 processes trained alone, each the whole batch, in silence.
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}, r"sh -c 'RANK=\$FLUX_TASK_RANK WORLD_SIZE=\$FLUX_JOB_SIZE "),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, r"PMI_RANK=0 and PMI_SIZE=4 are set, .* LOCAL_RANK=\$PMI_LOCAL_RANK"),
+        ({"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}, "each process would run alone: let it start"),
     ],
 )
 def test_variables_that_contradict_each_other(variables: dict[str, str], expected: str) -> None:
@@ -80,6 +94,7 @@ def test_variables_that_contradict_each_other(variables: dict[str, str], expecte
 def test_one_process_needs_no_other() -> None:
     assert read_environment({"WORLD_SIZE": "1"}) is None
     assert read_environment({"RANK": "0"}) is None
+    assert read_environment({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}) is None
 
 
 def unlike_steps(early: int) -> str:
