@@ -190,6 +190,11 @@ def test_a_lock_from_another_host_expires(
     assert trained.save_checkpoint(tmp_path) and folders.tags(tmp_path) == ["global_step1"]
     lock_of(tmp_path).write_bytes(b"")  # it is damaged
     assert trained.save_checkpoint(tmp_path) and not [*tmp_path.glob(".lock.*")]
+    lock_of(tmp_path).write_bytes(b"[" * 4096)  # nested too deeply
+    assert trained.save_checkpoint(tmp_path)
+    lock_of(tmp_path).unlink()
+    (tmp_path / ".lock").symlink_to("nowhere")  # it could neither be read nor be made, again and again
+    assert trained.save_checkpoint(tmp_path)
 
 
 def test_a_copy_of_a_folder_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
