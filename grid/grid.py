@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import same
 from .call_order import CallOrder
+from .checks import check_kind, check_positive
 from .comm.axis import Axis
 from .comm.host_axis import HostAxis
 from .comm.observed_axis import Observer, observe, unobserve
@@ -44,6 +46,7 @@ from .environment import (
     stay_on_this_host,
     timeline_folder,
 )
+from .errors import ArgumentError
 from .hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
 from .mailbox import Mailbox
 from .topology import AXES, DERIVED_AXES, Topology
@@ -52,6 +55,7 @@ T = TypeVar("T", bound=Observer)
 R = TypeVar("R")
 
 _FAILURE, _ENDED = "triax/failure", "triax/ended"
+_LONGEST = 1e9  # seconds of a time limit, about 30 years
 _LINGER = 3.0  # seconds that the rank which serves the store waits at its end for the others
 _PATIENCE = 20.0  # seconds after which a process says for which others it waits
 _STORE = 5.0  # seconds in which the store must answer; a link may be down
@@ -109,6 +113,8 @@ class Grid:
         device: torch.device | str | None = None,
         timeout: float = 600.0,
     ) -> None:
+        check_positive("Grid", _LONGEST, timeout=timeout)
+        check_kind("Grid", (Sequence, NoneType), "the names of all axes", order=order)
         environment = None if dist.is_initialized() else read_environment()
         self.rank, self.size = _rank_and_size(environment)
         sizes = {"pipe": pipe, "data": data, "tensor": tensor} | ({} if context == 1 else {"context": context})
@@ -580,7 +586,10 @@ def _replicas(sizes: Mapping[str, int | None], processes: int) -> int:
 def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    chosen = torch.device(device or "cpu")
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentError(f"Grid was given device={device!r:.60}: give one as 'cpu' or 'cuda:0'") from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return chosen
