@@ -84,7 +84,7 @@ class Lineage:
     def written(self, folder: Folder, header: Mapping[str, Any], checksum: str) -> None:
         """Set the parent of the next checkpoint to the one that was written. Only rank 0 calls it."""
         self._orders[folder] = header["identity"]["order"]
-        self._parent = {"run": self.run, "step": header["step"], "tag": header["tag"], "checksum": checksum}
+        self._parent = {"run": self.run, "step": header["step"], "checksum": checksum}
 
     def loaded(self, header: Mapping[str, Any], checksum: str) -> None:
         """Set the parent of the next checkpoint to the one that was loaded."""

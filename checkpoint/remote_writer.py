@@ -9,7 +9,7 @@ from typing import Any
 
 from ..grid import Grid
 from ..grid.errors import CheckpointError
-from .format.folder import LATEST
+from .format.folder import LATEST, note_saved
 from .format.index import NAME, checksum
 from .format.remote import Folder, RemotePath
 from .lineage import Lineage
@@ -51,6 +51,7 @@ class RemoteWriter(Writer):
             index = merged(self._temporary, self._size, header, self._save)
         data = index.dump()
         self._lineage.lock(self._folder)  # another run may have taken it
+        note_saved(self._folder, self._tag, self._save)
         self._publishing = True
         (self._target / NAME).write_bytes(data)
         if self._save_latest:

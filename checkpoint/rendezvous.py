@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ..grid import Grid
-from ..grid.checks import check_path
-from ..grid.errors import CheckpointError, PathError
+from ..grid.errors import ArgumentError, CheckpointError
 
-_NO_PATH = "\n"  # what a rank sends before its error in place of its call
+_WRONG = "\n"  # what a rank sends before its error in place of its call
 
 
 def rendezvous(
-    grid: Grid, seconds: float, call: str, *arguments: str, paths: Mapping[str, Any] | None = None
+    grid: Grid, seconds: float, call: str, *arguments: str, check: Callable[[], object] = lambda: None
 ) -> list[str]:
     """Wait until every rank makes the same call. Returns the last argument of each rank.
 
@@ -23,17 +21,17 @@ def rendezvous(
         seconds: the time limit of the wait.
         call: the name of the called function.
         arguments: the arguments of the call. All but the last must be equal on all ranks.
-        paths: argument of the user's -> its value, which must be a path.
+        check: checks the arguments as this rank's user gave them.
 
     Raises:
-        PathError: on every rank, if a value on any rank is no path.
+        ArgumentError: on every rank, if ``check`` raises it on any rank.
         RuntimeError: if a rank did not make a call in time, or if it made another call.
     """
     mine = "\n".join((call, *arguments))
     try:
-        check_path(call, **(paths or {}))
-    except PathError as error:
-        mine = f"{_NO_PATH}{error}"
+        check()
+    except ArgumentError as error:
+        mine = f"{_WRONG}{error}"
     gathered = grid.store_barrier(grid.barrier_name(), mine, seconds)
     absent = [rank for rank, text in enumerate(gathered) if text is None]
     if absent:
@@ -43,9 +41,9 @@ def rendezvous(
             "these ranks only need more time, set checkpoint.patience to more seconds"
         )
     for rank, text in enumerate(gathered):
-        if str(text).startswith(_NO_PATH):
+        if str(text).startswith(_WRONG):
             where = f"{grid.describe(rank)}: " if len(set(gathered)) > 1 else ""
-            raise PathError(where + str(text).removeprefix(_NO_PATH))
+            raise ArgumentError(where + str(text).removeprefix(_WRONG))
     calls = [str(each).split("\n") for each in gathered]
     for rank, other in enumerate(calls):
         if other[:-1] != mine.split("\n")[:-1]:

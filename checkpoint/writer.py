@@ -105,6 +105,7 @@ class Writer:
             for rank in range(self._size):
                 (self._temporary / piece_name(rank)).unlink()
             self._lineage.lock(self._folder)  # another run may have it, if this one was held up for long
+            folders.note_saved(self._folder, self._tag, self._save)
             folders.commit(self._folder, self._tag, self._lineage.run, self._save_latest)
             self._lineage.written(self._folder, header, checksum(data))
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ..config.schema import Config
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
 from ..grid.assemble import Shard, assemble
+from ..grid.checks import check_count, check_kind
 from ..grid.comm.traffic import Sent
 from ..grid.dtypes import dtype_of
 from ..grid.errors import ConfigError
@@ -43,7 +45,7 @@ from .setup.compilation import Compilation
 from .setup.precision import make_loss_scaler
 from .setup.zero import zero_options
 from .snapshot.capture import ReplicaState
-from .snapshot.checkpointer import Checkpointer
+from .snapshot.checkpointer import Checkpointer, check_state
 from .snapshot.local_updates import ReplicaCheckpoints
 
 NO_OPTIMIZER = (
@@ -153,6 +155,7 @@ class Engine:
             ConfigError: the backend, an argument, or a key of the configuration does not allow it.
         """
         if self.compilation is None:
+            check_kind("compile", (Mapping, NoneType), "a dict", compile_kwargs=compile_kwargs)
             section = {"enabled": True, "backend": backend, "kwargs": dict(compile_kwargs or {})}
             config = self.config.model_copy(update={"compile": parse_config({"compile": section}).compile})
             self.compilation = self._compile(config)
@@ -210,9 +213,11 @@ class Engine:
                 "set_train_batch_size does not work with training_data, whose order is made for one batch size: leave "
                 "training_data out of triax.initialize, and read the batches from a loader of your own"
             )
+        micro = self.batch.micro if micro is None else micro
+        check_count("set_train_batch_size", train_batch_size=train_batch_size, micro=micro)
         sizes = {
             "train_batch_size": train_batch_size,
-            "train_micro_batch_size_per_gpu": micro or self.batch.micro,
+            "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": None,
         }
         config = self.config.model_copy(update=sizes)
@@ -367,6 +372,7 @@ class Engine:
         Raises:
             ValueError: if the value and the parameter have different shapes.
         """
+        check_kind("assign", Tensor, "a tensor", parameter=parameter, value=value)
         if value.shape != parameter.shape:
             raise ValueError(
                 f"assign was given values of shape {tuple(value.shape)} for a parameter of shape "
@@ -640,6 +646,7 @@ class Engine:
 
     @client_state.setter
     def client_state(self, value: Mapping[str, Any] | None) -> None:
+        check_state("engine.client_state", value)
         self.checkpointer.client_state = value
 
     @property

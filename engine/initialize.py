@@ -27,7 +27,7 @@ from .base import TrainingParts
 from .instrument import instrument
 from .module_engine import ModuleEngine
 from .pipeline_engine import PipelineEngine, training_schedule
-from .setup.arguments import check_grid, choose_grid, config_source, unless_all, with_schedule
+from .setup.arguments import check_arguments, check_grid, choose_grid, config_source, unless_all, with_schedule
 from .setup.check import read_config, resolve_config
 from .setup.compression import require_one_momentum
 from .setup.lora import add_lora, require_adapters
@@ -128,6 +128,7 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass model=, a module of torch's")
+    check_arguments(optimizer=optimizer, model_parameters=model_parameters, collate_fn=collate_fn, grid=grid)
     checked = read_config(config_source(args, config, config_params))
     if schedule is not None:
         checked = with_schedule(checked, schedule, model)

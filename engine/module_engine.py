@@ -24,6 +24,7 @@ from ..config.schema import Config
 from ..context.part_loss import share_of_mean
 from ..grid import Grid
 from ..grid.agreement import number, totals
+from ..grid.checks import check_flag, check_positive
 from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
@@ -280,6 +281,7 @@ class ModuleEngine(Engine):
         Raises:
             RuntimeError: if the step's backward passes are not complete, or with gradient compression.
         """
+        check_positive("clip_grad_norm_", max_norm=max_norm)
         with self.all_or_none("clip_grad_norm_"):
             if self.data_axis.exchange is not None:
                 raise AgreedError(
@@ -388,6 +390,7 @@ class ModuleEngine(Engine):
         Raises:
             RuntimeError: under ``managed_gradient_accumulation: false``, where each ``step`` updates the weights.
         """
+        check_flag("set_gradient_accumulation_boundary", is_boundary=is_boundary)
         with self.all_or_none("set_gradient_accumulation_boundary"):
             if not self.config.managed_gradient_accumulation:
                 raise AgreedError(

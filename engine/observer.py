@@ -18,7 +18,7 @@ from ..grid.agreement import agreed
 from ..grid.checks import check_path
 from ..grid.comm.clock import Clock, Mark
 from ..grid.errors import ConfigError
-from ..grid.records import Records
+from ..grid.records import Records, append
 from ..monitor.files import RUN, TIMELINE
 from ..monitor.method_hooks import hook_method
 from ..monitor.mfu import MfuMeter, slowest_peak, tokens_in
@@ -397,7 +397,7 @@ def require_writable(file: Path, what: str, grid: Grid) -> Path:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 there = file.exists()
-                file.open("a").close()
+                append(file, "")
                 if not there:
                     file.unlink()
             except (OSError, ValueError) as error:  # ValueError: a character \0

@@ -21,6 +21,7 @@ from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
 from ..grid.agreement import mean, totals
 from ..grid.assemble import assemble
+from ..grid.checks import check_count
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..moe.auxiliary_steps import AuxiliarySteps
@@ -276,7 +277,8 @@ class PipelineEngine(Engine):
         Raises:
             RuntimeError: in the cases of ``train_batch``.
         """
-        count = num_micro_batches or self.batch.accumulation
+        count = self.batch.accumulation if num_micro_batches is None else num_micro_batches
+        check_count("eval_batch", num_micro_batches=count)
         with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
             microbatches, changed = self.feed.fetch(grid, data_iter, count)
             if changed:

@@ -1,4 +1,4 @@
-"""Checks of values that enter in several places: numbers that float32 holds, seeds, names of folders, paths.
+"""Checks of values that enter in several places: numbers that float32 holds, seeds, names of folders, arguments.
 
 Each raises a ``ValueError`` whose message says what to give; the caller puts the key or the argument before it.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
 
-from .errors import PathError
+from .errors import ArgumentError
 
 SMALLEST = 2.0**-126  # normal number of float32: between it and 0, products lose digits, and their inverses overflow
 LARGEST = 2.0**126  # its inverse is a normal number too
@@ -60,14 +61,60 @@ def check_path(call: str, **arguments: Any) -> None:
     """Check that each argument is a path: a text that is not empty, or an object of ``pathlib``.
 
     Raises:
-        PathError: another value; the message names the call and the argument.
+        ArgumentError: another value; the message names the call and the argument.
     """
     for name, value in arguments.items():
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(text, str) or not text or "\0" in text:
-            raise PathError(
-                f"{call} was given {name}={value!r:.60}: give the path of a {_kind(name)}, as a text or Path"
-            )
+        is_path = isinstance(text, str) and text and "\0" not in text
+        _require(bool(is_path), call, name, value, f"the path of a {_kind(name)}, as a text or Path")
+
+
+def check_kind(call: str, kinds: type | tuple[type, ...], wanted: str, **arguments: Any) -> None:
+    """Check the classes of arguments; ``wanted`` says what to give.
+
+    Raises:
+        ArgumentError: a value of another class.
+    """
+    for name, value in arguments.items():
+        _require(isinstance(value, kinds), call, name, value, wanted)
+
+
+def check_flag(call: str, **arguments: Any) -> None:
+    """Check that each argument is True or False, or 1 or 0.
+
+    Raises:
+        ArgumentError: another value.
+    """
+    for name, value in arguments.items():
+        _require(isinstance(value, Integral) and value in (0, 1), call, name, value, "True or False")
+
+
+def check_count(call: str, least: int = 1, **arguments: Any) -> None:
+    """Check that each argument is a whole number of at least ``least``.
+
+    Raises:
+        ArgumentError: another value.
+    """
+    for name, value in arguments.items():
+        is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+        _require(bool(is_count), call, name, value, f"a whole number of at least {least}")
+
+
+def check_positive(call: str, most: float = math.inf, **arguments: Any) -> None:
+    """Check that each argument is a number above 0, and of ``most`` or less.
+
+    Raises:
+        ArgumentError: another value.
+    """
+    limit = "" if math.isinf(most) else f", and of {most:g} or less"
+    for name, value in arguments.items():
+        is_positive = isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= most
+        _require(bool(is_positive), call, name, value, f"a number above 0{limit}")
+
+
+def _require(right: bool, call: str, name: str, value: Any, wanted: str) -> None:
+    if not right:
+        raise ArgumentError(f"{call} was given {name}={' '.join(repr(value).split()):.60}: give {wanted}")
 
 
 def _kind(name: str) -> str:

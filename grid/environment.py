@@ -15,6 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Variables of rank, number and rank on the host of launchers that are not supported: Flux, Cray's PALS, MVAPICH, jsrun.
+_OTHERS = (
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+)
+_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
+_MOST, _PORTS = 2**31, 2**16
 TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of the timeline's parts
 
 
@@ -46,20 +55,27 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return _environment(
-            env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", restarts=env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", _whole(env, "TORCHELASTIC_RESTART_COUNT", "0")
         )
     if "OMPI_COMM_WORLD_RANK" in env:
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+        names = ("OMPI_COMM_WORLD_RANK", _MPI_SIZE, "OMPI_COMM_WORLD_LOCAL_RANK")
         return _mpi(env, *names, how="-x MASTER_ADDR=")
     if "PMI_RANK" in env and "MPI_LOCALRANKID" in env:  # srun may set the first, and never the second
         return _mpi(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", how="-genv MASTER_ADDR ")
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
         # Jobs that share a host must not share a port: derive it from the job's number.
-        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 40000
+        port = 20000 + _whole(env, "SLURM_JOB_ID", "0") % 40000
         size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-        restarts = env.get("SLURM_RESTART_COUNT", "0")
+        restarts = _whole(env, "SLURM_RESTART_COUNT", "0")
         return _environment(env, "srun", "SLURM_PROCID", size, "SLURM_LOCALID", restarts, _first_host(env), port)
-    for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+    for rank, size, local in _OTHERS:
+        if rank in env and env.get(size, "1") not in ("0", "1"):
+            raise ValueError(
+                f"{rank}={env[rank]} and {size}={env[size]} are set, but triax does not read the variables of this "
+                f"launcher, so that each process would run alone: let it start sh -c 'RANK=${rank} WORLD_SIZE=${size} "
+                f"LOCAL_RANK=${local} MASTER_ADDR=<host of rank 0> exec python train.py', or {_start_anew(rank, size)}"
+            )
+    for name, other in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE"), (_MPI_SIZE, "OMPI_COMM_WORLD_RANK")):
         if env.get(name, "1") not in ("0", "1"):
             raise ValueError(
                 f"{name}={env[name]} is set, but {other} is not, so that this process would run alone: "
@@ -74,7 +90,7 @@ def _environment(
     rank: str,
     size: str,
     local_rank: str,
-    restarts: str = "0",
+    restarts: int = 0,
     address: str = "127.0.0.1",
     port: int = 29500,
 ) -> Environment:
@@ -84,7 +100,7 @@ def _environment(
         env: the environment variables.
         launcher: the launcher's name.
         rank, size, local_rank: the names of its variables for these numbers.
-        restarts: the number of restarts, as text.
+        restarts: the number of restarts.
         address, port: used if MASTER_ADDR and MASTER_PORT are not set.
     """
     if size not in env:
@@ -100,8 +116,8 @@ def _environment(
         world_size=count,
         local_rank=_whole(env, local_rank, "0"),
         master_addr=env.get("MASTER_ADDR") or address,
-        master_port=_whole(env, "MASTER_PORT", str(port)),
-        restarts=int(restarts),
+        master_port=_whole(env, "MASTER_PORT", str(port), _PORTS),
+        restarts=restarts,
         launcher=launcher,
         names=(rank, size),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -126,17 +142,20 @@ def _start_anew(*names: str, processes: int = 4) -> str:
     )
 
 
-def _whole(env: Mapping[str, str], name: str, default: str = "") -> int:
+def _whole(env: Mapping[str, str], name: str, default: str = "", most: int = _MOST) -> int:
     """Return a variable's whole number.
 
     Raises:
-        ValueError: the variable is no whole number.
+        ValueError: the variable is no whole number, or it is below 0, or ``most`` or more.
     """
     text = env.get(name, default)
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is no whole number: {_start_anew(name)}") from None
+        raise ValueError(f"{name}={text!r:.60} is no whole number: {_start_anew(name)}") from None
+    if not 0 <= number < most:
+        raise ValueError(f"{name}={text:.60} is set, but it must be from 0 to {most - 1}: {_start_anew(name)}")
+    return number
 
 
 def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str) -> Environment:
@@ -145,7 +164,8 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, how: str
     Raises:
         ValueError: several hosts, and MASTER_ADDR is not set.
     """
-    local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS") or "1")
+    local = "OMPI_COMM_WORLD_LOCAL_SIZE" if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") else "MPI_LOCALNRANKS"
+    local_size = _whole(env, local, "1")
     if "MASTER_ADDR" not in env and local_size < _whole(env, size, "1"):
         raise ValueError(
             f"mpirun started {env[size]} processes, {local_size} of them on this host, and MASTER_ADDR is not set: "
@@ -178,15 +198,16 @@ def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | N
         ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ):
         if rank in env and size in env:
-            return int(env[rank]), int(env[size])
+            return _whole(env, rank), _whole(env, size)
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if tasks is None or "SLURM_LOCALID" not in env or "SLURM_NODEID" not in env:
         return None
     sizes: list[int] = []
+    node = _whole(env, "SLURM_NODEID")
     for word in tasks.split(","):
         count, _, hosts = word.partition("(x")
         sizes += [int(count)] * int(hosts.rstrip(")") or "1")
-    return int(env["SLURM_LOCALID"]), sizes[int(env["SLURM_NODEID"])]
+    return (_whole(env, "SLURM_LOCALID"), sizes[node]) if node < len(sizes) else None
 
 
 def loopback_interface() -> str | None:

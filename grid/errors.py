@@ -35,8 +35,8 @@ class CheckpointError(AgreedError):
     """A checkpoint that could not be written or read. Every rank raises it, and no state has changed."""
 
 
-class PathError(CheckpointError, ConfigError):
-    """An argument that is no path. Every rank raises it if the ranks agree on their arguments."""
+class ArgumentError(CheckpointError, ConfigError):
+    """An argument of the wrong kind. Every rank raises it if the ranks agree on their arguments."""
 
 
 class DamagedError(CheckpointError):

@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import same
 from .call_order import CallOrder
+from .checks import check_kind, check_positive
 from .comm.axis import Axis
 from .comm.host_axis import HostAxis
 from .comm.observed_axis import Observer, observe, unobserve
@@ -44,17 +46,20 @@ from .environment import (
     stay_on_this_host,
     timeline_folder,
 )
+from .errors import ArgumentError
 from .hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
 from .mailbox import Mailbox
 from .topology import AXES, DERIVED_AXES, Topology
 
 T = TypeVar("T", bound=Observer)
+R = TypeVar("R")
 
 _FAILURE, _ENDED = "triax/failure", "triax/ended"
+_LONGEST = 1e9  # seconds of a time limit, about 30 years
 _LINGER = 3.0  # seconds that the rank which serves the store waits at its end for the others
 _PATIENCE = 20.0  # seconds after which a process says for which others it waits
 _STORE = 5.0  # seconds in which the store must answer; a link may be down
-_STOPPED = 30.0  # seconds without an answer after which it is taken for stopped, where nothing has failed
+STOPPED = 30.0  # seconds without an answer after which it is taken for stopped, where nothing has failed
 
 
 class Grid:
@@ -108,6 +113,8 @@ class Grid:
         device: torch.device | str | None = None,
         timeout: float = 600.0,
     ) -> None:
+        check_positive("Grid", _LONGEST, timeout=timeout)
+        check_kind("Grid", (Sequence, NoneType), "the names of all axes", order=order)
         environment = None if dist.is_initialized() else read_environment()
         self.rank, self.size = _rank_and_size(environment)
         sizes = {"pipe": pipe, "data": data, "tensor": tensor} | ({} if context == 1 else {"context": context})
@@ -305,6 +312,17 @@ class Grid:
             return None
         return with_timeout(_STORE, lambda: store.get(_FAILURE)).decode()
 
+    def _ask_store(self, seconds: float, call: Callable[[], R]) -> R:
+        """Return the result of a call of the store, which has no time limit of its own.
+
+        Raises:
+            RuntimeError: the store does not answer; the message names the process that serves it.
+        """
+        try:
+            return with_timeout(seconds, call)
+        except TimeoutError:
+            raise RuntimeError(self._lose_store()) from None
+
     def _lose_store(self) -> str:
         """Record that the store does not answer; return a message that names the process that serves it."""
         environment = read_environment()
@@ -392,10 +410,7 @@ class Grid:
         """Return a new name for ``store_barrier``, equal on all ranks if they ask in the same order."""
         if not self._number and self._store is not None:
             store, key = self._store, f"triax/grids/{self.rank}"  # several grids may share a store
-            try:
-                self._number = with_timeout(self.timeout, lambda: store.add(key, 1))
-            except TimeoutError:
-                raise RuntimeError(self._lose_store()) from None
+            self._number = self._ask_store(self.timeout, lambda: store.add(key, 1))
         self._barriers += 1
         return f"triax/barriers/{self._number}/{self._barriers}"
 
@@ -420,13 +435,10 @@ class Grid:
         store, me, failed = self._store, self.rank, self.reported_failure
         if store is None:
             return [text] * self.size
-        try:  # torch's store has no time limit of its own
-            return with_timeout(
-                seconds + min(self.timeout, _STOPPED),
-                lambda: store_barrier(store, name, me, self.size, text, seconds, lambda: failed() is not None),
-            )
-        except TimeoutError:
-            raise RuntimeError(self._lose_store()) from None
+        return self._ask_store(
+            seconds + min(self.timeout, STOPPED),
+            lambda: store_barrier(store, name, me, self.size, text, seconds, lambda: failed() is not None),
+        )
 
     def close(self) -> None:
         """Leave the process group. Called at exit if the grid initialized it, and when a step fails.
@@ -574,7 +586,10 @@ def _replicas(sizes: Mapping[str, int | None], processes: int) -> int:
 def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    chosen = torch.device(device or "cpu")
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentError(f"Grid was given device={device!r:.60}: give one as 'cpu' or 'cuda:0'") from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return chosen

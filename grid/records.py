@@ -39,13 +39,15 @@ def show(text: str) -> None:
         print(text, flush=True)
 
 
-def append(file: Path, text: str) -> None:
-    """Append lines to a file: all of them, or none if the disk is full.
+def append(file: Path, text: str, anew: bool = False) -> None:
+    """Append lines to a file: all of them, or none if the disk is full. ``anew``: remove its earlier lines.
 
     Raises:
         OSError: they cannot be written; the error names the file.
     """
-    data, opened = text.encode(), os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    # Without O_NONBLOCK a FIFO would wait for a reader.
+    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | (os.O_TRUNC if anew else 0)
+    data, opened = text.encode(), os.open(file, how, 0o666)
     try:
         size = os.fstat(opened).st_size
         try:

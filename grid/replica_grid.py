@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .comm.axis import Axis
-from .grid import Grid
+from .grid import STOPPED, Grid
 from .topology import Topology
 
 
@@ -86,14 +86,22 @@ class ReplicaGrid(Grid):
         self.world.group = None
 
     def store_set(self, key: str, text: str) -> None:
-        """Write a text to the store, for all ranks of the full grid; it replaces an earlier one. Not a collective."""
-        assert self._store is not None
-        self._store.set(key, text)
+        """Write a text to the store, for all ranks of the full grid; it replaces an earlier one. Not a collective.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        store = self._store
+        assert store is not None
+        self._ask_store(min(self.timeout, STOPPED), lambda: store.set(key, text))
 
     def store_get(self, key: str) -> str | None:
-        """Return the last text written under a key; None if there is none. Not a collective, and it does not wait."""
-        assert self._store is not None
-        if not self._store.check([key]):
-            return None
-        found: bytes = self._store.get(key)
-        return found.decode()
+        """Return the last text written under a key; None if there is none. Not a collective.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        store = self._store
+        assert store is not None
+        found = self._ask_store(min(self.timeout, STOPPED), lambda: store.get(key) if store.check([key]) else None)
+        return None if found is None else found.decode()

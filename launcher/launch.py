@@ -308,14 +308,12 @@ def _consequence(failure: Failure, ends: Ends, name: Callable[[int], str]) -> st
             f"{names} left with exit status 0, without an exception, before its script ended, and {who} lost it: leave "
             "out os._exit, or call it when all ranks are done"
         )
-    if ends.done and failure.timed_out:
+    if f"rank {failure.rank} (" in failure.line and "because" in failure.line:  # the rank has found the cause
+        return None
+    if ends.done and (failure.lost_peer or failure.timed_out):
         names = ", ".join(map(name, ends.done))
-        return (
-            f"{names} ended without an error, while {who} waited for it, until its time limit expired: let all ranks "
-            "take the same number of steps"
-        )
-    hangs = f"rank {failure.rank} (" in failure.line and "because" in failure.line  # a hang watch has said more
-    if ends.at_work and failure.timed_out and not hangs:
+        return f"{names} ended without an error, while {who} waited for it: let all ranks take the same number of steps"
+    if ends.at_work and failure.timed_out:
         names = ", ".join(map(name, ends.at_work))
         return (
             f"{who} waited until its time limit expired, while {names} was still at work: if that rank is only slow, "

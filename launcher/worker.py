@@ -24,6 +24,7 @@ from ..grid.hang_watch import lost_peer, timed_out
 EVERY = -1  # stands for all ranks
 LOCAL_RANK = "{local-rank}"  # in an argument of a script: stands for each rank's number on its host
 LINGER = 1.5  # seconds that a failing rank waits, so that the launcher notices a killed rank before it
+TOGETHER = 2.0  # seconds in which ranks that are done end together; one that still waits for a rank fails after that
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -129,11 +130,13 @@ def run_rank(job: LaunchJob) -> None:
 
     # The fork server read OMP_NUM_THREADS when it started, perhaps for another launch.
     torch.set_num_threads(job.threads)
+    kept: Any = None  # the script's variables live until its exit handlers have run, as in a program of its own
     try:
-        _run(job)
+        kept = _run(job)
     except SystemExit as leave:
         if exit_code(leave) != 0:
             _fail(job, rank, leave)
+        kept = leave
     except BaseException as error:
         _fail(job, rank, error)
     _wait_for_all_ranks(job.folder, rank)
@@ -141,12 +144,16 @@ def run_rank(job: LaunchJob) -> None:
         atexit._run_exitfuncs()  # a forked process runs no exit handlers, and a script may have registered some
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    del kept
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def _wait_for_all_ranks(folder: str, rank: int) -> None:
-    """Wait until all ranks of this host are done or have left: a rank that ends early could make another one fail.
+    """Wait until all ranks of this host are done or have left, but not for long.
+
+    A rank that ends a moment before another one could make it fail. One that took fewer steps should: the other waits
+    for it until its time limit otherwise.
 
     Args:
         folder: folder in which each rank leaves a mark when it is done.
@@ -155,14 +162,16 @@ def _wait_for_all_ranks(folder: str, rank: int) -> None:
     mine = mark(folder, "done", rank)
     mine.touch()
     attempt = mine.name.split("-")[1]
-    while len(list(Path(folder).glob(f"[dl]*-{attempt}-*"))) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    size, deadline = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic() + TOGETHER
+    while len(list(Path(folder).glob(f"[dl]*-{attempt}-*"))) < size and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _run(job: LaunchJob) -> None:
+def _run(job: LaunchJob) -> dict[str, Any] | None:
+    """Run the target; return the variables of a script or module."""
     if not isinstance(job.target, (Path, Module, Executable)):
         job.target(*job.args)
-        return
+        return None
     args = [str(each).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for each in job.args]
     if isinstance(job.target, Executable):
         sys.stdout.flush()
@@ -171,11 +180,10 @@ def _run(job: LaunchJob) -> None:
     if isinstance(job.target, Path):
         sys.argv = [str(job.target), *args]
         sys.path.insert(0, str(job.target.resolve().parent))
-        runpy.run_path(str(job.target), run_name="__main__")
-    else:
-        sys.argv = [job.target.name, *args]  # runpy puts the file's path there
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(job.target.name, run_name="__main__", alter_sys=True)
+        return runpy.run_path(str(job.target), run_name="__main__")
+    sys.argv = [job.target.name, *args]  # runpy puts the file's path there
+    sys.path.insert(0, os.getcwd())
+    return runpy.run_module(job.target.name, run_name="__main__", alter_sys=True)
 
 
 def _fail(job: LaunchJob, rank: int, error: BaseException) -> NoReturn:

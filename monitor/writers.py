@@ -122,10 +122,8 @@ def json_writer(folder: Path) -> Write:
         row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
         row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
         replaces = step <= 1 if replaces is None else replaces
-        if replaces:
-            path.write_bytes(b"")
-        replaces = False
-        append(path, json.dumps(row) + "\n")
+        anew, replaces = replaces, False
+        append(path, json.dumps(row) + "\n", anew)
         if histograms := {name: value._asdict() for name, value, _ in events if isinstance(value, Histogram)}:
             line = {"step": step, "samples": events[0][2], "histograms": histograms}
             append(folder / HISTOGRAMS, json.dumps(line) + "\n")

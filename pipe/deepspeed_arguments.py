@@ -82,9 +82,10 @@ def seed_of(seed: int | None, others: Mapping[str, Any], known: Sequence[str]) -
             close = difflib.get_close_matches(name, [*known, *_ACCEPTED], n=1)
             hint = f"did you mean {close[0]}?" if close else f"give some of {', '.join(known)}"
             raise TypeError(f"PipelineModule has no argument {name!r}: {hint}")
-    if seed is not None and others.get("base_seed", seed) != seed:
+    chosen = check_seed(others.get("base_seed", 0) if seed is None else seed)
+    if others.get("base_seed", chosen) != chosen:
         raise ValueError(f"seed is {seed} and base_seed {others['base_seed']}: give one of them")
-    return check_seed(others.get("base_seed", 0) if seed is None else seed)
+    return chosen
 
 
 def _sizes(topology: Any) -> dict[str, int]:

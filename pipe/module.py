@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
+from ..grid.checks import check_count, check_kind
 from ..grid.layout import rename
 from ..grid.random import DropoutState, SampleRandom, seeded
 from .deepspeed_arguments import grid_of, partition_of, seed_of
@@ -148,7 +150,19 @@ class PipelineModule(nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        if device is not None and torch.device(device).type != "meta":
+        call = "PipelineModule"
+        check_kind(call, Iterable, "a list of LayerSpec, modules and functions", layers=layers)
+        check_kind(call, (Callable, NoneType), "a function", loss_fn=loss_fn, output_fn=output_fn)  # type: ignore[arg-type]
+        check_kind(call, (torch.dtype, NoneType), "a dtype, as torch.float32", dtype=dtype)
+        kinds = (list, tuple, set, frozenset, NoneType)
+        check_kind(call, kinds, "a list of names of classes", checkpointable_layers=checkpointable_layers)
+        check_kind(
+            call, (Iterable, NoneType), "a name or a list", partition=partition, partition_method=partition_method
+        )
+        check_kind(call, Iterable, "a name or a list", placement=placement)
+        check_count(call, chunks=1 if chunks is None else chunks)
+        check_count(call, 0, activation_checkpoint_interval=activation_checkpoint_interval)
+        if device is not None and str(device).partition(":")[0] != "meta":
             raise ValueError(
                 f"device={str(device)!r} is not possible, because layers are built on the grid's device: leave device "
                 "out, or pass device='meta' to build them later"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grid import layout_of
+from ..grid.checks import check_kind
 from .bucket import Bucket
 from .data_axis import ZeroDataAxis, data_axis_of
 from .sharded_init import ShardedParameter, require_none_written, sharded_parameter, shown
@@ -41,7 +42,10 @@ def gathered(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
+    check_kind("gathered", Iterable, "a module, a parameter, or a list of parameters", parameters=parameters)
     listed = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    for parameter in listed:
+        check_kind("gathered", Tensor, "parameters of the model", parameters=parameter)
     wanted = list(dict.fromkeys(listed))  # once each
     by_axis: dict[int, tuple[ZeroDataAxis, list[nn.Parameter]]] = {}
     unmanaged: list[ShardedParameter] = []  # built in a ``ShardedInit``, and not given to an engine yet

@@ -6,6 +6,7 @@ runs/                   save_dir of save_checkpoint
   .global_step20.RUN.part/  a checkpoint that the run RUN is writing; ``commit`` renames it
   .best.old/            a checkpoint that another of its name is about to replace
   .lock                 the run that saves into the folder (lock.py)
+  .saved.json           for each tag, the save that wrote the checkpoint
 
 A folder may also be a URI: remote.py describes its files.
 """
@@ -14,22 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from ...grid.errors import CheckpointError, CorruptError
-from ...grid.files import read_bytes
+from ...grid.files import parse_json, read_bytes
 from .index import NAME, Index, read_index
 from .remote import Folder as Folder
 from .remote import RemotePath
 from .remote import folder_at as folder_at
 from .remote import local_folder as local_folder
 
-LATEST = "latest"
+LATEST, SAVED = "latest", ".saved.json"
 _LONGEST = 200  # bytes of a tag: names of files have 255, and parts and runs need the rest
 _AUTOMATIC = re.compile(r"global_step\d+")  # tags that no user chose
 _Either = TypeVar("_Either", Path, RemotePath, Folder)
@@ -68,7 +70,7 @@ def commit(folder: Path, tag: str, run: str, save_latest: bool) -> None:
     """Rename the folder of a completely written checkpoint to its tag. An older checkpoint of that tag is replaced.
 
     Raises:
-        OSError: if the folder could not be renamed. The folder of checkpoints is then unchanged.
+        OSError: if the folder could not be renamed. The checkpoints of the folder are then unchanged.
     """
     temporary, final, before = partial_path(folder, tag, run), folder / tag, replaced_path(folder, tag)
     sync(temporary, strict=True)
@@ -157,8 +159,40 @@ def readable_path(folder: _Either, tag: str) -> _Either:
 def discard(folder: Path, tag: str, run: str) -> None:
     """Remove the partly written folder of a checkpoint whose writing failed."""
     shutil.rmtree(partial_path(folder, tag, run), ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (folder / f".{LATEST}.part").unlink(missing_ok=True)
+    for name in (LATEST, SAVED):
+        with contextlib.suppress(OSError):
+            (folder / f".{name}.part").unlink(missing_ok=True)
+
+
+def note_saved(folder: Folder, tag: str, save: str) -> None:
+    """Write down which save a tag is of from now on, so that another checkpoint under its name is noticed.
+
+    The save that has the tag so far stays noted, because this process may be killed before it is replaced.
+
+    Args:
+        folder, tag: the folder of checkpoints, and the checkpoint's name.
+        save: name of the save.
+    """
+    there = names(folder)
+    known = {each: saves for each, saves in saved(folder).items() if each in there}
+    before = []
+    with contextlib.suppress(CorruptError, OSError):
+        before = [read_index(folder / tag).save]
+    file, data = folder / SAVED, json.dumps({**known, tag: [save, *before]}, indent=0).encode()
+    if isinstance(file, Path):
+        write_atomically(file, data)
+    else:
+        file.write_bytes(data)
+
+
+def saved(folder: Folder) -> dict[str, list[str]]:
+    """Return the saves that were noted for each tag; none if the list is missing or damaged."""
+    file = folder / SAVED
+    try:
+        found = parse_json(read_bytes(file) if isinstance(file, Path) else file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {tag: each for tag, each in found.items() if isinstance(each, list)} if isinstance(found, dict) else {}
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -226,12 +260,12 @@ def unreadable(folder: Folder) -> Iterator[tuple[str, str]]:
     else:
         parts = [path.name for path in sorted(folder.glob(".*.part")) if path.is_dir()]
     yield from ((part, "it was never finished") for part in parts)
-    found = [*_indices(folder)]
-    for tag, index in found:
+    known = saved(folder)
+    for tag, index in _indices(folder):
         try:
             if not isinstance(index, Index):
                 raise index
-            check_place(folder / tag, index, found)
+            check_place(folder / tag, index, known)
         except (CorruptError, OSError) as error:
             yield tag, str(error)
 
@@ -329,38 +363,31 @@ def prunable(folder: Folder, keep: int, automatic: bool = False) -> list[str]:
     return [tag for tag in old if (folder / tag).is_symlink() or (folder / tag).resolve() not in pinned]
 
 
-def check_place(path: Folder, index: Index, known: Iterable[tuple[str, Index | Exception]] | None = None) -> None:
-    """Check that a folder of an automatic checkpoint holds the one that was saved under its name.
+def check_place(path: Folder, index: Index, known: dict[str, list[str]] | None = None) -> None:
+    """Check that a folder holds the checkpoint that was saved under its name.
 
-    It is compared with its own tag and step, and with a later checkpoint of the folder that names it as its parent. A
-    checkpoint under a name that a user chose may be a copy of any.
+    A copy that was never saved under its name may be one of any checkpoint.
 
     Args:
         path, index: the checkpoint.
-        known: the tags and indices of its folder of checkpoints; None: they are read.
+        known: what ``saved`` returns for its folder of checkpoints; None: that is read.
 
     Raises:
         CorruptError: the folder was exchanged for another one.
     """
-    name = str(path).rpartition("/")[2]
-    if _AUTOMATIC.fullmatch(name) is None:
-        return
-    step, tag, identity = index.head["step"], index.head.get("tag") or name, index.head.get("identity") or {}
-    found = f"{path} holds another checkpoint, of step {step} of the run {identity.get('run', '(unknown)')}"
-    advice = "Put the right folder there, or load this one under a name of your own"
-    if tag != name and name != f"global_step{step}":
-        raise CorruptError(f"{found}, which was saved as {tag}. {advice}")
-    if not identity:
-        return
-    found_there = _indices(path.parent) if known is None else known
-    others = [(other, each) for other, each in found_there if isinstance(each, Index)]
-    for other, later in others:
-        child = later.head.get("identity") or {}
-        parent = child.get("parent") or {}
-        # The run that saved the later one had saved this one before, under this name.
-        saved = parent.get("run") == child.get("run") != identity["run"] and parent.get("tag") == name
-        if later.order > index.order and saved:
-            raise CorruptError(f"{found}, but {other} was saved after that of the run {parent['run']}. {advice}")
+    path = path.absolute()
+    name, step = str(path).rpartition("/")[2], index.head["step"]
+    tag, identity = index.head.get("tag") or name, index.head.get("identity") or {}
+    known = saved(path.parent) if known is None else known
+    exchanged = name in known and index.save not in known[name]
+    # Where the list is missing, as in a copy: no user chose this name for another checkpoint.
+    exchanged = exchanged or (_AUTOMATIC.fullmatch(name) is not None and name not in (tag, f"global_step{step}"))
+    if exchanged:
+        raise CorruptError(
+            f"{path} holds another checkpoint than the one that was saved there: that of step {step} of the run "
+            f"{identity.get('run', '(unknown)')}, which was saved as {tag}. Put the right folder there, or give this "
+            "one a name of its own"
+        )
 
 
 def verify(path: Folder, index: Index) -> Iterator[str]:

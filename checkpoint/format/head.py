@@ -77,7 +77,6 @@ class _SavedRun(_SavedPart):
 class _SavedParent(_SavedPart):
     run: str
     step: Natural
-    tag: str = ""
     checksum: str
 
 

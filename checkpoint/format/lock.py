@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...grid.errors import CheckpointError
-from ...grid.files import open_file
+from ...grid.files import open_file, parse_json
 from .remote import RemotePath
 
 NAME = ".lock"
@@ -42,7 +42,7 @@ class _FoundLock(NamedTuple):
     def owner(self) -> dict[str, Any]:
         """Run, host and process of the lock; empty if the file cannot be read."""
         try:
-            owner = json.loads(self.content)
+            owner = parse_json(self.content)
         except ValueError:
             return {}
         return owner if isinstance(owner, dict) else {}
@@ -95,6 +95,8 @@ class FolderLock:
             with open_file(self._path) as opened:  # NFS asks the server at each opening
                 return _FoundLock(opened.read(4096), os.fstat(opened.fileno()).st_mtime_ns)
         except FileNotFoundError:
+            if self._path.is_symlink():  # to nothing: no run has it
+                self._path.unlink(missing_ok=True)
             return None
 
     def _create(self) -> bool:
@@ -193,7 +195,7 @@ class RemoteLock:
         """
         path, mine = self._folder / NAME, {"run": self._run, "host": socket.gethostname(), **_process()}
         try:
-            found = json.loads(path.read_bytes())
+            found = parse_json(path.read_bytes())
         except (FileNotFoundError, ValueError):
             found = {}
         if all(found.get(key) == mine[key] for key in ("machine", "pid", "started")):

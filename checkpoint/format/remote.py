@@ -3,6 +3,7 @@
 s3://bucket/run/                                save_dir of save_checkpoint
   latest                                        the tag of the last checkpoint
   .lock                                         the run that took the folder last
+  .saved.json                                   for each tag, the save that wrote the checkpoint
   global_step10/index.json                      written last: a checkpoint is complete if it is there
   global_step10/rank-00000.RUN-3.safetensors    the boxes of one rank; the name has the run and the number of the save
   global_step10/rank-00000.RUN-3.json           a rank's part of the index, until the index is written

@@ -24,6 +24,7 @@ from ...engine.base import Engine, TrainingParts
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Axis, Grid
+from ...grid.checks import check_path
 from ...grid.errors import AgreedError, ConfigError
 from ...monitor.timers import ThroughputTimer, WallClockTimers
 from ...pipe.module import PipelineModule
@@ -332,9 +333,9 @@ class DeepSpeedMembers(Engine):
         Scripts name the folder on each rank by itself, often by the time of day, of which the ranks see different ones.
         """
         with self.all_or_none("save_checkpoint"):
-            paths = {"save_dir": save_dir}
+            check = partial(check_path, "save_checkpoint", save_dir=save_dir)
             named = rendezvous(
-                self.grid, self.config.checkpoint.patience, "save_checkpoint", str(save_dir), paths=paths
+                self.grid, self.config.checkpoint.patience, "save_checkpoint", str(save_dir), check=check
             )
         if self.grid.rank == 0 and len(set(named)) > 1:
             logging.getLogger("triax").warning(
@@ -360,8 +361,8 @@ class DeepSpeedMembers(Engine):
         if str(save_filename).endswith(".safetensors"):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         with self.all_or_none("save_16bit_model"):
-            paths = {"save_dir": save_dir, "save_filename": save_filename}
-            rendezvous(self.grid, self.config.checkpoint.patience, "save_16bit_model", "", paths=paths)
+            check = partial(check_path, "save_16bit_model", save_dir=save_dir, save_filename=save_filename)
+            rendezvous(self.grid, self.config.checkpoint.patience, "save_16bit_model", "", check=check)
             state = self.whole_state_dict(exclude_frozen_parameters)
             if state is not None:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)

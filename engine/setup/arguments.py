@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...config.schema import Config
+from ...grid.checks import check_kind
 from ...grid.errors import ConfigError
 from ...grid.grid import Grid
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import require_schedule
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "optimizer": ((torch.optim.Optimizer, Callable), "an optimizer, or a function from parameter groups to one"),
+    "model_parameters": (Iterable, "model.parameters(), or parameter groups"),
+    "collate_fn": (Callable, "a function from a list of samples to a batch"),
+    "grid": (Grid, "a triax.Grid"),
+}
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Check the classes of arguments of ``triax.initialize``.
+
+    Raises:
+        ArgumentError: an argument of another class; the message says what to pass.
+    """
+    for name, (kinds, wanted) in _KINDS.items():
+        if arguments[name] is not None:
+            check_kind("initialize", kinds, wanted, **{name: arguments[name]})
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -125,6 +143,11 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
         given: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
         given = list(model_parameters)
+        if not given and not isinstance(model, PipelineModule) and any(p.requires_grad for p in model.parameters()):
+            raise ConfigError(
+                "model_parameters is empty, so that nothing would be trained: pass model.parameters() anew, whose "
+                "iterator can be read once, or leave it out"
+            )
     else:
         given = list(model.parameters())
     if not any(isinstance(item, Mapping) for item in given):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,10 +24,20 @@ from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.remote_writer import make_writer
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
 from ...grid.agreement import agreed
+from ...grid.checks import check_flag, check_kind, check_path
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply
 
 Loaded = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path and its client state; None: nothing was loaded
+
+
+def check_state(call: str, client_state: Any) -> None:
+    """Check that the user's values have names.
+
+    Raises:
+        ArgumentError: they are no dict.
+    """
+    check_kind(call, (Mapping, NoneType), "a dict of names and values, or None", client_state=client_state)
 
 
 class Checkpointer:
@@ -62,8 +73,16 @@ class Checkpointer:
     ) -> bool:
         """Write a checkpoint, as ``Engine.save_checkpoint`` documents."""
         settings = self._engine.config.checkpoint
+        call = "save_checkpoint"
+
+        def check() -> None:
+            check_path(call, save_dir=save_dir)
+            check_kind(call, (str, int, NoneType), "a text, or None", tag=tag)
+            check_state(call, client_state)
+            check_flag(call, save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
+
         chosen = tag if tag is not None else f"global_step{self._engine.global_steps}"
-        chosen = self._rendezvous("save_checkpoint", str(save_dir), str(chosen), save_dir=save_dir)
+        chosen = self._rendezvous(call, str(save_dir), str(chosen), check=check)
         problem = self._write(folders.folder_at(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
         report_failure(save_dir, chosen, problem, settings.on_failure == "stop")
         return problem is None
@@ -74,9 +93,21 @@ class Checkpointer:
 
     def load(self, load_dir: str | Path, tag: str | None, options: LoadOptions) -> Loaded:
         """Load a checkpoint into the engine, as ``Engine.load_checkpoint`` documents."""
-        grid = self._engine.grid
+        grid, call = self._engine.grid, "load_checkpoint"
+        flags = {
+            "load_module_strict": options.strict,
+            "load_optimizer_states": options.optimizer,
+            "load_lr_scheduler_states": options.schedule,
+            "load_module_only": options.weights_only,
+        }
+
+        def check() -> None:
+            check_path(call, load_dir=load_dir)
+            check_kind(call, (str, int, NoneType), "a text, or None", tag=tag)
+            check_flag(call, **flags)
+
         self.wait()
-        given = self._rendezvous("load_checkpoint", str(load_dir), "" if tag is None else str(tag), load_dir=load_dir)
+        given = self._rendezvous(call, str(load_dir), "" if tag is None else str(tag), check=check)
         folder = folders.folder_at(load_dir)
         note = ""
         with agreed(grid):
@@ -97,16 +128,13 @@ class Checkpointer:
 
     def export(self, save_dir: str | Path, save_filename: str, exclude_frozen: bool) -> None:
         """Write weights and buffers to one file, as ``Engine.save_16bit_model`` documents."""
-        engine = self._engine
-        paths = {"save_dir": save_dir, "save_filename": save_filename}
-        rendezvous(
-            engine.grid,
-            engine.config.checkpoint.patience,
-            "save_16bit_model",
-            str(save_dir),
-            str(save_filename),
-            paths=paths,
-        )
+        engine, call = self._engine, "save_16bit_model"
+
+        def check() -> None:
+            check_path(call, save_dir=save_dir, save_filename=save_filename)
+            check_flag(call, exclude_frozen_parameters=exclude_frozen)
+
+        rendezvous(engine.grid, engine.config.checkpoint.patience, call, str(save_dir), str(save_filename), check=check)
         path = (folders.local_folder(save_dir) / save_filename).with_suffix(".safetensors")
         with agreed(engine.grid):
             snapshot = capture_weights(engine, exclude_frozen)
@@ -177,16 +205,16 @@ class Checkpointer:
         engine = self._engine
         return LoadOptions(verify=engine.config.checkpoint.verify, local=engine.replica_state is not None, **options)
 
-    def _rendezvous(self, call: str, *arguments: str, **paths: Any) -> str:
+    def _rendezvous(self, call: str, *arguments: str, check: Callable[[], object]) -> str:
         """Wait until every rank has made the same call, and return the tag that all ranks use. Collective.
 
         Args:
             call: name of the call.
             arguments: folder and tag that the user gave. The tag is the last one; rank 0's is used.
-            paths: the folder, by the name of its argument, as it was given.
+            check: checks the arguments as they were given.
         """
         engine, settings = self._engine, self._engine.config.checkpoint
-        given = rendezvous(engine.grid, settings.patience, call, *arguments, paths=paths)
+        given = rendezvous(engine.grid, settings.patience, call, *arguments, check=check)
         return agreed_tag(engine.grid, given, settings.tag_validation.lower())
 
     def _write(

@@ -26,6 +26,7 @@ from .names import Entry, Names, expand
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _MOST = 10_000  # blocks, and experts of a block
+_LARGEST = 2**40  # of all numbers
 # Ids of tokens: without a tokenizer there are none, but the defaults of transformers' configurations are others.
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -41,8 +42,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
-            f"{file} does not exist ({found or 'the folder is empty'}). Give a folder that save_pretrained wrote, with "
-            "config.json and *.safetensors."
+            f"{file} does not exist, or is no file ({found or 'the folder is empty'}). Give a folder that "
+            "save_pretrained wrote, with config.json and *.safetensors."
         )
     read = read_object(file)
     if not isinstance(read.get("model_type"), str | None):
@@ -191,6 +192,9 @@ def _check_type(config: Config, key: str, value: Any, wanted: str) -> None:
         return
     if type(value) not in fits or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{key} is {_shown(value)}, but must be of the type {wanted}.")
+    least = 0 if key.endswith(("eps", "epsilon")) else -_LARGEST
+    if not isinstance(value, str) and not least <= value <= _LARGEST:
+        raise ValueError(f"{key} is {_shown(value)}, but must be from {least} to {_LARGEST}.")
 
 
 def _check_head_dim(config: Config, found: Mapping[str, Any]) -> None:

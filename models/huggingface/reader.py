@@ -18,6 +18,7 @@ from .config import layer_count, read_config
 from .folder_settings import Settings, settings_of_folder, settings_of_model
 from .names import Entry
 
+_LONGEST = 200  # characters of a name
 # Tensors in such files that are no weights: masks and rotary tables.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -50,7 +51,7 @@ def _listed(index: Path) -> list[str]:
         raise ConfigError(f"{index} is damaged: it has no weight_map of names of files. Copy or write it again.")
     names = sorted(set(listed.values()))
     for name in names:
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        if name in ("", ".", "..") or len(name) > _LONGEST or any(c in name for c in "/\\\0"):
             raise ConfigError(f"{index} lists {name[:60]!r}, but only files of its own folder are read.")
     return names
 
@@ -92,7 +93,8 @@ class _Folder:
         self.shapes = {}
         for file in names:
             if not (folder / file).is_file():
-                raise FileNotFoundError(f"{index} lists {file}, but {folder} does not have it. Copy the whole folder.")
+                why = f", but {index} lists it" if index.is_file() else ""
+                raise FileNotFoundError(f"{folder / file} is no file{why}. Copy the whole folder.")
             opened = open_weights(folder / file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
                 self._files[name] = opened

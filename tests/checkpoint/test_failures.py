@@ -47,7 +47,7 @@ def whole(folder: Path) -> dict[str, Any]:
             index = read_index(path)
             assert not [*verify(path, index)], path
             found[path.name] = index.head["client_state"]
-        elif path.name != ".lock":
+        elif path.name not in (".lock", ".saved.json"):
             found[path.name] = path.read_text()
     return found
 

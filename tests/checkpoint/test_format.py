@@ -284,7 +284,7 @@ def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert engine.save_checkpoint(tmp_path, "second", {"tag": "again"})  # in its place
     assert engine.load_checkpoint(tmp_path)[1] == {"tag": "again"}
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".lock", "global_step1", "latest", "second", "third"]
+    assert names == [".lock", ".saved.json", "global_step1", "latest", "second", "third"]
 
 
 def test_a_run_that_went_back_goes_on_from_where_it_came(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def failing(folder: str, how: str) -> Any:
 def test_what_cannot_be_written_leaves_the_last_one(ranks: Any, tmp_path: Path, how: str) -> None:
     for done, said, refused, loss, path, names in ranks(2, failing, str(tmp_path), how, timeout=60):
         assert done is False and not refused and loss > 0
-        assert path == str(tmp_path / "good") and {*names} - {".lock"} == {"good", "latest"}
+        assert path == str(tmp_path / "good") and {*names} - {".lock", ".saved.json"} == {"good", "latest"}
         if how == "stop":
             assert "rank 1 (pipe 0, data 1, tensor 0): File too large" in said and "MB are free" in said
 
@@ -491,7 +491,7 @@ def in_one_file(folder: str, cell: Cell) -> dict[str, torch.Tensor]:
 def test_whole_weights_in_one_file(ranks: Any, tmp_path: Path, cell: Cell) -> None:
     weights = ranks(cell.ranks, in_one_file, str(tmp_path), cell, timeout=60)[0]
     file = safetensors.torch.load_file(tmp_path / "pytorch_model.safetensors")
-    assert file.keys() == weights.keys() and not [*tmp_path.glob(".*")]
+    assert file.keys() == weights.keys() and [path.name for path in tmp_path.glob(".*")] == [".saved.json"]
     for name, weight in weights.items():
         assert file[name].dtype == torch.bfloat16 and torch.equal(file[name], weight), name
     assert not command("export", tmp_path / "bf16", tmp_path / "whole.safetensors")[0]

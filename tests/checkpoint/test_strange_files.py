@@ -139,17 +139,30 @@ def test_an_exchanged_folder_is_not_taken_for_the_one_that_was_saved(
 ) -> None:
     """A run resumed with the weights of another one, in silence."""
     mine, other = saved(tmp_path / "mine", 4), saved(tmp_path / "other", 4, seed=1)
-    shutil.rmtree(mine / "global_step4")
-    shutil.copytree(other / "global_step2", mine / "global_step4")  # another step
-    shutil.rmtree(mine / "global_step2")
-    shutil.copytree(other / "global_step2", mine / "global_step2")  # another run's
-    for tag, words in (("global_step4", "was saved as global_step2"), ("global_step2", "global_step3 was saved after")):
-        with pytest.raises(CheckpointError, match=f"{tag} holds another checkpoint, of step 2 of the run .*{words}"):
+    engine(seed=2).save_checkpoint(mine, "best")
+    engine(seed=3).save_checkpoint(mine, "first")
+    exchanges = {
+        "global_step2": (other / "global_step2", "step 2"),  # another run's
+        "global_step3": (other / "global_step2", "step 2"),  # and of another step
+        "global_step4": (other / "global_step4", "step 4"),  # the newest, which no later one names
+        "best": (mine / "first", "step 0"),  # the run's own
+    }
+    for tag, (source, words) in exchanges.items():
+        shutil.rmtree(mine / tag)
+        shutil.copytree(source, mine / tag)
+        with pytest.raises(CheckpointError, match=f"{tag} holds another checkpoint than .*{words} of the run"):
             engine().load_checkpoint(mine, tag)
         code, output = said("checkpoint", "verify", mine / tag)
-        assert code == 1 and words in output
+        assert code == 1 and "holds another checkpoint" in output
+    shutil.rmtree(mine / "first")
     resumed = engine(dir=str(mine), resume="auto")
-    assert resumed.global_steps == 3 and "global_step4 is not used" in caplog.text
+    assert resumed.global_steps == 1 and "global_step4 is not used" in caplog.text
+    # A folder whose list is missing, as in a copy of its checkpoints alone, or damaged, can be loaded.
+    for content in (b"", b"[]", b'{"global_step1": 3}', b"[" * 10**5):
+        (mine / ".saved.json").write_bytes(content)
+        assert engine().load_checkpoint(mine, "global_step1")[0] is not None
+    resumed.save_checkpoint(mine, "again")
+    assert [*json.loads((mine / ".saved.json").read_text())] == ["again"]
     # A copy under a name of the user's own is loaded, and so is a step that two runs saved, under two names.
     shutil.copytree(other / "global_step2", mine / "copy")
     assert engine().load_checkpoint(mine, "copy")[0] is not None

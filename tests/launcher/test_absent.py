@@ -16,6 +16,7 @@ from torch import nn
 import triax
 from triax.grid import Grid
 from triax.grid.environment import read_environment
+from triax.launcher.launch import launch
 
 from processes import as_mpich, as_mpirun, as_srun, free_port, started
 
@@ -69,6 +70,20 @@ def test_variables_of_processes_that_were_never_started(
         ({"RANK": "0", "WORLD_SIZE": "four"}, "WORLD_SIZE='four' is no whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": ""}, "MASTER_PORT='' is no whole number"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 is set, but OMPI_COMM_WORLD_SIZE is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set, but OMPI_COMM_WORLD_RANK is not"),
+        (
+            as_mpirun(0, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "two"},
+            "OMPI_COMM_WORLD_LOCAL_SIZE='two' is no whole number",
+        ),
+        (as_srun(0, 4) | {"SLURM_JOB_ID": "abc"}, "SLURM_JOB_ID='abc' is no whole number"),
+        (as_srun(0, 4) | {"SLURM_RESTART_COUNT": "q"}, "SLURM_RESTART_COUNT='q' is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "1" + 21 * "0"}, "WORLD_SIZE=10+ is set, but it must be from 0 to 2147483647"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is set, but .* 0 to 65535"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is set, but it must be from 0"),
+        # Of launchers that are not supported: 4 processes trained alone, each the whole batch, in silence.
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}, r"sh -c 'RANK=\$FLUX_TASK_RANK WORLD_SIZE=\$FLUX_JOB_SIZE "),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, r"PMI_RANK=0 and PMI_SIZE=4 are set, .* LOCAL_RANK=\$PMI_LOCAL_RANK"),
+        ({"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}, "each process would run alone: let it start"),
     ],
 )
 def test_variables_that_contradict_each_other(variables: dict[str, str], expected: str) -> None:
@@ -79,6 +94,7 @@ def test_variables_that_contradict_each_other(variables: dict[str, str], expecte
 def test_one_process_needs_no_other() -> None:
     assert read_environment({"WORLD_SIZE": "1"}) is None
     assert read_environment({"RANK": "0"}) is None
+    assert read_environment({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}) is None
 
 
 def unlike_steps(early: int) -> str:
@@ -108,6 +124,16 @@ def test_a_rank_that_ended_before_the_others_is_named(ranks: Any, early: int) ->
         assert text.endswith("let every rank take the same number of steps")
 
 
+SCRIPT = """
+import sys
+import torch
+import triax
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = triax.initialize(model=torch.nn.Linear(2, 2), config=config)
+for _ in range(2 if engine.grid.rank == int(sys.argv[1]) else 5):
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+"""
 PROGRAM = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent / "support")!r}]
@@ -116,6 +142,17 @@ text = unlike_steps(int(sys.argv[1]))
 if text:
     raise SystemExit(text)
 """
+
+
+@pytest.mark.parametrize(("early", "end"), [(0, ""), (1, "sys.exit()\n")])
+def test_a_rank_of_the_launcher_that_ended_early_is_named(
+    ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], early: int, end: str
+) -> None:
+    """Its connections stayed open until all ranks were done, and the others waited for 10 minutes."""
+    (tmp_path / "program.py").write_text(SCRIPT + end)
+    assert launch(tmp_path / "program.py", early, ranks=2, logs=tmp_path) == 1
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert f"because rank {early} (pipe 0, data {early}, tensor 0) has ended its program, after 2 x forward" in line
 
 
 @pytest.mark.exhaustive

@@ -114,23 +114,22 @@ def test_others_need_not_wait_for_a_rank_that_left_at_its_end(run: Any) -> None:
 # A failing rank waits for 1.5 s, so that a rank that was killed is noticed first: here none is.
 HASTY = "import triax.launcher.worker as worker; worker.LINGER = 0.2\n"
 
-WAITS = "grid = Grid(pipe=2, timeout=2)\nif grid.rank == 0: grid.pipe.all_reduce(x)\n"
+WAITS = "if grid.rank == 0: grid.pipe.all_reduce(x)\n"
 
 
-@pytest.mark.exhaustive
 def test_rank_that_ended_early_is_named(run: Any) -> None:
-    """A rank with fewer steps than the others ended in order, and the one that waited for it was blamed."""
+    """A rank with fewer steps than the others ended in order; the others waited for 10 minutes, and were blamed."""
     code, _, err = run(WAITS)
     assert code == 1
     assert last_line(err).startswith(
         "rank 1 (pipe 1, data 0, tensor 0) ended without an error, while rank 0 (pipe 0, data 0, tensor 0) waited for "
-        "it, until its time limit expired"
+        "it: let all ranks take the same number of steps"
     )
 
 
 @pytest.mark.exhaustive
 def test_time_limit_that_ended_a_slow_rank_is_named(run: Any) -> None:
-    code, _, err = run(WAITS + "time.sleep(60)")
+    code, _, err = run(f"grid = Grid(pipe=2, timeout=2)\n{WAITS}time.sleep(60)")
     assert code == 1
     assert last_line(err).startswith(
         "rank 0 (pipe 0, data 0, tensor 0) waited until its time limit expired, while rank 1 (pipe 1, data 0, "

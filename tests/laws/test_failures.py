@@ -141,16 +141,17 @@ def test_a_rank_that_does_not_answer_is_named(launched: Any, kind: str, what: st
     assert f"because {NAME[kind]} {said}" in outcome.line
 
 
-def left_alone(folder: str, guilty: int, stopped: bool, saves: bool) -> tuple[str, str | None]:
+def left_alone(folder: str, guilty: int, stopped: bool, saves: bool, **config: Any) -> tuple[str, str | None]:
     """Train on replicas, of which one stops or leaves after two steps; return this rank's name and its error.
 
     Rank 0 serves the store, as under mpirun and srun. ``saves``: the others save a checkpoint then.
     """
-    engine = made(Grid(timeout=3), Wide, "module", checkpoint={"patience": 1})
+    grid = Grid(timeout=3)
+    engine = made(grid, Wide, "module", checkpoint={"patience": 1}, **config)
     pids, me, data = Path(folder, "pids"), engine.grid.rank, batches()
     for _ in range(2):
         step(engine, data)
-    engine.grid.world.barrier()
+    grid.world.barrier()
     if me == guilty and stopped:
         pids.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -179,6 +180,17 @@ def test_the_rank_that_is_gone_is_named_and_not_the_one_that_misses_it(
     gone = f" {said[guilty][0]} does not answer: it has ended, was killed or was stopped, or its host is gone"
     for rank, (name, error) in enumerate(said):
         assert rank == guilty or (error.startswith(f"{name} {how} ") and gone in error), error
+
+
+def waits_for_a_stopped_replica(folder: str) -> tuple[str, str | None]:
+    local = {"type": "async_diloco", "every": 1, "max_staleness": 1, "meet_early": False}
+    return left_alone(folder, 0, True, False, local_updates=local)
+
+
+def test_a_replica_of_its_own_names_the_rank_that_serves_the_store(ranks: Any, tmp_path: Path) -> None:
+    """Asynchronous DiLoCo asks the store for the others' rounds, and waited without an end."""
+    (first, _), (_, error) = ranks(2, waits_for_a_stopped_replica, str(tmp_path), init_group=False, timeout=60)
+    assert f"{first} does not answer: it has ended, was killed or was stopped" in error, error
 
 
 def test_a_call_has_a_limit() -> None:

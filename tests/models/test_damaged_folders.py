@@ -194,9 +194,15 @@ def test_numbers_that_no_model_has(whole: Path, tmp_path: Path) -> None:
         for function in (load_hf, config_from_hf):
             with pytest.raises(ConfigError, match=f"{folder}/config.json.*{said}"):
                 function(folder)
+    for key, value in (("hidden_size", 10**19), ("intermediate_size", -(10**30)), ("rms_norm_eps", -1)):
+        (folder / "config.json").write_text(json.dumps(CONFIG | {key: value}))
+        with pytest.raises(ConfigError, match=f"{folder}/config.json: {key} is .* but must be from"):
+            config_from_hf(folder)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "sub/../../outside.safetensors", "..", ""])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/hostname", "sub/../../outside.safetensors", "..", "", 300 * "a"]
+)
 def test_an_index_cannot_name_files_outside_of_its_folder(whole: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "small"
     shutil.copytree(whole, folder)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -21,6 +23,7 @@ from torch import nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.grid.comm.timeline_recorder import TimelineRecorder
+from triax.grid.errors import ConfigError
 from triax.monitor.trace.merge import merged
 
 from toys import mean_loss
@@ -103,3 +106,16 @@ def test_a_full_disk_ends_no_training(ranks: Any, tmp_path: Path) -> None:
     assert [each.value for each in scalars] == [float(torch.tensor(losses[at])) for at in (0, 3, 4)]
     assert json.loads((place / "json_monitor/run.json").read_text())["since_step"] == 1
     assert merged([file.read_text() for file in (place / "calls").iterdir()])["otherData"]["ranks"]
+
+
+def test_a_fifo_under_the_name_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    """A FIFO without a reader stopped the first step, and record_trace, for ever."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    section = {"enabled": True, "output_path": str(tmp_path.parent), "job_name": tmp_path.name}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = triax.initialize(model=nn.Linear(2, 2), config=config | {"json_monitor": section})[0]
+    with pytest.raises(ConfigError, match=r"metrics.jsonl' cannot be written"):
+        engine.record_trace(tmp_path / "metrics.jsonl")
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    assert engine.global_steps == 1
