@@ -64,9 +64,11 @@ class RangeStepper:
     Attributes:
         optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.
         whole_tensors: True if it steps tensors of the parameters' shapes.
+        equal_weights: True if all replicas have equal weights between two steps.
     """
 
     whole_tensors = False
+    equal_weights = True
 
     @classmethod
     def adapt(cls, options: ZeroOptions) -> ZeroOptions:

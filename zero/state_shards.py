@@ -53,6 +53,8 @@ class StateShards:
         Args:
             mine: yield only the values that this rank writes to a checkpoint; if False, all values that it steps.
         """
+        if mine:
+            self.data_axis.take_writes()
         for bucket in self.data_axis.buckets:
             values, first = bucket.values()
             if mine and bucket.trained:
