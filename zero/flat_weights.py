@@ -199,13 +199,14 @@ class FlatWeights:
             without: parameters without a gradient in this step, besides those frozen since the bucket was made.
         """
         start, stop = self.owned
-        spans = []
-        for slot, member in zip(self.flat.slots, self.members, strict=True):
-            low, high = max(slot.start, start), min(slot.stop, stop)
-            stands = not member.parameter.requires_grad or (len(without) > 0 and member.parameter in without)
-            if stands and low < high:
-                spans.append((low - start, high - start))
-        return spans
+        found = (self._slots[parameter] for parameter in self.standing(without))
+        spans = [(max(slot.start, start) - start, min(slot.stop, stop) - start) for slot in found]
+        return sorted(span for span in spans if span[0] < span[1])
+
+    def standing(self, without: Collection[Tensor] = ()) -> set[Tensor]:
+        """Return the parameters that a step must not change: frozen ones, and those in ``without``."""
+        parameters = [member.parameter for member in self.members]
+        return {p for p in parameters if not p.requires_grad or (len(without) > 0 and p in without)}
 
     def displaced(self) -> str | None:
         """Return the name of a parameter that is no longer a view of ``weights``, if there is one."""
