@@ -258,6 +258,8 @@ class ModuleEngine(Engine):
                     self.microbatch = -1
                     with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
                         self._step(grid, self.optimizer, lr_kwargs)
+                    if self.replicas.just_synchronized:
+                        self._share_buffers()
                     self._sent = self.grid.traffic.since(self._sent_before or {})
             finally:  # also after an error
                 if last:
