@@ -20,6 +20,7 @@ from ..config.config import batch_sizes, parse_config
 from ..config.schema import Config
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
+from ..grid.agreement import totals
 from ..grid.assemble import Shard, assemble
 from ..grid.checks import check_count, check_kind
 from ..grid.comm.traffic import Sent
@@ -41,6 +42,7 @@ from .accounting.traffic import traffic_formulas
 from .named_parameters import named_parameters
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
+from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation
 from .setup.precision import make_loss_scaler
 from .setup.zero import zero_options
@@ -122,6 +124,7 @@ class Engine:
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=parts.collate_fn)
         self.replicas: SynchronousReplicas | LocalReplicas = SynchronousReplicas(self.grid)
+        self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None
         if isinstance(self._step_grid, ReplicaGrid):
             assert self.config.local_updates is not None
@@ -136,6 +139,8 @@ class Engine:
                 lambda: int(engine.global_steps),
             )
             self.replica_state = ReplicaCheckpoints(self, local)
+            if not local.outer.asynchronous:
+                self._shared_buffers = ReplicaBuffers(self.module, self.grid)
 
     @property
     def is_compiled(self) -> bool:
@@ -238,6 +243,13 @@ class Engine:
         """
         with self.all_or_none("synchronize"):
             self.replicas.synchronize()
+            self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Give all replicas the first one's buffers, after local updates made their weights equal. Collective."""
+        if self._shared_buffers:
+            (strayed,) = totals(self.grid, [float(self._shared_buffers.strayed())])
+            self._shared_buffers.synchronize(strayed > 0)
 
     def leave(self) -> bool:
         """End this replica's training. Every rank of the replica calls this once, after its last step.
@@ -254,7 +266,9 @@ class Engine:
             RuntimeError: in the same case as ``synchronize``.
         """
         with self.all_or_none("leave"):
-            return self.replicas.leave()
+            left = self.replicas.leave()
+            self._share_buffers()
+            return left
 
     @property
     def present(self) -> list[int]:

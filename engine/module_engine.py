@@ -191,6 +191,8 @@ class ModuleEngine(Engine):
                     f"{describe_loss(loss)}. For another output, call output.backward(gradient), and then engine.step()"
                 )
             self._begin_step()
+            if self.backward_passes.forget_discarded():
+                self._forget_losses()
             self._require_one_loss((id(self), self._scales.steps))
             before, accumulation = self.backward_passes.count, self.batch.accumulation
             if not before:
@@ -257,6 +259,8 @@ class ModuleEngine(Engine):
                     self.microbatch = -1
                     with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
                         self._step(grid, self.optimizer, lr_kwargs)
+                    if self.replicas.just_synchronized:
+                        self._share_buffers()
                     self._sent = self.grid.traffic.since(self._sent_before or {})
             finally:  # also after an error
                 if last:
@@ -264,6 +268,7 @@ class ModuleEngine(Engine):
                     self.accounts.end()
                 self.microbatch += 1
                 self.backward_passes.seen = self.backward_passes.count
+                self.backward_passes.origins.clear()
                 self.micro_steps += 1
                 self._engine_backwards, self._scaled_by_user = 0, False
                 self._outputs_opaque = self._eval_outputs_opaque = self._outputs_entered = False
@@ -368,7 +373,7 @@ class ModuleEngine(Engine):
             RuntimeError: a backward pass of this microbatch belongs to another engine's ``backward`` and one to this
                 engine's; or another engine has stepped between two passes.
         """
-        origins = [*self.backward_passes.origins[self.backward_passes.seen :], *following]
+        origins = [*self.backward_passes.origins, *following]
         owners, steps = ({*each} for each in zip(*origins, strict=True))
         if len(steps) > 1 or (id(self) in owners and owners - {id(self), None}):
             raise AgreedError(
@@ -427,6 +432,9 @@ class ModuleEngine(Engine):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this step's gradients. Every step begins without gradients. Collective if there are gradients."""
         self.backward_passes.reset()
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
         self.auxiliary.clear()
         self._losses = []
 

@@ -114,6 +114,11 @@ class PipelineEngine(Engine):
         self.executor = Executor(module, self.data_axis)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
+        self._tied_buffers = [
+            (f"{prefix}.{name}", layer, name, buffer.clone())
+            for prefix, layer in module.layers_of_several_ranks()
+            for name, buffer in layer.named_buffers()
+        ]
         self._make_step(parts)
         self.data_axis.access.connect(
             None,
@@ -152,6 +157,7 @@ class PipelineEngine(Engine):
                 with self.replicas.stepping() as grid:
                     loss = self._step(grid, self.optimizer, data_iter)
                 if self.replicas.just_synchronized:
+                    self._share_buffers()
                     self._sent = self.grid.traffic.report()
             log_profile(self.module.recompute)
             return loss
@@ -205,6 +211,7 @@ class PipelineEngine(Engine):
             counts = self.module.is_last and grid.tensor.is_first
             self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, self.optimizer_step.scale)
         result = self.executor.run(self.program, microbatches)
+        self._require_tied_buffers()
         self.data_axis.finish()
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
@@ -240,6 +247,16 @@ class PipelineEngine(Engine):
         self._sent = self.grid.traffic.report()
         self.observer.end_step(grid, value)
         return value
+
+    def _require_tied_buffers(self) -> None:
+        """Refuse a step that has changed a buffer of a tied layer of several ranks, whose values would differ."""
+        for name, layer, key, buffer in self._tied_buffers:
+            if not torch.equal(layer.get_buffer(key), buffer):
+                raise RuntimeError(
+                    f"{name} is a buffer of a tied layer that several pipe ranks run, and this step has changed it: "
+                    "each rank would have values of its own. Give PipelineModule a partition with all uses of the "
+                    "layer on one rank, or use a layer without running statistics, such as LayerNorm"
+                )
 
     def _leave_out_unreached(self, grid: Grid, reached: Mapping[int, bool]) -> None:
         """Leave out of the step the stages before one whose inputs got no gradient (it has a ``detach``). Collective.

@@ -2,7 +2,8 @@
 
 DDP broadcasts all buffers before each forward pass. Here only the buffers that a step has changed on any replica are
 broadcast, together, at the end of each step: masks and rotary tables are not sent, and evaluation and checkpoints find
-equal buffers on all replicas. A model without buffers costs nothing.
+equal buffers on all replicas. A model without buffers costs nothing. Under ``local_updates`` replicas have buffers of
+their own until they synchronize their weights; with ``async_diloco`` they keep them.
 """
 
 from __future__ import annotations

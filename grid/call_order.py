@@ -7,16 +7,18 @@ Every rank expects the call that followed the same calls the last time. All rank
 they expect the same one. A rank with that call does what the others do, and the check costs a look-up. A rank with
 another call tells it to the store, sends its data under a tag of this call, and asks the others before it uses what it
 receives. If all of them have the same new call, they find that out at once. Otherwise the thread of ``HangWatch``
-answers for a rank that waits in the expected call.
+answers for a rank that waits in the expected call. The same thread says where the others are if a rank waits long.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 import weakref
 import zlib
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _KEPT = 256  # last calls of a rank, which its thread tells others; a rank is ah
 _PATHS = 2**16  # expected calls that are remembered
 _FIRST, _LONGEST = 0.0005, 0.02  # seconds between two looks into the store
 _PATIENCE = 0.3  # seconds after which a rank asks the threads of the others
+_LONG = 10.0  # seconds of a wait after which a rank says for which ranks it waits
+_ANSWER = 2.5  # seconds in which their threads have answered
 _TAGS = 2**28  # first of the tags, and their number: an axis's own messages have smaller ones
 
 
@@ -63,12 +67,17 @@ class CallOrder:
         store: the grid's store.
         key: prefix of the keys in the store, equal on all ranks of the axis and different from other prefixes.
         advice: end of the error message: the rule, and what to do.
+
+    Attributes:
+        waits: the number of the call for which this rank waits, and the call; None if it does not wait.
     """
 
     def __init__(self, grid: OrderedGrid, axis: Axis, store: Store, key: str, advice: str) -> None:
         self._grid, self._axis, self._store, self._advice = weakref.proxy(grid), axis, store, advice
         self._key, self._ask = f"{key}/{axis.ranks[0]}", f"{key}/{axis.ranks[0]}/ask"
         self._users = self._count = 0
+        self.waits: tuple[int, str] | None = None
+        self._waited: tuple[tuple[int, str] | None, float, bool] = (None, 0.0, False)  # ``waits``, since when, said
         self._recent: deque[tuple[int, str]] = deque(maxlen=_KEPT)  # number of a call, and the call
         # What came after the same calls since the last ``ends``, and where these are new, after the same two calls.
         self._path = 0
@@ -78,6 +87,11 @@ class CallOrder:
         # Keys of the calls that were not the expected ones, in this step and in the one before.
         self._told: list[str] = []
         self._told_before: list[str] = []
+
+    @property
+    def last(self) -> int:
+        """Number of the call that began last."""
+        return self._count - 1
 
     def new_user(self) -> int:
         """Return the number of a new user of the axis, such as an engine: 0, 1, ..."""
@@ -127,6 +141,7 @@ class CallOrder:
         """
         store, key, begun = self._store, self._key_of(new), time.monotonic()
         pause, asks, asked = _FIRST, begun + _PATIENCE, False
+        self.waits = new.number, new.call
         while store.add(key, 0) < self._axis.size:
             now = time.monotonic()
             if now > asks:
@@ -142,21 +157,53 @@ class CallOrder:
                     )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
+        self.waits = None
         if asked:
             store.delete_key(self._ask)
 
-    def answer(self) -> None:
-        """Tell the others the last calls of this rank, if one of them asks. ``HangWatch`` calls it in its thread."""
+    def answer(self, where: Callable[[], str]) -> None:
+        """Tell the others the last calls of this rank, if one of them asks. ``HangWatch`` calls it in its thread.
+
+        Args:
+            where: returns what this rank does now.
+        """
         if self._store.check([self._ask]):
-            self._store.set(f"{self._key}/of/{self._axis.rank}", json.dumps(list(self._recent)))
+            self._store.set(f"{self._key}/of/{self._axis.rank}", json.dumps([list(self._recent), where()]))
+        waits, since, said = self._waited
+        if self.waits != waits or waits is None:
+            self._waited = self.waits, time.monotonic(), False
+        elif not said and (waited := time.monotonic() - since) > _LONG:
+            self._store.set(self._ask, "")
+            if waited > _LONG + _ANSWER:
+                self._waited = waits, since, True
+                self._store.delete_key(self._ask)
+                self._say_who_is_missing(*waits, waited)
+
+    def _say_who_is_missing(self, number: int, call: str, seconds: float) -> None:
+        """Print for which ranks this one waits, and what they do: perhaps another collective, as ``dist.barrier()``."""
+        missing = []
+        for rank, answer in self._answers():
+            calls, where = json.loads(answer)
+            if not calls or calls[-1][0] < number:
+                missing.append(f"{self._grid.describe(rank)}, which is {where}")
+        if missing:
+            print(
+                f"{self._grid.describe()} {call} and has waited {seconds:.0f} s for {'; '.join(missing[:4])}: "
+                f"{self._advice}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _answers(self) -> Iterator[tuple[int, bytes]]:
+        for place, rank in enumerate(self._axis.ranks):
+            key = f"{self._key}/of/{place}"
+            if rank != self._grid.rank and self._store.check([key]):
+                yield rank, self._store.get(key)
 
     def _require_same(self, new: NewCall) -> None:
         """Compare this rank's call with the calls that the threads of the other ranks have told."""
-        for place, rank in enumerate(self._axis.ranks):
-            key = f"{self._key}/of/{place}"
-            if rank == self._grid.rank or not self._store.check([key]):
-                continue
-            theirs = dict(json.loads(self._store.get(key))).get(new.number, new.call)
+        for rank, answer in self._answers():
+            theirs = dict(json.loads(answer)[0]).get(new.number, new.call)
             if theirs != new.call:
                 me, other = self._grid.describe(), self._grid.describe(rank)
                 message = f"{me} {new.call}, and {other} {theirs}: {self._advice}"

@@ -240,7 +240,7 @@ class HangWatch:
                     return
                 for order in list(grid.call_orders.values()):
                     with contextlib.suppress(TimeoutError, RuntimeError):
-                        self._calls.within(_STORE, order.answer)
+                        self._calls.within(_STORE, partial(order.answer, self._doing))
                 activity = grid.activity
                 what, since = activity.what, activity.since
                 # Work may take longer than the time limit, so a rank that works never asks: only one that waits does.
@@ -334,6 +334,12 @@ class HangWatch:
             seen = seen.f_back
         shown = frame if _ours(seen.f_code.co_filename) else seen
         return waits, f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} ({shown.f_code.co_name})"
+
+    def _doing(self) -> str:
+        """Describe what this rank does now."""
+        grid = self._grid()
+        what = None if grid is None else grid.activity.what
+        return f"{'between two calls of the engine' if what is None else f'at {what}'}, in {self._where()[1]}"
 
     def _leave_if_stuck(self, activity: Activity, since: float) -> None:
         """End this process if its work does not go on within a time limit after a rank was found to hang.

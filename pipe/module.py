@@ -315,6 +315,14 @@ class PipelineModule(nn.Module):
         found = [(int(source), f"layers.{source}", layer) for source, layer in self.layers.items()]
         return [*found, (len(self._list), "loss_fn", self.loss_fn)] if self.has_loss_module else found
 
+    def layers_of_several_ranks(self) -> list[tuple[str, nn.Module]]:
+        """Return (name, module) of this rank's tied layers that other ranks of the pipe axis run too."""
+        ranks: dict[int, set[int]] = {}
+        for rank, (start, stop) in zip(self.placement, pairwise(self.boundaries), strict=True):
+            for source in self._sources[start:stop]:
+                ranks.setdefault(source, set()).add(rank)
+        return [(name, layer) for source, name, layer in self.named_layers() if len(ranks.get(source, ())) > 1]
+
     def modules_of(self, stage: int, start: int = 0, stop: int | None = None) -> list[tuple[int, nn.Module]]:
         """Return (index in the list of layers, module) of layers of one of this rank's stages, without plain functions.
 

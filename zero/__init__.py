@@ -20,6 +20,7 @@ A step:
     norm.py: squares of gradients for the global norm, and the clipping coefficient
     optimizer.py: the optimizer's step on the ranges that a rank owns, and the all-gather of the new weights
     sub_groups.py: the step in sub-groups, for offloaded state
+    late_parameters.py: step counts of parameters that stood still in some steps
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
     layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
 

@@ -86,6 +86,7 @@ class Bucket(FlatWeights):
         self.assigned: set[Tensor] = set()
         self._filled: set[Tensor] = set()  # parameters without a gradient on this rank
         self._zeroed: set[Tensor] = set()  # parameters whose gradient user code has set to zero
+        self._cleared: set[Tensor] = set()  # those of them that no backward pass has added to since
         ends, starts = [slot.stop for slot in flat.slots], [slot.start for slot in flat.slots]
         padding = zip([0, *ends], [*starts, flat.numel], strict=True)
         self._padding = [slice(start, stop) for start, stop in padding if start < stop]
@@ -121,7 +122,15 @@ class Bucket(FlatWeights):
         if not self.trained:
             return
         self._hides = False
-        for each in (self._shown, self._absorbed, self.dropped, self.assigned, self._filled, self._zeroed):
+        for each in (
+            self._shown,
+            self._absorbed,
+            self.dropped,
+            self.assigned,
+            self._filled,
+            self._zeroed,
+            self._cleared,
+        ):
             each.clear()
         self._accumulated = not self.transient
         if self._keeps_sum:
@@ -245,6 +254,16 @@ class Bucket(FlatWeights):
                     f"p.grad of {member.layout.name} was assigned between two backward passes of a step, but the "
                     "gradient that the step takes lies elsewhere: change it after the last one"
                 )
+        self._cleared.clear()
+
+    def kept(self) -> Iterator[bool]:
+        """Yield True for each parameter that has a gradient, and False for each whose gradient user code discarded."""
+        for parameter in (member.parameter for member in self.members if id(member.parameter) in self._shown):
+            gradient = parameter.grad
+            if gradient is None or isinstance(gradient, GuardedGradient):
+                yield gradient is not None and parameter not in self._cleared
+            else:
+                yield bool(gradient.any())  # no guard has seen a zero_()
 
     def close(self, everything: bool) -> None:
         """Collect gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
@@ -294,6 +313,7 @@ class Bucket(FlatWeights):
     def zero(self, parameter: Tensor) -> None:
         """Set the gradient of a parameter to zero. Its reduction must not be running."""
         self._zeroed.add(parameter)
+        self._cleared.add(parameter)
         if (target := self._targets.get(parameter)) is not None:
             target.zero_()
         if self.transient and self._accumulated:

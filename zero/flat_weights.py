@@ -199,13 +199,14 @@ class FlatWeights:
             without: parameters without a gradient in this step, besides those frozen since the bucket was made.
         """
         start, stop = self.owned
-        spans = []
-        for slot, member in zip(self.flat.slots, self.members, strict=True):
-            low, high = max(slot.start, start), min(slot.stop, stop)
-            stands = not member.parameter.requires_grad or (len(without) > 0 and member.parameter in without)
-            if stands and low < high:
-                spans.append((low - start, high - start))
-        return spans
+        found = (self._slots[parameter] for parameter in self.standing(without))
+        spans = [(max(slot.start, start) - start, min(slot.stop, stop) - start) for slot in found]
+        return sorted(span for span in spans if span[0] < span[1])
+
+    def standing(self, without: Collection[Tensor] = ()) -> set[Tensor]:
+        """Return the parameters that a step must not change: frozen ones, and those in ``without``."""
+        parameters = [member.parameter for member in self.members]
+        return {p for p in parameters if not p.requires_grad or (len(without) > 0 and p in without)}
 
     def displaced(self) -> str | None:
         """Return the name of a parameter that is no longer a view of ``weights``, if there is one."""
@@ -263,14 +264,23 @@ class FlatWeights:
         comparable = exact and not self.weights.is_meta and self.memory.place(self.shard) == "none"
         if not comparable or self._checks & (self._checks - 1):
             return None
-        start, stop = self.owned
-        if torch.equal(self.weights[start:stop], self.shard):
+        return self._unlike(self.weights[slice(*self.owned)], self.shard)
+
+    def differs_from_master(self) -> str | None:
+        """Return the name of a parameter that is not its master, rounded, if there is one in the owned range."""
+        if self.master is None or not self.master_is_copy or self.memory.place(self.master) != "none":
             return None
+        return None if self.shard.is_meta else self._unlike(self.shard, self.master.detach().to(self.shard.dtype))
+
+    def _unlike(self, values: Tensor, expected: Tensor) -> str | None:
+        """Return the name of a parameter of the owned range whose values are not the expected ones, if there is one."""
+        if torch.equal(values, expected):
+            return None
+        start, stop = self.owned
         for slot, member in zip(self.flat.slots, self.members, strict=True):
-            low, high = max(slot.start, start), min(slot.stop, stop)
-            if low < high and not torch.equal(self.weights[low:high], self.shard[low - start : high - start]):
-                finite = bool(self.shard[low - start : high - start].isfinite().all())
-                return member.layout.name if finite else None
+            low, high = max(slot.start, start) - start, min(slot.stop, stop) - start
+            if low < high and not torch.equal(values[low:high], expected[low:high]):
+                return member.layout.name if bool(expected[low:high].isfinite().all()) else None
         return None
 
     def _has_other_views(self) -> bool:

@@ -140,6 +140,12 @@ class GradientReducer:
         while self._pending:
             wait_for(self._pending.popleft(), self._grid, "reduces gradients")
 
+    @property
+    def discarded(self) -> bool:
+        """True if user code has discarded all gradients since the last backward pass, by ``module.zero_grad()``."""
+        kept = (each for bucket in self._buckets for each in bucket.kept())
+        return not next(kept, True) and not any(kept)
+
     def open(self, first: Tensor | None) -> None:
         """Let autograd accumulate in ``.grad``: a backward pass begins, which may have added to that of ``first``."""
         for bucket in self._buckets:

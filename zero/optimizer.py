@@ -15,12 +15,14 @@ from ..grid import Grid, Pending
 from ..grid.errors import CheckpointError
 from ..grid.layout import FlatRange
 from .bucket import Bucket
+from .late_parameters import LateParameters
 from .layerwise import ShardedLayers
 from .options import ZeroOptions
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from .sub_groups import SubGroups, is_elementwise, is_number
 
+_PACKAGE = __name__.partition(".")[0]
 _AT_ONCE = 2**22  # elements of new weights in flight, by default: what is sent and not received takes memory
 
 # A shard is a flat range that starts and ends anywhere: only optimizers that work element by element can step it.
@@ -63,10 +65,13 @@ class RangeStepper:
 
     Attributes:
         optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.
+        late: step counts of parameters that stood still in some steps; None if they have none of their own.
         whole_tensors: True if it steps tensors of the parameters' shapes.
+        equal_weights: True if all replicas have equal weights between two steps.
     """
 
     whole_tensors = False
+    equal_weights = True
 
     @classmethod
     def adapt(cls, options: ZeroOptions) -> ZeroOptions:
@@ -88,6 +93,7 @@ class RangeStepper:
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._sub_groups: SubGroups | None = None
         self.optimizer = self._make(make, groups)
+        self.late = LateParameters(self.optimizer) if self._keeps_counts() else None
 
     def _make(self, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer over the tensors that are stepped."""
@@ -130,9 +136,13 @@ class RangeStepper:
 
     def _step(self, scale: float, without: Collection[Tensor]) -> None:
         """Scale the gradients and step all buckets at once, without sub-groups."""
-        fused = self._scales_by(scale)
+        pieces = {} if self.late is None else self.late.find(self._buckets, without)
+        fused = not pieces and self._scales_by(scale)
         if not fused:
             self._scale(scale)
+        if self.late is not None and pieces:
+            self._step_pieces(self.late, pieces)
+            return
         # Without a gradient, decay and momentum would move a parameter all the same.
         frozen = [part for bucket in self._buckets for part in self._frozen(bucket, without)]
         kept = [(part, part.clone()) for masters in frozen for part in masters]
@@ -144,6 +154,29 @@ class RangeStepper:
             part.copy_(before)
         for bucket in self._buckets:
             bucket.update()
+
+    def _step_pieces(self, late: LateParameters, pieces: Mapping[Bucket, set[Tensor]]) -> None:
+        """Step some buckets in pieces, and the others at once."""
+        masters = [bucket.master for bucket in pieces if bucket.master is not None]
+        gradients = [master.grad for master in masters]
+        for master in masters:
+            master.grad = None
+        self.optimizer.step()
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        late.step(pieces)
+        for bucket in self._buckets:
+            bucket.update()
+
+    def _keeps_counts(self) -> bool:
+        """Return True if parameters that stood still have step counts of their own.
+
+        Not those of LAMB and Muon, which step whole layers, of sub-groups, and of optimizers of other libraries, which
+        may keep numbers elsewhere: all parameters of a bucket have one count there.
+        """
+        bases = [base.__module__ for base in type(self.optimizer).__mro__[:-2]]
+        known = any(base.startswith(("torch.optim.", f"{_PACKAGE}.optim.")) for base in bases)
+        return known and self._sub_groups is None and not getattr(self.optimizer, "layerwise", False)
 
     def _scales_by(self, scale: float) -> bool:
         """Return True if the optimizer's fused kernel can scale the gradients, bit by bit as ``_scale`` does.

@@ -93,8 +93,8 @@ class ParameterGatherer:
             for a, b in pairwise(layers):
                 self._next[stage * 2 + 1, a], self._next[stage * 2, b] = b, a
         self._stage_layers = order
-        # Bucket -> its gather, until its parameters are shown, and what the replicas have to agree on before.
-        self._gathering: dict[int, tuple[Pending, NewCall | None]] = {}
+        # Bucket -> its gather, until its parameters are shown, what the replicas must agree on, its number.
+        self._gathering: dict[int, tuple[Pending, NewCall | None, int]] = {}
         self._contexts: Counter[Bucket] = Counter()  # number of ``gathered`` contexts that need each bucket
         self._wanted: set[Bucket] = set()  # buckets of such contexts that a layer uses too
         for bucket in buckets:
@@ -317,13 +317,20 @@ class ParameterGatherer:
             new, axis = None, self._axes[bucket.axis.name]
             if self._order is not None and (new := self._order.begin(self._calls[bucket])) is not None:
                 axis.tag = new.tag
-            self._gathering[id(bucket)] = bucket.restore(route or axis), new
+            number = 0 if self._order is None else self._order.last
+            self._gathering[id(bucket)] = bucket.restore(route or axis), new, number
             axis.tag = None
 
     def _wait(self, bucket: Bucket) -> None:
         if id(bucket) in self._gathering:
-            self._agree(self._gathering[id(bucket)][1])
+            # No local variable for the pending operation: it would keep the connection open after a failure.
+            new, number = self._gathering[id(bucket)][1:]
+            self._agree(new)
+            if self._order is not None:
+                self._order.waits = number, self._calls[bucket]
             wait_for(self._gathering.pop(id(bucket))[0], self._grid, self._calls.get(bucket, "gathers weights"))
+            if self._order is not None:
+                self._order.waits = None
             bucket.show()
 
     def _release(self, stage: int, layer: int, step: int) -> None:

@@ -53,6 +53,8 @@ class StateShards:
         Args:
             mine: yield only the values that this rank writes to a checkpoint; if False, all values that it steps.
         """
+        if mine:
+            self.data_axis.take_writes()
         for bucket in self.data_axis.buckets:
             values, first = bucket.values()
             if mine and bucket.trained:
@@ -104,11 +106,23 @@ class StateShards:
             scalars = {k: v for k, v in state.items() if is_number(v, master)}
             for name in members if scalars else ():
                 found[name] = dict(scalars)
+        for parameter, numbers in self._late.items():
+            name = self.ranges.of_parameter[parameter].layout.name
+            common = found.pop(name, {})
+            if numbers is not None:
+                found[name] = dict(numbers)
+            elif "step" in common:
+                found[name] = {"step": 0 * common["step"]}
         return found
+
+    @property
+    def _late(self) -> dict[Tensor, dict[str, Any] | None]:
+        return {} if self.stepper.late is None else self.stepper.late.numbers
 
     def reset_optimizer(self) -> None:
         """Clear the optimizer's state, before other state is loaded."""
         optimizer = self.stepper.optimizer
+        self._late.clear()
         for master, _ in self.stepper.masters():
             state = optimizer.state
             if isinstance(optimizer, torch.optim.Adagrad):  # its state is made with it, and never again
@@ -125,8 +139,8 @@ class StateShards:
         """Set the entries of the state that are one number, as ``scalars`` returned them.
 
         Returns:
-            The name of one parameter of each bucket whose parameters had different numbers. Such a bucket gets the
-            largest number.
+            The name of one parameter of each bucket whose parameters had different numbers, which the optimizer cannot
+            keep. Such a bucket gets the largest number.
         """
         unlike = []
         optimizer = self.stepper.optimizer
@@ -135,15 +149,24 @@ class StateShards:
             found = [numbers[name] for name in members if name in numbers]
             if not found:
                 continue
-            state = optimizer.state[master]
-            if len(found) < len(members):
-                unlike.append(next(name for name in members if name not in numbers))
+            largest = {}
             for key in dict.fromkeys(key for each in found for key in each):
                 values = [each[key] for each in found if key in each]
-                best = max(values, key=float) if isinstance(values[0], (int, float, Tensor)) else values[0]
-                if any(value != best for value in values):
-                    unlike.append(members[0])
-                state[key] = state_number(key, best, master, group_of.get(id(master), {}))
+                largest[key] = max(values, key=float) if isinstance(values[0], (int, float, Tensor)) else values[0]
+            own = {name: numbers.get(name) for name in members if numbers.get(name) != largest}
+            if self.stepper.late is None:
+                unlike += list(own)[:1]
+                own = {}
+            fresh = not isinstance(optimizer, torch.optim.Adagrad)  # whose state is made with it
+            own = {
+                name: None if fresh and each and [*each] == ["step"] and not each["step"] else each
+                for name, each in own.items()
+            }
+            group = group_of.get(id(master), {})
+            optimizer.state[master].update({k: state_number(k, v, master, group) for k, v in largest.items()})
+            for name, values in own.items():
+                mine = None if values is None else {k: state_number(k, v, master, group) for k, v in values.items()}
+                self._late[self.ranges.of_name[name].parameter] = mine
         return unlike
 
     @torch.no_grad()

@@ -137,7 +137,7 @@ class SubGroups:
             for key, value in self.optimizer.state.get(bucket.master, {}).items():
                 whole = is_elementwise(value, bucket.master)
                 # A step counter is copied: it must not count the pieces of one step.
-                state[part][key] = value[start:stop] if whole else _copy(value)
+                state[part][key] = value[start:stop] if whole else copied(value)
             elements = [part.detach(), *(v for v in state[part].values() if is_elementwise(v, part))]
             for a, b in frozen[bucket]:
                 low, high = max(a, start) - start, min(b, stop) - start
@@ -149,7 +149,7 @@ class SubGroups:
         groups = [{**g, "params": some} for g, some in zip(self.optimizer.param_groups, chosen, strict=True)]
         if not state:
             state.update(self._make(groups).state)  # state that some optimizers make at once
-        worker = _worker(self.optimizer, groups, state)
+        worker = worker_of(self.optimizer, groups, state)
         worker.step()
         for tensor, before in kept:
             tensor.copy_(before)
@@ -186,7 +186,7 @@ class SubGroups:
         return [tensor[start:stop] for tensor in flat]
 
 
-def _worker(optimizer: torch.optim.Optimizer, groups: Groups, state: Any) -> torch.optim.Optimizer:
+def worker_of(optimizer: torch.optim.Optimizer, groups: Groups, state: Any) -> torch.optim.Optimizer:
     """Return a copy of an optimizer over other parameters, without its step hooks and its step counter."""
     worker: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(worker).update({key: value for key, value in vars(optimizer).items() if key != "step"})
@@ -215,5 +215,6 @@ def is_number(value: Any, master: Tensor) -> bool:
     return not isinstance(value, Tensor) or (value.numel() == 1 and not is_elementwise(value, master))
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return a copy of a number of an optimizer's state."""
     return value.clone() if isinstance(value, Tensor) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from ...config.schema import Config
 from ...grid import Grid, layout_of
 from ...grid.agreement import require_equal
+from ...grid.errors import ConfigError
 from ...grid.source_hashes import file_hash, source_hashes
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import FILES
+from .arguments import Groups
 
 Facts = dict[str, str]  # name, as messages have it -> value
 
@@ -63,6 +65,28 @@ def require_same_model(grid: Grid, model: nn.Module, groups: Any, optimizer: Any
     require_equal(grid, grid.world, common)
     # Stages hold different layers, and tensor ranks different shards: replicas are those that hold the same.
     require_equal(grid, grid.data_context, parameters(model, groups))
+    if isinstance(model, PipelineModule) and model.ties:
+        _require_same_ties(grid, model, groups)
+
+
+def _require_same_ties(grid: Grid, model: PipelineModule, groups: Groups) -> None:
+    """Check that a tied weight is trained alike on all its stages, which sum its gradients. Collective over the pipe.
+
+    Raises:
+        ConfigError: on every rank, because the replicas are equal.
+    """
+    group_of = _groups_of(groups)
+    tied = [(each.layout.name, each.parameter) for each in model.local_parameters() if each.tie is not None]
+    mine = {name: _description(parameter, group_of.get(parameter)) for name, parameter in tied}
+    found: dict[str, tuple[int, str]] = {}
+    for place, theirs in enumerate(grid.pipe.all_gather_json(mine)):
+        for name, kind in theirs.items():
+            first, expected = found.setdefault(name, (place, kind))
+            if kind != expected:
+                raise ConfigError(
+                    f"the tied weight {name} is {expected} on pipe rank {first} and {kind} on pipe rank {place}: give "
+                    "model_parameters on every rank, in the same group, the tied weights that its stages use"
+                )
 
 
 def settings(config: Config) -> Facts:
@@ -94,13 +118,17 @@ def layers(model: nn.Module) -> tuple[Facts, set[str]]:
     return {name: kind.__qualname__ for name, kind in kinds.items()}, {kind.__module__ for kind in kinds.values()}
 
 
-def parameters(model: nn.Module, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> Facts:
+def parameters(model: nn.Module, groups: Groups) -> Facts:
     """Return shape, dtype and parameter group of each parameter on this rank."""
-    group_of = {p: i for i, (_, listed) in enumerate(groups) for p in listed}
+    group_of = _groups_of(groups)
     found = {"the number of parameters": str(sum(1 for _ in model.parameters()))}
     for name, parameter in model.named_parameters():
         found[f"the parameter {layout_of(parameter).name or name}"] = _description(parameter, group_of.get(parameter))
     return found
+
+
+def _groups_of(groups: Groups) -> dict[nn.Parameter, int]:
+    return {p: i for i, (_, listed) in enumerate(groups) for p in listed}
 
 
 def _description(parameter: Tensor, group: int | None) -> str:

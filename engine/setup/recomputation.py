@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from ...grid.random import DropoutState
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.recompute.kept_inputs import Inputs
-from ...pipe.recompute.recompute import Group, Recompute
+from ...pipe.recompute.recompute import Group, Recompute, module_of, stateful
 from ...zero.modules.units import find_units
 
 _NONE_SELECTIVE = (
@@ -123,12 +124,11 @@ def _install(module: nn.Module, recompute: Recompute) -> str | None:
         able = {part for family in families if family.supports_gradient_checkpointing for part in family.modules()}
         for part in flags:
             if part in able and part not in others:
-                group = Group(0, 1, True, f"a {type(part).__name__}", (), (part,))
-                part._gradient_checkpointing_func = functools.partial(recompute.run_block, group)  # type: ignore[assignment]
+                part._gradient_checkpointing_func = functools.partial(_run_block, recompute, part, {})  # type: ignore[assignment]
                 part.gradient_checkpointing = True  # type: ignore[assignment]
     for part, name in chosen.items():
         if part not in theirs:
-            group = Group(0, 1, True, f"block {name}", (), (part,))
+            group = Group(0, 1, True, f"block {name}", (), stateful([part]))
             forward = part.forward
             part.forward = functools.wraps(forward)(functools.partial(recompute.run_block, group, forward))
     if any(part not in theirs or getattr(part, "gradient_checkpointing", False) for part in chosen):
@@ -137,6 +137,22 @@ def _install(module: nn.Module, recompute: Recompute) -> str | None:
         "the model has no repeated blocks that can be recomputed, so nothing is: put its blocks into a ModuleList, or "
         "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward and leave this section out"
     )
+
+
+def _run_block(
+    recompute: Recompute,
+    model: nn.Module,
+    groups: dict[nn.Module, Group],
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a block of a model of transformers, which is given as a function, with recomputation."""
+    block = module_of(function) or model
+    if block not in groups:
+        groups[block] = Group(0, 1, True, f"a {type(model).__name__}", (), stateful([block]))
+    return recompute.run_block(groups[block], function, *args, **kwargs)
 
 
 def _make(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...grid import Grid
 from ...grid.random import DropoutState
 from ...grid.random_states import RandomStates
 from .kept_inputs import Inputs
-from .recompute import Group, Recompute
+from .recompute import Group, Recompute, module_of, stateful
 
 
 class RecomputeCalls:
@@ -46,8 +46,9 @@ class RecomputeCalls:
         code = getattr(function, "__code__", None)
         place = "" if code is None else f" at line {code.co_firstlineno} of {code.co_filename}"
         name = getattr(function, "__qualname__", type(function).__name__)
-        module = (function,) if isinstance(function, nn.Module) else ()
-        group = Group(0, 1, True, f"the checkpointed function {name}{place}", (), module)
+        module = module_of(function)
+        parts = () if module is None else stateful([module])
+        group = Group(0, 1, True, f"the checkpointed function {name}{place}", (), parts)
         return self._recompute.run_block(group, self._repeating(function), *args, **kwargs)
 
     def _repeating(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
@@ -18,7 +19,9 @@ from ..backward import SplitBackward
 
 CHECKPOINT = "torch.utils.checkpoint"
 
-Slot = tuple[dict[str, Tensor | None], str, Tensor | None]  # a module's dict of buffers, a name, the buffer
+_MISSING: Any = object()  # in place of an item that a dict did not have
+_OF_MODULES = frozenset(vars(nn.Module()))
+_TRIAX = __name__.partition(".")[0]
 
 
 class _AllRecomputed(BaseException):
@@ -183,37 +186,55 @@ def runs_within(*modules: str) -> bool:
     return False
 
 
+def has_own_state(module: nn.Module) -> bool:
+    """Return True if a module's class is a user's, whose forward may set attributes; torch's and triax's do not."""
+    return type(module).__module__.partition(".")[0] not in ("torch", _TRIAX)
+
+
 class State:
-    """State of the first run, which the second run gets back: buffers, dropout keys, generators, autocast.
+    """State of the first run, which the second run gets back: modules' state, dropout keys, generators, autocast.
+
+    The state of a module is its buffers and, if the class is a user's, its attributes: numbers, tensors, and the items
+    of its lists and dicts.
 
     Args:
         grid: grid whose ``device`` tells which random generators to restore.
         dropout: the keys of dropout.
         generators: restore the states of torch's random generators too.
-        buffers: the group's buffers, which the first run may change.
-        slots: the places of these buffers, where the first run may put others.
+        parts: the group's modules that may change state.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        dropout: DropoutState,
-        generators: bool,
-        buffers: Sequence[Tensor],
-        slots: Sequence[Slot] = (),
-    ) -> None:
-        self._slots = slots
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    def __init__(self, grid: Grid, dropout: DropoutState, generators: bool, parts: Sequence[nn.Module] = ()) -> None:
+        dicts: list[dict[str, Any]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []  # (list, its items), as in the next two
+        for part in parts:
+            if part._buffers:
+                dicts.append(part._buffers)
+            if has_own_state(part):
+                dicts.append(vars(part))
+                for name, value in vars(part).items():
+                    if isinstance(value, list):
+                        self._lists.append((value, list(value)))
+                    elif isinstance(value, dict) and name not in _OF_MODULES:
+                        dicts.append(value)
+        self._dicts = [(each, dict(each)) for each in dicts]
+        tensors = {id(value): value for _, seen in self._dicts for value in seen.values() if _may_change(value)}
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self._dropout, self._at = dropout, (dropout.step, dropout.samples)
         self._grid = grid
         self._generators = self._read_generators() if generators else None
         self._autocast = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", grid.device.type))}
 
-    def keep_changed_buffers(self) -> None:
-        """After the first run: keep the copies of the buffers that it changed, drop those of the others."""
-        self._slots = [(owner, name, buffer) for owner, name, buffer in self._slots if owner.get(name) is not buffer]
+    def keep_changed(self) -> None:
+        """After the first run: keep what it changed, as it was, and drop the rest."""
+        self._lists = [(each, seen) for each, seen in self._lists if not _same(each, seen)]
+        self._dicts = [
+            (each, changed)
+            for each, seen in self._dicts
+            if (changed := {name: seen.get(name, _MISSING) for name in _changed(each, seen)})
+        ]
         # (Compared by value: batch norm writes without raising the version counter.)
-        self._buffers = [(buffer, seen) for buffer, seen in self._buffers if not torch.equal(buffer, seen)]
+        self._tensors = [(tensor, seen) for tensor, seen in self._tensors if not torch.equal(tensor, seen)]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -221,13 +242,16 @@ class State:
         dropout = self._dropout
         before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
         now = self._read_generators() if self._generators else None
-        values = [buffer.data for buffer, _ in self._buffers]
-        replaced = [owner.get(name) for owner, name, _ in self._slots]
+        values = [tensor.data for tensor, _ in self._tensors]
+        lists = [list(each) for each, _ in self._lists]
+        dicts = [{name: each.get(name, _MISSING) for name in seen} for each, seen in self._dicts]
         try:
-            for owner, name, buffer in self._slots:  # ``self.buffer = ...`` in a forward
-                owner[name] = buffer
-            for buffer, seen in self._buffers:  # in other memory: a buffer that autograd saved stays unchanged
-                buffer.data = seen.clone()
+            for each, items in self._lists:
+                each[:] = items
+            for owner, seen in self._dicts:  # ``self.buffer = ...`` in a forward
+                _put(owner, seen)
+            for tensor, value in self._tensors:  # in other memory: a buffer that autograd saved stays unchanged
+                tensor.data = value.clone()
             self._set_generators(self._generators)
             with ExitStack() as stack:
                 for kind, (enabled, dtype) in self._autocast.items():
@@ -237,10 +261,12 @@ class State:
         finally:
             dropout.step, dropout.samples = before
             self._set_generators(now)
-            for (buffer, _), value in zip(self._buffers, values, strict=True):
-                buffer.data = value
-            for (owner, name, _), last in zip(self._slots, replaced, strict=True):
-                owner[name] = last
+            for (tensor, _), value in zip(self._tensors, values, strict=True):
+                tensor.data = value
+            for (owner, _), last in zip(self._dicts, dicts, strict=True):
+                _put(owner, last)
+            for (each, _), items in zip(self._lists, lists, strict=True):
+                each[:] = items
 
     def _read_generators(self) -> tuple[Tensor, Tensor | None]:
         """Return the states of torch's generators: the CPU's, and the GPU's if there is one."""
@@ -255,3 +281,28 @@ class State:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _may_change(value: Any) -> bool:
+    """Return True for a tensor whose values may be changed in place, and can be compared."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.layout == torch.strided and not (value.is_meta or value.is_nested)
+
+
+def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(a is b for a, b in zip(values, others, strict=True))
+
+
+def _changed(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which two dicts do not hold the same object."""
+    return [key for key in values.keys() | others.keys() if values.get(key, _MISSING) is not others.get(key, _MISSING)]
+
+
+def _put(owner: dict[str, Any], items: Mapping[str, Any]) -> None:
+    """Set items of a dict, or delete those that it did not have."""
+    for key, value in items.items():
+        if value is _MISSING:
+            owner.pop(key, None)
+        else:
+            owner[key] = value

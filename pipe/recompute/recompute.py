@@ -6,14 +6,14 @@ While a group runs for the first time, the tensors that autograd would save are 
 for each of them in the graph (frame.py). When the backward pass asks for the first of them, the group runs again, up
 to the last tensor that is needed. Gradients go through the graph of the first run, so every hook on a parameter fires
 as without recomputation. The second run has the same samples and step (the keys of ``Dropout``), the same state of
-torch's generators and of autocast, and the same buffers as the first.
+torch's generators and of autocast, and the same buffers and attributes of modules as the first.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -26,7 +26,7 @@ from ...grid import Grid
 from ...grid.autograd import mark
 from ...grid.random import DropoutState
 from ...grid.ranges import split
-from .frame import CHECKPOINT, Frame, Slot, State, runs_within
+from .frame import CHECKPOINT, Frame, State, has_own_state, runs_within
 from .kept_inputs import Inputs, KeptNest
 from .kept_matmuls import Matmuls
 
@@ -57,8 +57,7 @@ class Group(NamedTuple):
         recomputed: True if they are recomputed, all together.
         name: name of the group in error messages.
         layers: indices, in the model's list of layers, of those that are modules (not functions).
-        buffered: those of the modules that have buffers. (Buffers themselves are replaced by ``module.to(dtype)``, and
-            by real ones where a module was built on the meta device.)
+        parts: the modules whose state is restored; see ``stateful``.
     """
 
     start: int
@@ -66,12 +65,13 @@ class Group(NamedTuple):
     recomputed: bool
     name: str
     layers: tuple[int, ...]
-    buffered: tuple[nn.Module, ...]
+    parts: tuple[nn.Module, ...]
 
-    def slots(self) -> list[Slot]:
-        """Return the modules' buffers, with the dicts that hold them."""
-        parts = {part for module in self.buffered for part in module.modules()}
-        return [(part._buffers, name, buffer) for part in parts for name, buffer in part._buffers.items()]
+
+def stateful(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return the modules, and those within them, that may change state in a run: buffers, or attributes of a user's."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    return tuple(part for part in parts if part._buffers or has_own_state(part))
 
 
 class Recompute:
@@ -149,7 +149,8 @@ class Recompute:
         """
         asking = [part for part in module.modules() if getattr(type(part), "recompute", self) is None]
         for part in asking:
-            group = Group(0, 0, True, f"a part of {type(part).__name__}", (), ())
+            parts = stateful([part]) if has_own_state(part) else ()
+            group = Group(0, 0, True, f"a part of {type(part).__name__}", (), parts)
             part.recompute = partial(self.run, group) if self.granularity == "selective" else None  # type: ignore
         return len(asking)
 
@@ -170,7 +171,7 @@ class Recompute:
         """Return ``function(*args, **kwargs)``, whose backward pass runs the function once more.
 
         Args:
-            group: names the function in messages, and lists the buffers that it may change.
+            group: names the function in messages, and lists the modules whose state it may change.
             function: the group's forward.
             args, kwargs: its arguments; their tensors are what is kept.
             prefetch: called when the backward pass reaches the output. The second run then begins at that point, not
@@ -205,9 +206,7 @@ class Recompute:
         if self._synchronize:
             self.grid.synchronize()
         inputs = KeptNest(self.inputs, group.name, (args, kwargs), self._changed.get(group.name))
-        slots = group.slots()
-        buffers = {id(buffer): buffer for _, _, buffer in slots if buffer is not None}  # each once
-        state = State(self.grid, self._dropout, self._preserve_rng_state, [*buffers.values()], slots)
+        state = State(self.grid, self._dropout, self._preserve_rng_state, group.parts)
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
         def run_again() -> None:
@@ -218,7 +217,7 @@ class Recompute:
         frame = Frame(run_again, group.name, watches)
         with matmuls.recorded(frame) if matmuls else nullcontext(), frame.hooks():
             result = function(*args, **kwargs)
-        state.keep_changed_buffers()
+        state.keep_changed()
         self._changed[group.name] = inputs.run_ended()
         if watches:
             frame.end_watch()
@@ -282,8 +281,16 @@ class Recompute:
         first = module.boundaries[stage] + start
         name = f"layer {first}" if stop - start == 1 else f"layers {first} to {first + stop - start - 1}"
         recomputed = wanted and any(next(layer.parameters(), None) is not None for _, layer in modules)
-        buffered = tuple(layer for _, layer in modules if next(layer.buffers(), None) is not None)
-        return Group(start, stop, recomputed, name, tuple(index for index, _ in modules), buffered)
+        parts = stateful(layer for _, layer in modules) if recomputed else ()
+        return Group(start, stop, recomputed, name, tuple(index for index, _ in modules), parts)
+
+
+def module_of(function: Callable[..., Any]) -> nn.Module | None:
+    """Return the module that a function is, or of which it is a method; None if there is none."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def shares(lengths: Sequence[int], number: int) -> list[int]:

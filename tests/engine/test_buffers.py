@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import triax
-from triax import Grid, PipelineModule
+from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 
 from toys import mean_loss, same
 
@@ -188,3 +188,42 @@ def constant() -> list[Any]:
 def test_constant_buffers_are_not_sent(ranks: Any) -> None:
     (masks, calls, numbers), (none, same_calls, fewer) = ranks(2, constant)[0]
     assert masks == none == 0 and calls == same_calls and numbers == fewer + 1
+
+
+def local(kind: str) -> list[State]:
+    """Train by local steps, and return the weights and buffers after each of them."""
+    grid, found = Grid(timeout=60), []
+    updates = {"type": kind, "every": 2, "start_step": 1}
+    model = nn.Sequential(*layers())
+    engine, *_ = triax.initialize(model=model, config={**config(grid, 0), "local_updates": updates}, grid=grid)
+    for step in range(STEPS):
+        train_plain(engine, step)
+        found.append(engine.module_state_dict())
+    engine.synchronize()
+    return [*found, engine.module_state_dict()]
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
+def test_local_updates_synchronize_buffers_with_the_weights(ranks: Any, kind: str) -> None:
+    one, other = ranks(2, local, kind)
+    equal = [all(torch.equal(mine[key], theirs[key]) for key in mine) for mine, theirs in zip(one, other, strict=True)]
+    assert equal == [True, False, True, False, True]
+
+
+def tied_batch_norm(partition: list[int]) -> str:
+    grid = Grid(pipe=2, timeout=30)
+    norm, linear = TiedLayerSpec("norm", nn.BatchNorm1d, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH)
+    listed = [linear, norm, linear, norm]
+    model = PipelineModule(listed, grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition=partition)
+    engine = triax.initialize(model=model, config=config(grid, 0))[0]
+    try:
+        engine.train_batch(iter(own(grid, 0)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tied_layer_of_two_ranks_keeps_its_buffers(ranks: Any) -> None:
+    for message in ranks(2, tied_batch_norm, [0, 2, 4]):
+        assert "layers.1.running_mean is a buffer of a tied layer that several pipe ranks run" in message
+    assert ranks(2, tied_batch_norm, [0, 1, 4]) == ["", ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import triax
-from triax import Grid, LayerSpec, PipelineModule, Schedule
+from triax import Grid, LayerSpec, PipelineModule, Schedule, TiedLayerSpec
 from triax.config.config import batch_sizes
 from triax.data.dataloader import BatchOrder
 from triax.engine import read_config
@@ -530,3 +531,20 @@ def test_what_no_gradient_reaches_stands_still(ranks: Any, pipe: int, schedule: 
     found = ranks(pipe, behind_a_detach, pipe, schedule, chunks)[0]
     for name, weight in alone.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=0, msg=name)
+
+
+def partly_tied() -> str:
+    """Give the optimizer a tied weight on the first of its two stages alone."""
+    grid = Grid(pipe=2, timeout=20)
+    linear = TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH)
+    listed = [linear, LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH), linear]
+    model = PipelineModule(listed, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+    some = [each.parameter for each in model.local_parameters() if grid.rank == 0 or each.tie is None]
+    with pytest.raises(ConfigError) as caught:
+        triax.initialize(model=model, model_parameters=some, config=BASE)
+    return str(caught.value)
+
+
+def test_a_tied_weight_is_given_to_the_optimizer_on_all_stages(ranks: Any) -> None:
+    for message in ranks(2, partly_tied):
+        assert re.search(r"layers\.0\.\w+ is .*group 0 on pipe rank 0 and .* on pipe rank 1: give model_par", message)

@@ -521,6 +521,50 @@ def other_cases() -> None:
     shards()
 
 
+def adversaries(stage: int) -> None:
+    """The loop of PyTorch's DCGAN example: ``discriminator.zero_grad()`` discards what the generator's pass left."""
+    grid = Grid(timeout=60)
+    makes, judges = engine_of(grid, stage), engine_of(grid, stage)
+    models = [net(), net()]
+    optimizers = [torch.optim.SGD(model.parameters(), **OPTIONS) for model in models]
+    logged: list[Any] = []
+    end_step = judges.observer.end_step
+    judges.observer.end_step = lambda grid, loss: (logged.append(float(loss)), end_step(grid, loss))
+    for step in range(3):
+        judges.module.zero_grad(set_to_none=step != 1)
+        x, mine = batch(step, 0, grid.rank), []
+        made = makes(x)
+        for y, target in ((x, 0.0), (made.detach(), 1.0)):
+            mine.append(judges.backward((judges(y) - target).square().mean()))
+        judges.step()
+        makes.backward(judges(made).square().mean())
+        makes.step()
+
+        total = torch.tensor(0.0, dtype=torch.float64)
+        made = [models[0](batch(step, 0, replica)) for replica in range(grid.size)]
+        for turn, (own, other) in enumerate(((1, 0), (0, 1))):
+            models[own].zero_grad()
+            for replica, y in enumerate(made):
+                if turn:
+                    loss = models[1](y).square().mean()
+                else:
+                    loss = models[1](batch(step, 0, replica)).square().mean()
+                    loss = loss + (models[1](y.detach()) - 1.0).square().mean()
+                    total += loss.detach() / grid.size
+                (loss / grid.size).backward()
+            optimizers[own].step()
+            models[other].zero_grad()
+        compared(logged[-1], float(total), f"stage {stage}, the logged loss of step {step}")
+    for engine, model in zip((makes, judges), models, strict=True):
+        compared(engine.module_state_dict(), dict(model.state_dict()), f"stage {stage}, weights of a GAN")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_zero_grad_of_a_module_discards_a_generators_pass(ranks: Any, size: int) -> None:
+    for stage in range(4):
+        ranks(size, adversaries, stage)
+
+
 def test_a_hook_within_a_backward_pass_is_refused() -> None:
     engine = engine_of(Grid(), 0, 2)
 

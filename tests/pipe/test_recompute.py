@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,11 +244,11 @@ def test_buffers_that_a_run_does_not_change_are_not_kept() -> None:
     model = PipelineModule([LayerSpec(Drifting, WIDTH)], grid=Grid(), activation_checkpoint_interval=1)
     ((_, layer),) = model.modules_of(0, 0, 1)
     assert isinstance(layer, Drifting)
-    scale, table = layer.scale, layer.table
-    state = State(model.grid, model.dropout_state, True, (scale, table))
+    scale = layer.scale
+    state = State(model.grid, model.dropout_state, True, (layer,))
     model(torch.randn(3, WIDTH))
-    state.keep_changed_buffers()
-    (kept,) = state._buffers
+    state.keep_changed()
+    (kept,) = state._tensors
     place, today = scale.data_ptr(), scale.clone()
     assert kept[0] is scale and not torch.equal(kept[1], today)
     with state.restored():
@@ -261,10 +262,10 @@ class Counts(nn.Linear):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
-        self.runs = 0
+        self.record = SimpleNamespace(runs=0)  # an attribute itself would not count the second run
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.record.runs += 1
         return super().forward(x).relu()
 
 
@@ -274,7 +275,7 @@ def counting(interval: int, **options: Any) -> PipelineModule:
 
 
 def runs(model: PipelineModule) -> list[int]:
-    return [layer.runs for layer in model.layers.values()]  # type: ignore[misc]
+    return [layer.record.runs for layer in model.layers.values()]  # type: ignore[misc]
 
 
 def test_each_layer_runs_twice_and_once_where_there_is_no_backward() -> None:
@@ -344,7 +345,7 @@ def test_a_layer_that_does_something_else_is_refused() -> None:
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
+            type(self).calls += 1
             return super().forward(x).exp() if self.calls == 1 else super().forward(x[:1])
 
     model = PipelineModule([Moody(3, 3)], grid=Grid(), activation_checkpoint_interval=1)
@@ -355,7 +356,7 @@ def test_a_layer_that_does_something_else_is_refused() -> None:
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
+            type(self).calls += 1
             return super().forward(x).exp() if self.calls == 1 else super().forward(x)
 
     model = PipelineModule([Shorter(3, 3)], grid=Grid(), activation_checkpoint_interval=1)
@@ -455,10 +456,10 @@ class Core(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inward, self.outward = nn.Linear(width, 2 * width), nn.Linear(width, width)
-        self.runs = 0
+        self.record = SimpleNamespace(runs=0)
 
     def core(self, a: Tensor, b: Tensor, sharp: float) -> Tensor:
-        self.runs += 1
+        self.record.runs += 1
         weights = torch.softmax(a @ b.T * sharp, -1)
         return torch.nn.functional.dropout(weights, 0.2) @ b
 
@@ -478,7 +479,7 @@ def selective(granularity: str | None) -> tuple[list[Tensor], int, list[int]]:
     torch.manual_seed(2)
     x = torch.randn(8, 4)
     engine.train_batch(iter([(x, None)]))
-    counts: list[Any] = [layer.runs for layer in model.layers.values()]
+    counts: list[Any] = [layer.record.runs for layer in model.layers.values()]
     return list(engine.gather("gradients").values()), engine.memory_report()["held"]["activations"], counts
 
 
@@ -942,12 +943,46 @@ class Remembers(nn.Module):
         return y
 
 
-def test_a_buffer_that_is_assigned_anew_advances_once() -> None:
-    """The second run began with the buffer of the first run's end, and its own was kept: it advanced twice."""
+class Attributes(nn.Module):
+    """A layer that keeps what it remembers in plain attributes: numbers, tensors, lists and dicts."""
+
+    first: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.memory, self.runs = nn.Linear(4, 4), torch.zeros(4, dtype=torch.float64), 0
+        self.sums: dict[str, Tensor] = {}
+        self.past: list[Tensor] = []
+        self.inner = nn.ModuleDict({"inside": Scaled()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if not hasattr(self, "first"):
+            self.first = x.detach().mean(0)
+        y: Tensor = self.inner["inside"](torch.tanh(self.linear(x) * self.runs + self.memory + self.first))
+        y = y + sum(self.past, 0.0 * y) + self.sums.get("y", 0.0 * y)
+        self.past.append(0.1 * y.detach().mean(0))
+        self.sums["y"] = y.detach().sum(0)
+        self.memory.mul_(0.5).add_(y.detach().mean(0))
+        return y
+
+
+class Scaled(nn.Module):
+    scale: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale
+        self.scale = 0.5 * self.scale + y.detach().abs().mean()
+        return y
+
+
+@pytest.mark.parametrize("layer", [Remembers, Attributes])
+def test_what_a_layer_remembers_advances_once(layer: type[nn.Module]) -> None:
+    """The second run began with the values of the first run's end, and its own were kept: they advanced twice."""
     found = []
     for recomputes in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(Remembers(), Remembers()).double()
+        model = nn.Sequential(layer(), layer()).double()
         config = {
             "train_micro_batch_size_per_gpu": 8,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -959,5 +994,5 @@ def test_a_buffer_that_is_assigned_anew_advances_once() -> None:
             engine.backward(engine(x).pow(3).mean())
             engine.step()
         found.append({name: value.clone() for name, value in model.state_dict().items()})
-    assert int(found[0]["0.runs"]) == 3
+    assert int(model[1].runs) == 3
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-13)

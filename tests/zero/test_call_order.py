@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.grid import call_order
 from triax.zero import ShardedOptimizer, gathered
 
 WIDTH = 6
@@ -170,3 +174,25 @@ def evaluates_alone() -> None:
 def test_a_replica_that_evaluates_a_pipeline_alone_is_named(ranks: Any) -> None:
     for message in ranks(4, refused, evaluates_alone):
         assert "data 0" in message and "data 1" in message and "gathers layer" in message
+
+
+def late() -> str:
+    """Run the module on the first rank, while the others are still elsewhere; return what it prints."""
+    grid, made = Grid(timeout=600), branches([8, 8])
+    engine = triax.initialize(model=made, config=config(), grid=grid)[0]
+    call_order._LONG, usual = 0.5, call_order._LONG
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as printed, torch.no_grad():
+            for turn in range(2):  # the second time the call is the expected one, and asks nobody by itself
+                if turn and grid.rank:
+                    time.sleep(10.0)
+                engine.module(batch(0, grid.data.rank), [0, 1])
+    finally:
+        call_order._LONG = usual
+    return printed.getvalue()
+
+
+def test_a_rank_that_waits_long_says_for_whom(ranks: Any) -> None:
+    first, _ = ranks(2, late)
+    assert "rank 0 (pipe 0, data 0, tensor 0) gathers " in first and " s for rank 1 (pipe 0, data 1, tensor 0)" in first
+    assert "which is between two calls of the engine, in test_call_order.py:" in first

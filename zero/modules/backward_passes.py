@@ -48,7 +48,8 @@ class BackwardPasses:
         next_is_last: the next pass is the step's last one; read if ``expected`` is None.
         count: backward passes of this step so far.
         seen: a counter for the caller, which is set to 0 together with ``count``.
-        origin: called when a pass is counted; its results are ``origins``, for the caller.
+        origin: called when a pass is counted; its results are ``origins``, for the caller. They are those since the
+            caller has last cleared them, without passes whose gradients user code has discarded.
         reduced: True if all gradients of the step are reduced.
         stepped: True if the optimizer has stepped with these gradients. Then ``reset`` begins the next step.
 
@@ -163,6 +164,13 @@ class BackwardPasses:
         visit_tensors(
             lambda each: each.register_hook(self._reached_hook) if each.grad_fn is not None else None, entries
         )
+
+    def forget_discarded(self) -> bool:
+        """Forget ``origins`` if user code has discarded all gradients of this step; return True if it has."""
+        discarded = self.count > 0 and self.data_axis.reducer.discarded
+        if discarded:
+            self.origins.clear()
+        return discarded
 
     def reduce(self) -> None:
         """End the sums of all gradients over the replicas. Collective.
@@ -307,6 +315,7 @@ class BackwardPasses:
     def _pass_began(self) -> None:
         self._collects = False
         self._early.clear()
+        self.forget_discarded()
         if self._first is None:
             self._reopen()
         self._keeps_graph = torch.is_grad_enabled()

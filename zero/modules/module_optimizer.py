@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...grid import Grid
 from ..compression.compressor import exchange_state_dict, load_exchange_state_dict
@@ -88,6 +88,8 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         state = {**self.inner.state_dict(), "shard": self._shard(), "masters": self._masters(), "names": self._names()}
         if self._data_axis.exchange is not None:
             state["exchange"] = exchange_state_dict(self._data_axis.exchange)
+        if (late := self._data_axis.stepper.late) is not None:
+            state["late"] = [(i, late.numbers[p]) for i, p in enumerate(self._stepped()) if p in late.numbers]
         return state
 
     @torch.no_grad()
@@ -121,6 +123,9 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
+        if (late := self._data_axis.stepper.late) is not None:
+            parameters = self._stepped()
+            late.numbers = {parameters[index]: numbers for index, numbers in state_dict.get("late", ())}
         self._data_axis.stepper.resume(at_synchronization=False)
 
     def _update_inner_options(self) -> None:
@@ -146,6 +151,10 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         """Return the names of the parameters that are trained, where they are known."""
         buckets = (bucket for bucket in self._data_axis.buckets if bucket.trained)
         return [member.layout.name for bucket in buckets for member in bucket.members]
+
+    def _stepped(self) -> list[nn.Parameter]:
+        buckets = (bucket for bucket in self._data_axis.buckets if bucket.trained)
+        return [member.parameter for bucket in buckets for member in bucket.members]
 
     def _masters(self) -> list[Tensor]:
         """Return the master weights of the buckets whose master is a copy in another dtype than the weights."""

@@ -37,7 +37,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
     DDP. Gradients of several backward passes add up: divide the loss by their number for a mean.
 
     Learning-rate schedulers accept it: it is a ``torch.optim.Optimizer``. A parameter without a gradient on any
-    replica does not change (Adam's step count, for its bias correction, goes on). Parameters' own ``.grad`` can be read
+    replica does not change, nor does its step count. Parameters' own ``.grad`` can be read
     and changed in stages 0 and 1; ``gradients()`` returns whole gradients in every stage. ``torch.amp.GradScaler`` is
     refused: use bf16.
 

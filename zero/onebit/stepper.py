@@ -37,6 +37,7 @@ class OneBitStepper(WholeStepper):
     """
 
     optimizer: OneBit
+    equal_weights = False
 
     @classmethod
     def adapt(cls, options: ZeroOptions) -> ZeroOptions:

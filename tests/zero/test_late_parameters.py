@@ -1,0 +1,153 @@
+"""Parameters that are frozen or without a gradient in some steps: their step counts stand still, as under torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid
+from triax.zero import ShardedOptimizer, gathered
+
+WIDTH, STEPS = 5, 8
+OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "SGD", "Adagrad", "Rprop"]
+
+
+class Thawing(nn.Module):
+    """A model whose first layer is frozen in the first steps, and whose branch is left out in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.branch, self.leave = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, branches: bool) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        x = self.blocks[0](x) + (self.branch(x) if branches else 0.0)
+        y: Tensor = self.leave(x)
+        return y
+
+
+def made() -> Thawing:
+    torch.manual_seed(0)
+    return Thawing().double()
+
+
+def prepare(model: Thawing, step: int) -> bool:
+    """Freeze what is frozen in this step, and return True if the branch runs."""
+    model.enter.requires_grad_(step >= 3)
+    model.leave.bias.requires_grad_(step not in (2, 5))
+    return step % 3 == 1
+
+
+def batch(step: int, replica: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica), dtype=torch.float64)
+
+
+def options(name: str) -> dict[str, Any]:
+    more = {"SGD": {"momentum": 0.9, "dampening": 0.5}, "Adagrad": {"lr_decay": 0.3}}
+    return {"lr": 0.01, **more.get(name, {})}
+
+
+def plainly(replicas: int, name: str) -> dict[str, Tensor]:
+    model = made()
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options(name))
+    for step in range(STEPS):
+        branches = prepare(model, step)
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            (model(batch(step, replica), branches).square().mean() / replicas).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def engine_of(grid: Grid, stage: int, name: str, size: int) -> triax.ModuleEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": name, "params": options(name)},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": size, "stage3_param_persistence_threshold": 0},
+    }
+    return triax.initialize(model=made(), config=config, grid=grid)[0]
+
+
+def trained(stage: int, name: str, folder: Path | None) -> dict[str, Tensor]:
+    """Train, and with a folder go on after each second step in a new engine with other buckets."""
+    grid = Grid(timeout=60)
+    engine = engine_of(grid, stage, name, 100)
+    for step in range(STEPS):
+        if folder is not None and step % 2:
+            engine.save_checkpoint(folder)
+            engine = engine_of(grid, stage, name, 40 + 50 * step)
+            engine.load_checkpoint(folder)
+        branches = prepare(engine.module, step)
+        engine.backward(engine(batch(step, grid.data.rank), branches).square().mean())
+        engine.step()
+    return engine.module_state_dict()
+
+
+def looped(stage: int, name: str) -> dict[str, Tensor]:
+    """Train in a plain loop, with an optimizer that is saved and loaded half way."""
+    grid, model = Grid(timeout=60), made()
+
+    def optimizer_of() -> ShardedOptimizer:
+        arguments: Any = {"stage": stage, "module": model, "bucket_size": 100, **options(name)}
+        return ShardedOptimizer(getattr(torch.optim, name), model.parameters(), grid, **arguments)
+
+    optimizer = optimizer_of()
+    for step in range(STEPS):
+        if step == 4:
+            state = optimizer.state_dict()
+            for parameter in model.parameters():
+                parameter.requires_grad_(True)
+            with gathered(model):
+                weights = {key: value.clone() for key, value in model.state_dict().items()}
+            model = made()
+            optimizer = optimizer_of()
+            with gathered(model, modifier_rank=0):
+                model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        branches = prepare(model, step)
+        optimizer.zero_grad()
+        model(batch(step, grid.rank), branches).square().mean().backward()
+        optimizer.step()
+    with gathered(model):
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_stands_still_counts_no_step(ranks: Any, name: str) -> None:
+    wanted = plainly(2, name)
+    for stage in range(4):
+        for found in ranks(2, trained, stage, name, None):
+            same(found, wanted)
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "Adam"), (2, "Adam"), (2, "NAdam")])
+def test_checkpoints_keep_each_parameters_count(ranks: Any, tmp_path: Path, size: int, name: str) -> None:
+    wanted = plainly(size, name)
+    for stage in range(4):
+        for found in ranks(size, trained, stage, name, tmp_path / str(stage)):
+            same(found, wanted)
+
+
+def test_a_plain_loop_counts_the_steps_of_each_parameter(ranks: Any) -> None:
+    for stage in range(4):
+        for found in ranks(2, looped, stage, "Adam"):
+            same(found, plainly(2, "Adam"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 4])
+def test_counts_on_other_numbers_of_ranks(ranks: Any, tmp_path: Path, size: int) -> None:
+    for name in OPTIMIZERS:
+        for stage in range(4):
+            for found in ranks(size, trained, stage, name, tmp_path / f"{name}{stage}"):
+                same(found, plainly(size, name))

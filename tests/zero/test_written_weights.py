@@ -1,0 +1,149 @@
+"""Weights that user code writes in place: kept by the masters that are stepped and saved, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid
+from triax.zero import ShardedOptimizer
+
+WIDTH, ROWS, LIMIT = 5, 12, 0.05
+
+
+class Words(nn.Module):
+    """An embedding, perhaps with ``max_norm``, which writes the rows that a batch reads, and a linear layer."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH, max_norm=max_norm)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.embedding(ids))
+        return y
+
+
+def words(max_norm: float | None = None) -> Words:
+    torch.manual_seed(0)
+    return Words(max_norm).double()
+
+
+def ids(step: int, replica: int) -> Tensor:
+    return torch.randint(0, ROWS, (4,), generator=torch.Generator().manual_seed(10 * step + replica))
+
+
+def clip(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-LIMIT, LIMIT)
+
+
+def plainly(replicas: int, max_norm: float | None = None, steps: int = 4) -> dict[str, Tensor]:
+    model = words(max_norm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(steps):
+        if max_norm is None:
+            clip(model)
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            (model(ids(step, replica)).square().mean() / replicas).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def stepped(stage: int, weight_dtype: torch.dtype | None, max_norm: float | None = None) -> dict[str, Tensor]:
+    """Train in a plain loop that clips the weights before each step, as a critic's are."""
+    grid, model = Grid(timeout=60), words(max_norm)
+    options: Any = {"stage": stage, "bucket_size": 50, "weight_dtype": weight_dtype, "master_dtype": torch.float64}
+    optimizer = ShardedOptimizer(torch.optim.Adam, model.parameters(), grid, lr=0.01, **options)
+    for step in range(4):
+        if max_norm is None:
+            clip(model)
+        optimizer.zero_grad()
+        model(ids(step, grid.rank)).square().mean().backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_masters_keep_what_user_code_writes_to_weights(ranks: Any, size: int) -> None:
+    wanted = plainly(size)
+    for stage in range(3):
+        for dtype, bound in ((None, 1e-10), (torch.float32, 1e-6)):
+            for found in ranks(size, stepped, stage, dtype):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=bound, check_dtype=False)
+
+
+def test_max_norm_acts_on_one_replica(ranks: Any) -> None:
+    torch.testing.assert_close(ranks(1, stepped, 1, torch.float32, 0.5)[0], plainly(1, 0.5), **near(1e-6))
+
+
+def near(bound: float) -> dict[str, Any]:
+    return {"rtol": 0, "atol": bound, "check_dtype": False}
+
+
+def engine_of(model: nn.Module, stage: int, grid: Grid, **more: Any) -> triax.ModuleEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50},
+        **more,
+    }
+    return triax.initialize(model=model, config=config, grid=grid)[0]
+
+
+def step(engine: triax.ModuleEngine, number: int) -> None:
+    engine.backward(engine(ids(number, engine.grid.rank)).float().square().mean())
+    engine.step()
+
+
+def loaded_and_saved(stage: int, folder: Path) -> None:
+    """Weights that are loaded into the module of an engine stay, and are those of the next checkpoint."""
+    grid, other = Grid(timeout=60), words()
+    engine = engine_of(copy.deepcopy(other), stage, grid, bf16={"enabled": True})
+    clip(other)
+    engine.module.load_state_dict(other.state_dict())
+    step(engine, 0)
+    torch.testing.assert_close(engine.module_state_dict(), dict(other.state_dict()), **near(1e-3))
+    with torch.no_grad():
+        engine.module.linear.bias.fill_(0.25)
+    engine.save_checkpoint(folder)
+    again = engine_of(words(), stage, grid, bf16={"enabled": True})
+    again.load_checkpoint(folder)
+    assert bool((again.module_state_dict()["linear.bias"] == 0.25).all())
+
+
+def refused(stage: int, how: str) -> str:
+    grid = Grid(timeout=60)
+    model = words(0.5 if how == "max_norm" else None)
+    engine = engine_of(model, stage, grid, **({} if how == "max_norm" else {"bf16": {"enabled": True}}))
+    if how == "data":
+        step(engine, 0)
+        model.linear.weight.data.clamp_(-LIMIT, LIMIT)
+    with pytest.raises(RuntimeError) as caught:
+        step(engine, 1)
+    return str(caught.value)
+
+
+def cases(folder: Path) -> None:
+    for stage in range(3):
+        loaded_and_saved(stage, folder / str(stage))
+
+
+def test_loaded_weights_are_stepped_and_saved(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, cases, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_writes_that_replicas_make_differently_are_refused(ranks: Any, stage: int) -> None:
+    for message in ranks(2, refused, stage, "max_norm"):
+        assert "embedding.weight was written in place, and differently on different replicas" in message
+    for message in ranks(2, refused, stage, "data"):
+        assert "linear.weight was written through .data" in message
