@@ -365,13 +365,19 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
 
 def _read_window(config: Config, family: Family) -> dict[str, Any]:
     window, words = config.get("sliding_window", family.window_size), family.window.split()
-    if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
-        return {"sliding_window": None}
-    _check_type(config, "sliding_window", window, "int")
     depth, types = layer_count(config), config.get("layer_types") if "types" in words else None
     if types is not None and not (isinstance(types, (list, tuple)) and all(isinstance(each, str) for each in types)):
         raise ValueError(f"layer_types are {_shown(types)}, but must be a list of words.")
     types = tuple((types or ())[:depth])
+    if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
+        if "sliding_attention" in types:  # transformers has a window in the mask, and none in the kernel
+            key = "sliding_window" if window is None else "use_sliding_window"
+            raise ValueError(
+                f"layer_types have sliding_attention, but {key} is {_shown(config.get(key))}. Set it, or write "
+                "full_attention."
+            )
+        return {"sliding_window": None}
+    _check_type(config, "sliding_window", window, "int")
     if not types and family.slides is not None:
         types = tuple(("full_attention", "sliding_attention")[family.slides(config, i)] for i in range(depth))
     return {"sliding_window": window, **({"layer_types": types} if types else {})}

@@ -188,3 +188,22 @@ def test_a_width_of_heads_that_a_family_does_not_have_is_refused(family: str) ->
     assert from_hf(config | {"head_dim": 16}) == from_hf(config)  # hidden_size / num_attention_heads
     with pytest.raises(ValueError, match="head_dim=8 is not implemented"):
         from_hf(config | {"head_dim": 8})
+
+
+def test_a_window_that_is_asked_for_and_switched_off_is_refused() -> None:
+    """transformers has such a window in its mask and none in its kernels; triax computed without one."""
+    for family, key in (
+        ("smollm3", "use_sliding_window"),
+        ("qwen3", "use_sliding_window"),
+        ("gemma2", "sliding_window"),
+    ):
+        config = whole(family) | {"layer_types": ["sliding_attention"] * 4, "sliding_window": 5}
+        config |= {key: False if key == "use_sliding_window" else None}
+        with pytest.raises(ValueError, match=rf"config.json: layer_types have sliding_attention, but {key} is "):
+            from_hf(config)
+        assert from_hf(config | {"layer_types": ["full_attention"] * 4}).sliding_window is None
+
+
+def test_a_divisor_of_the_scores_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"config.json: query_pre_attn_scalar is -1\. Give a number above 0"):
+        from_hf(whole("gemma3_text") | {"query_pre_attn_scalar": -1})
