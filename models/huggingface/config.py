@@ -25,6 +25,7 @@ from .names import Entry, Names, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
 # Ids of tokens: without a tokenizer there are none, but the defaults of transformers' configurations are others.
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -286,16 +287,24 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
 
 def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
-    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
+    parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     found: dict[str, Any] = {}
+    rope = scaling or parameters  # as transformers, which lets the older key win
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window
-        local, other = _object(rope, "sliding_attention"), "rope_local_base_freq"
+        local, whole, other = _object(parameters, _LOCAL), _object(parameters, _GLOBAL), "rope_local_base_freq"
         found[other] = _number(
             {**config, **local}, "rope_theta" if local.get("rope_theta") else other, family.rope[other]
         )
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"{config['model_type']} with scaled rotary positions in sliding_attention is unknown.")
-        rope = _object(rope, "full_attention") or ({} if "sliding_attention" in rope else rope)
+            raise ValueError(f"{config['model_type']} with scaled rotary positions in {_LOCAL} is unknown.")
+        for key in parameters.keys() - {_LOCAL, _GLOBAL}:
+            raise ValueError(
+                f"rope_parameters have {_shown(key)}, but those of {config['model_type']} have {_GLOBAL} and {_LOCAL}: "
+                "write it there."
+            )
+        if "type" in scaling and "rope_type" not in scaling and not whole:
+            raise ValueError(f"rope_scaling of {config['model_type']} has no rope_type. Write it in place of type.")
+        rope = {**whole, **scaling}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *family.scalings):
         raise ValueError(

@@ -207,3 +207,32 @@ def test_a_window_that_is_asked_for_and_switched_off_is_refused() -> None:
 def test_a_divisor_of_the_scores_that_is_not_positive_is_refused() -> None:
     with pytest.raises(ValueError, match=r"config.json: query_pre_attn_scalar is -1\. Give a number above 0"):
         from_hf(whole("gemma3_text") | {"query_pre_attn_scalar": -1})
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in KNOWN if "linear" in FAMILIES[name].scalings and FAMILIES[name].rope]
+)
+def test_old_and_new_keys_of_rotary_positions_together(family: str) -> None:
+    """transformers takes rope_scaling where both are there; triax took rope_parameters."""
+    plain = {"rope_type": "default", "rope_theta": 5e3}
+    nested = "rope_local_base_freq" in FAMILIES[family].rope
+    both = whole(family) | {"rope_parameters": {"full_attention": plain} if nested else plain, "rope_scaling": LINEAR}
+    theirs = class_of(family).from_dict(json.loads(json.dumps(both))).rope_parameters
+    theirs = theirs["full_attention"] if nested else theirs
+    found = from_hf(both)
+    assert found.rope_scaling.factor == theirs["factor"] == 2.0 and found.rope_theta == theirs["rope_theta"]
+
+
+def test_rotary_positions_of_gemma3_that_transformers_does_not_read_are_refused() -> None:
+    flat = whole("gemma3_text") | {"rope_parameters": {"rope_theta": 5e3}}
+    with pytest.raises(
+        ValueError, match=r"have 'rope_theta', but those of gemma3_text have full_attention and sliding"
+    ):
+        from_hf(flat)
+    old = {key: value for key, value in flat.items() if key != "rope_parameters"}
+    assert from_hf(old | {"rope_scaling": LINEAR}).rope_scaling.factor == 2.0
+    with pytest.raises(ValueError, match="rope_scaling of gemma3_text has no rope_type"):
+        from_hf(old | {"rope_scaling": {"type": "linear", "factor": 2.0}})
