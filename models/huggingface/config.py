@@ -289,7 +289,7 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     found: dict[str, Any] = {}
-    rope = scaling or parameters  # as transformers, which lets the older key win
+    rope: Config = scaling or parameters  # as transformers, which lets the older key win
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window
         local, whole, other = _object(parameters, _LOCAL), _object(parameters, _GLOBAL), "rope_local_base_freq"
         found[other] = _number(
@@ -313,7 +313,7 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
             + " triax.parallelize shards the Hugging Face model itself."
             * (family.plan is not None)
         )
-    scaling = None
+    scaled = None
     if kind != "default":
         rope = dict(rope)
         if kind != "linear":  # as transformers reads the length of pretraining
@@ -326,11 +326,11 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
             if rope.get(each.name) is not None:
                 _check_type(config, each.name, rope[each.name], str(each.type))
         given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
-        scaling = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
+        scaled = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
     if "partial_rotary_factor" in family.rope:
         found["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
     theta = _of_positions(config, rope, family, "rope_theta", "rotary_emb_base")
-    return {**found, "rope_theta": theta, "rope_scaling": scaling}
+    return {**found, "rope_theta": theta, "rope_scaling": scaled}
 
 
 def _of_positions(config: Config, rope: Config, family: Family, key: str, former: str) -> float:

@@ -379,11 +379,14 @@ def test_an_assignment_that_acts_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine.gradient_accumulation_steps() == 2 and engine.train_batch_size() == 4
     engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5**step)
     plain, called = deepspeed.PipelineEngine.train_batch, []
-    monkeypatch.setattr(
-        deepspeed.PipelineEngine, "train_batch", lambda self, *args: (called.append(1), plain(self, *args))[1]
-    )
+
+    def wrapped(self: Any, *args: Any) -> Any:
+        called.append(self)
+        return plain(self, *args)
+
+    monkeypatch.setattr(deepspeed.PipelineEngine, "train_batch", wrapped)
     engine.train_batch(iter(data))
-    assert called and engine.get_lr() == [0.5 * engine.optimizer.defaults["lr"]]
+    assert called == [engine] and engine.get_lr() == [0.5 * engine.optimizer.defaults["lr"]]
     engine.total_params = 3  # the script's own
     assert engine.total_params == 3
 

@@ -222,7 +222,7 @@ def test_old_and_new_keys_of_rotary_positions_together(family: str) -> None:
     both = whole(family) | {"rope_parameters": {"full_attention": plain} if nested else plain, "rope_scaling": LINEAR}
     theirs = class_of(family).from_dict(json.loads(json.dumps(both))).rope_parameters
     theirs = theirs["full_attention"] if nested else theirs
-    found = from_hf(both)
+    found: Any = from_hf(both)
     assert found.rope_scaling.factor == theirs["factor"] == 2.0 and found.rope_theta == theirs["rope_theta"]
 
 
@@ -233,6 +233,7 @@ def test_rotary_positions_of_gemma3_that_transformers_does_not_read_are_refused(
     ):
         from_hf(flat)
     old = {key: value for key, value in flat.items() if key != "rope_parameters"}
-    assert from_hf(old | {"rope_scaling": LINEAR}).rope_scaling.factor == 2.0
+    found: Any = from_hf(old | {"rope_scaling": LINEAR})
+    assert found.rope_scaling.factor == 2.0
     with pytest.raises(ValueError, match="rope_scaling of gemma3_text has no rope_type"):
         from_hf(old | {"rope_scaling": {"type": "linear", "factor": 2.0}})
