@@ -75,7 +75,8 @@ class ReadOutside(nn.Module):
     def _read(self) -> nn.Parameter:
         """Return the weight; turn it into a ``ShardedWeight`` if code outside of triax and of the layer reads it."""
         if torch.compiler.is_compiling():  # where no frame can be seen; triax's own layers read ``_shard``
-            return self._registered() if self._forward_elsewhere else self._read_uncompiled()
+            known: Any = self._parameters["weight"] if self._forward_elsewhere else self._read_uncompiled()
+            return known
         weight = self._parameters.get("weight")
         if weight is None:  # not registered yet
             raise AttributeError(f"{type(self).__name__} has no weight")
@@ -93,13 +94,11 @@ class ReadOutside(nn.Module):
     @property
     def _shard(self) -> Tensor:
         """The weight, with which the layer's own forward pass computes."""
-        weight = self._registered()
-        return weight if type(weight) is nn.Parameter else _plain(weight)
-
-    def _registered(self) -> nn.Parameter:
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return weight
+        weight: Any = self._parameters.get("weight")
+        if weight is None:  # a subclass computes it, as one with weights in int8
+            weight = self.weight
+        assert isinstance(weight, Tensor)
+        return _plain(weight) if type(weight) is ShardedWeight else weight  # stage 3's keeps its errors
 
     weight: Any = property(_read)
 
