@@ -7,6 +7,7 @@ from collections.abc import Sequence
 _BATCH = "(samples of a step, over all replicas)"
 _WARMUP = "(a number of steps)"
 _HALF = "bf16.enabled or fp16.enabled"
+_LOADER = "nothing: a DataLoader of your own has it"
 _LOOP = "nothing: the loop of your script sets this"
 
 # Names; the key of a training file; the key of a configuration, or what to write in the script. A name may begin with
@@ -51,7 +52,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         (
             "microbatch micro_batch_size microbatch_size per_device_train_batch_size train_micro_batch_size_per_gpu "
-            "pipeline_parallel_microbatch_size"
+            "pipeline_parallel_microbatch_size local_batch_size"
         ),
         "training.microbatch",
         "train_micro_batch_size_per_gpu",
@@ -78,7 +79,10 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     ("zero zero_stage zero_optimization fsdp", "training.zero", "zero_optimization.stage"),
     ("compile torch_compile", "training.compile", "compile"),
-    ("num_workers dataloader_num_workers", "data.threads", "nothing: a DataLoader of your own has it"),
+    ("num_workers dataloader_num_workers", "data.threads", _LOADER),
+    ("pin_memory dataloader_pin_memory", "nothing: a run has no such setting", _LOADER),
+    ("shuffle", "data.shuffle", _LOADER),
+    ("drop_last dataloader_drop_last", "nothing: a step has whole batches", "dataloader_drop_last"),
     # axes
     (
         (
@@ -134,6 +138,15 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "initialize(model=...)",
     ),
     ("preset flavor model.name model.type model.flavor model.size", "model.preset", "initialize(model=...)"),
+    ("model", "model", "initialize(model=...)"),
+    (
+        "hidden_size n_embd num_layers num_hidden_layers n_layer num_heads num_attention_heads n_head vocab_size",
+        "model.overrides (of a preset), with the names of its configuration",
+        "nothing: the model of your script has it",
+    ),
+    ("lora_r lora_rank lora.r", "model.lora.rank", "lora.rank"),
+    ("lora_alpha", "model.lora.alpha", "lora.alpha"),
+    ("eval_data eval_dataset val_data validation_file eval_file", "data.validation", _LOOP),
     ("model.expert num_experts", "model.experts", "triax.moe.MoE(...) in the model"),
     (
         "dataset dataset_name dataset_path data_path train_file data.name data.path data.folder data.train",

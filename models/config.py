@@ -538,6 +538,8 @@ class DecoderConfig(LlamaConfig):
                 f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} is {self.rotary_dim} "
                 "rotated channels. Give a fraction with which the number is even, and at least 2."
             )
+        if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
+            raise ValueError(f"query_pre_attn_scalar is {self.query_pre_attn_scalar}. Give a number above 0.")
         if self.shared_norm and not self.parallel_residual:
             raise ValueError("shared_norm is True, which needs parallel_residual=True. Give both, or neither.")
         if self.parallel_residual and self.norm_place != "before":

@@ -17,7 +17,7 @@ from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Node = tuple[str, Any]
 
@@ -89,6 +89,11 @@ def unflatten(schema: Schema, tensors: list[Tensor]) -> Any:
 def _encode(value: Any, tensors: list[Tensor], sent: bool) -> Node:
     # A node is (kind, content), so that no content can be taken for a kind.
     if isinstance(value, Tensor):
+        if sent and not _plain(value):
+            raise TypeError(
+                f"a {_kind(value)} cannot be sent between stages, as it would arrive as a plain tensor: return "
+                "x.as_subclass(torch.Tensor), x.to_dense(), or the tensors that it consists of"
+            )
         tensors.append(value)
         return "tensor", len(tensors) - 1
     if isinstance(value, (tuple, list)):
@@ -104,6 +109,17 @@ def _encode(value: Any, tensors: list[Tensor], sent: bool) -> Node:
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return "constant", json.dumps(value)  # as text 1, 1.0 and True differ, and nan is itself
     raise _unsendable(value)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """True for a tensor that its shape, dtype and values describe."""
+    usual = type(tensor) in (Tensor, nn.Parameter) or type(tensor).__module__.startswith("torch._subclasses")
+    return usual and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _kind(tensor: Tensor) -> str:
+    special = "nested " if tensor.is_nested else "quantized " if tensor.is_quantized else ""
+    return f"{special or ('' if tensor.layout is torch.strided else 'sparse ')}{type(tensor).__name__}"
 
 
 def _class_of(value: Any, sent: bool) -> str:

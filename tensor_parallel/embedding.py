@@ -67,9 +67,9 @@ class VocabSharded(ReadOutside):
         if self.padding_idx is not None and self.padding_idx in self.rows:
             padding = self.padding_idx - self.rows.start
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight, padding)
+            return F.embedding(ids, self._shard, padding)
         foreign = (ids < self.rows.start) | (ids >= self.rows.stop)  # (...)
-        vectors = F.embedding((ids - self.rows.start).masked_fill(foreign, 0), self.weight, padding)  # (..., D)
+        vectors = F.embedding((ids - self.rows.start).masked_fill(foreign, 0), self._shard, padding)  # (..., D)
         return reduced(vectors.masked_fill(foreign[..., None], 0.0), self.axis, self.sequence_parallel)
 
     def extra_repr(self) -> str:
@@ -134,7 +134,7 @@ class VocabParallelEmbedding(VocabSharded):
         Returns:
             This rank's shard of the logits, (..., V_local). ``gather_logits`` gathers the shards of all ranks.
         """
-        return column_linear(x, self.weight, None, self.axis, self.sequence_parallel)
+        return column_linear(x, self._shard, None, self.axis, self.sequence_parallel)
 
 
 class VocabParallelHead(ColumnParallelLinear):

@@ -131,13 +131,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs or, with ``gather_output``, all outputs; shapes as in the class's docstring."""
-        y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)  # (..., N / t)
+        y = column_linear(x, self._shard, self.bias, self.axis, self.sequence_parallel)  # (..., N / t)
         y = updated(self, y, x)
         return self._gather(y) if self.gather_output and self.axis.size > 1 else y
 
     def _gather(self, y: Tensor) -> Tensor:
         whole = self.parts or (self.out_features,)
-        mine = y.split(layout_of(self.weight).lengths(self.axis.rank, self.axis.size), dim=-1)
+        weight = self._parameters.get("weight")  # as it is registered, with its layout
+        layout = layout_of(self.weight if weight is None else weight)
+        mine = y.split(layout.lengths(self.axis.rank, self.axis.size), dim=-1)
         parts = [gather_split(p, self.axis, length=n, unit=self.unit) for p, n in zip(mine, whole, strict=True)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]  # (..., N)
 
@@ -207,10 +209,10 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the product and sum it over the tensor-parallel ranks; shapes as in the class's docstring."""
         if self.axis.size == 1:
-            return updated(self, F.linear(x, self.weight, self.bias), x)
+            return updated(self, F.linear(x, self._shard, self.bias), x)
         if not self.input_is_parallel:
             x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
-        y = reduced(F.linear(x, self.weight), self.axis, self.sequence_parallel)  # (..., N)
+        y = reduced(F.linear(x, self._shard), self.axis, self.sequence_parallel)  # (..., N)
         y = updated(self, y, x)
         return y if self.bias is None else y.add_(self.bias)
 

@@ -20,38 +20,85 @@ from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of
 
 # Operations that combine the rows or the columns of a weight, or look them up.
-_PRODUCTS = (
+_PRODUCTS = {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "einsum", "tensordot"),
     *("addmm", "addmm_", "addmv", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "linear", "bilinear", "kron"),
     *("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim", "cosine_similarity", "cdist"),
-    *("cat", "concat", "concatenate", "vstack", "hstack", "cov", "corrcoef", "svd", "qr"),
+    *("cat", "concat", "concatenate", "vstack", "hstack", "cov", "corrcoef", "svd", "qr", "inverse", "pinverse"),
+    *("matrix_exp", "matrix_power", "cholesky", "det", "logdet"),
+    *("__setitem__", "index_fill_", "index_copy_", "index_add_", "scatter_", "index_put_"),  # rows by their numbers
+}
+_REDUCTIONS = {
+    *("sum", "nansum", "mean", "nanmean", "norm", "var", "std", "var_mean", "std_mean", "prod", "median", "nanmedian"),
+    *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "mode", "quantile", "nanquantile", "count_nonzero"),
+    *("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "renorm"),
+    *("sort", "argsort", "topk", "kthvalue", "unique", "histc", "bincount", "_foreach_norm", "_foreach_max"),
+}
+_VIEWS = {  # operations whose result is the shard in another form, or a part of it
+    *("t", "T", "mT", "H", "mH", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"),
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "unsqueeze", "squeeze", "expand"),
+    *(
+        "expand_as",
+        "__getitem__",
+        "__iter__",
+        "narrow",
+        "select",
+        "split",
+        "chunk",
+        "tensor_split",
+        "unbind",
+        "diagonal",
+    ),
+}
+_VALUES = {"numpy", "__array__", "tolist"}
+_NO_VALUES = {"grad", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "requires_grad"}
+# Code of torch that works on parameters of its own accord, unlike that which runs an operation for its caller.
+_OWN_ACCORD = (
+    *("torch.optim", "torch.distributed", "torch.amp", "torch.serialization", "torch._tensor_str", "torch.nn.init"),
+    *("torch.nn.modules.module", "torch.nn.utils.clip_grad"),
 )
-_REDUCTIONS = ("sum", "mean", "norm", "var", "std", "var_mean", "std_mean", "softmax", "log_softmax", "logsumexp")
-_SHARD_STILL = (  # operations whose result is the shard in another form
-    *("t", "T", "mT", "H", "transpose", "permute", "swapaxes", "movedim", "contiguous", "view", "reshape", "flatten"),
-    *("__getitem__", "narrow", "split", "chunk", "unsqueeze", "squeeze", "expand", "data", "detach", "clone", "to"),
-    *("float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "requires_grad_", "mul", "div"),
-)
-# Python functions of torch that stand between the code that asks for an operation and ``__torch_function__``.
-_BETWEEN = ("torch.overrides", "torch._tensor", "torch.functional", "torch.nn.functional", __name__)
+_CALLS = ("_call_impl", "_wrapped_call_impl", "inner")  # of torch.nn.modules.module, for the caller of a module
+
+_REASON = "other code reads the weight of a layer sharded by triax: give it layer.full_weight() instead"
 
 
 class ReadOutside(nn.Module):
     """Base class of layers with a sharded ``weight`` that other code may read."""
 
     axis: Axis
+    _forward_elsewhere = False  # True for a class whose forward pass may be other code's, which knows the weight
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._forward_elsewhere = cls.__module__.partition(".")[0] != __name__.partition(".")[0]
 
     def _read(self) -> nn.Parameter:
         """Return the weight; turn it into a ``ShardedWeight`` if code outside of triax and of the layer reads it."""
+        if torch.compiler.is_compiling():  # where no frame can be seen; triax's own layers read ``_shard``
+            known: Any = self._parameters["weight"] if self._forward_elsewhere else self._read_uncompiled()
+            return known
         weight = self._parameters.get("weight")
         if weight is None:  # not registered yet
             raise AttributeError(f"{type(self).__name__} has no weight")
-        if type(weight) is nn.Parameter and not torch.compiler.is_compiling() and self.axis.size > 1:
-            reader = sys._getframe(1)
+        if type(weight) is nn.Parameter and self.axis.size > 1:
+            reader = _asking() or sys._getframe()
             foreign = _package(reader) != _package(sys._getframe()) and reader.f_locals.get("self") is not self
             if foreign and layout_of(weight).sharded:
                 weight.__class__ = ShardedWeight
         return weight
+
+    @torch.compiler.disable(reason=_REASON)
+    def _read_uncompiled(self) -> nn.Parameter:
+        return self._read()
+
+    @property
+    def _shard(self) -> Tensor:
+        """The weight, with which the layer's own forward pass computes."""
+        weight: Any = self._parameters.get("weight")
+        if weight is None:  # a subclass computes it, as one with weights in int8
+            weight = self.weight
+        assert isinstance(weight, Tensor)
+        return _plain(weight) if type(weight) is ShardedWeight else weight  # stage 3's keeps its errors
 
     weight: Any = property(_read)
 
@@ -66,6 +113,12 @@ class ReadOutside(nn.Module):
         """Gather the whole bias, as ``full_weight`` gathers the weight; None for a layer without a bias."""
         bias = self._parameters.get("bias")
         return None if bias is None else _gathered(bias, self.axis)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """Return a parameter as a plain tensor, whose gradient is the parameter's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.as_subclass(Tensor)
 
 
 def _gathered(parameter: Tensor | None, axis: Axis) -> Tensor:
@@ -89,28 +142,34 @@ class _Whole(torch.autograd.Function):
 
 
 class _Shard(Tensor):
-    """Tensor with a rank's part of a weight, which refuses operations that need the whole weight."""
+    """Tensor with a rank's part of a weight, which refuses operations that need the whole weight.
+
+    What an operation makes of it element by element is such a part too.
+    """
 
     triax_shard_of: nn.Parameter  # for a parameter, itself
+    triax_cut = False  # True for a view, whose dims need not be the parameter's
 
     @classmethod
+    @torch.compiler.disable(reason=_REASON)  # so that frames can be seen
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse an operation of foreign code that needs the whole weight, and run any other one."""
+        """Refuse an operation of other code that needs the whole weight, and run any other one."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            shards = [] if torch.compiler.is_compiling() else _shards(args, kwargs)
-            foreign = bool(shards) and _foreign(shards)
+            shards = _shards(args, kwargs)
+            if not shards or not _foreign(shards):
+                return func(*args, **kwargs)
             name = _name(func)
-            if foreign:
-                _check(name, shards, args, kwargs)
+            if _needs_whole(name, shards, args, kwargs):
+                raise _refused(name, shards[0])
             found = func(*args, **kwargs)
-            if foreign and name in _SHARD_STILL:
-                for each in found if isinstance(found, (tuple, list)) else (found,):
-                    if type(each) is Tensor and each.dim() > 1 and each.is_floating_point():
-                        shard: Any = each
-                        shard.__class__, shard.triax_shard_of = _Shard, _parameter(shards[0])
+            if name == "detach" and _caller() == "torch.nn.parameter":
+                found.__class__ = type(shards[0])  # as nn.Parameter(shard) requires
+                vars(found).update(vars(shards[0]))
+            elif name not in _NO_VALUES and not name.startswith("new_"):
+                _mark(name, found, shards)
             return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -168,11 +227,29 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
+def _caller() -> str:
+    """Return the name of the module that calls an operation."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith((__name__, "torch._dynamo")):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _asking() -> FrameType | None:
+    """Return the frame of the code that asks for an operation, behind the code of torch that runs it for that."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        accord = name.startswith(_OWN_ACCORD) and frame.f_code.co_name not in _CALLS
+        if name != __name__ and (accord or name.partition(".")[0] != "torch"):
+            break
+        frame = frame.f_back
+    return frame
+
+
 def _foreign(shards: Sequence[_Shard]) -> bool:
     """True if the code that asks for the operation is neither torch's, nor triax's, nor the layer's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
+    frame = _asking()
     if frame is None or _package(frame) in ("torch", _package(sys._getframe())):
         return False
     layer = frame.f_locals.get("self")
@@ -180,24 +257,50 @@ def _foreign(shards: Sequence[_Shard]) -> bool:
     return not any(_parameter(shard) is each for each in own for shard in shards)
 
 
-def _check(name: str, shards: Sequence[_Shard], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _needs_whole(name: str, shards: Sequence[_Shard], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if an operation needs the whole weight, by its name and arguments."""
     shard = shards[0]
-    layout, whole = layout_of(_parameter(shard)), False
-    if name in _PRODUCTS or name.startswith("linalg_"):
-        whole = True
-    elif name == "__getitem__":
-        whole = any(isinstance(each, (Tensor, list)) and not isinstance(each, _Shard) for each in _flat(args[1:]))
-        whole = whole or isinstance(args[1], list)
-    elif name in _REDUCTIONS:
-        given = kwargs.get("dim", args[2] if name == "norm" and len(args) > 2 else None)
-        if given is None and name != "norm" and len(args) > 1:
-            given = args[1]
-        dims = [each % shard.dim() for each in _flat((given,)) if isinstance(each, int)]
-        whole = not dims or (shard.shape == _parameter(shard).shape and layout.shard_dim in dims)
-    if whole:
-        layer = layout.name.removesuffix(".weight") or "layer"
-        raise RuntimeError(
-            f"{name.strip('_')} outside of the layer takes {layout.name or 'the weight'} for the whole weight "
-            f"{layout.shape}, but it is this rank's shard {tuple(_parameter(shard).shape)} of it. Call the layer, or "
-            f"take model.get_submodule({layer!r}).full_weight(), on every rank of the tensor axis."
-        )
+    if name in _PRODUCTS or name in _VALUES or (name.startswith("linalg_") and not name.endswith("norm")):
+        return True
+    if name.endswith("_") and not name.endswith("__") and args and args[0] is shard:  # writes rows by their numbers
+        return shard.triax_cut and shard.numel() < _parameter(shard).numel()
+    if name == "__getitem__":
+        by_tensor = any(isinstance(each, Tensor) and not isinstance(each, _Shard) for each in _flat(args[1:]))
+        return by_tensor or isinstance(args[1], list)
+    if name in _REDUCTIONS or name.startswith("linalg_"):
+        place = 2 if name in ("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "quantile") else 1
+        given = kwargs.get("dim", args[place] if len(args) > place else None)
+        dims = [each % max(shard.dim(), 1) for each in _flat((given,)) if type(each) is int]
+        return not dims or shard.triax_cut or layout_of(_parameter(shard)).shard_dim in dims
+    return False
+
+
+def _mark(name: str, found: Any, shards: Sequence[_Shard]) -> None:
+    """Mark what an operation has made of shards.
+
+    Raises:
+        RuntimeError: it is neither a shard in another form, nor made of one element by element.
+    """
+    shapes = {shard.shape for shard in shards}
+    cut = name in _VIEWS or name in _REDUCTIONS or any(shard.triax_cut for shard in shards)
+    for each in _flat((found,)):
+        if type(each) is not Tensor or not (each.is_floating_point() or each.is_complex()):
+            continue
+        if not (name in _VIEWS or name in _REDUCTIONS or name.startswith("linalg_") or each.shape in shapes):
+            if name.startswith("_foreach_"):  # of another tensor of the list
+                continue
+            raise _refused(name, shards[0])
+        if each.dim():
+            marked: Any = each
+            marked.__class__, marked.triax_shard_of, marked.triax_cut = _Shard, _parameter(shards[0]), cut
+
+
+def _refused(name: str, shard: _Shard) -> RuntimeError:
+    parameter = _parameter(shard)
+    layout = layout_of(parameter)
+    layer = layout.name.removesuffix(".weight") or "layer"
+    return RuntimeError(
+        f"{name.strip('_')} outside of the layer takes {layout.name or 'the weight'} for the whole weight "
+        f"{layout.shape}, but it is this rank's shard {tuple(parameter.shape)} of it. Call the layer, or "
+        f"take model.get_submodule({layer!r}).full_weight(), on every rank of the tensor axis."
+    )

@@ -324,6 +324,11 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
         check_units(f"{name}: embedding_dim", layer.embedding_dim, 1, axis.size)
         return
     if not fits:
+        if hasattr(layer, "base_layer"):
+            raise TypeError(
+                f"{name} is a layer of PEFT around another one, which parallelize cannot shard: leave PEFT's adapters "
+                "out, and write the section lora in the configuration (docs/lora.md)."
+            )
         raise TypeError(
             f"{name} is a {type(layer).__name__}, but the style {type(style).__name__} needs {wanted}. Change the "
             "plan's pattern so that it does not match this module."

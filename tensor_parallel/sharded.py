@@ -44,7 +44,7 @@ class _Linear(ReadOutside):
 
     def matrix(self) -> Tensor:
         """Return the weight as a matrix (outputs, inputs), transposed if needed."""
-        return self.weight.t() if self.transposed else self.weight
+        return self._shard.t() if self.transposed else self._shard
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight (n, K) and bias (n,) that this rank multiplies by."""
@@ -165,7 +165,7 @@ class KeyValueWhole(_Linear):
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight, (n, K), and bias, (n,), of the key/value heads that this rank computes."""
-        whole = copy_all_reduce(self.weight, self.axis)
+        whole = copy_all_reduce(self._shard, self.axis)
         bias = None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
         return (whole.t() if self.transposed else whole)[self.rows], bias
 
@@ -199,7 +199,7 @@ class FusedWhole(_Linear):
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight, (n, K), and bias, (n,), that this rank computes."""
-        wholes = [None if each is None else copy_all_reduce(each, self.axis) for each in (self.weight, self.bias)]
+        wholes = [None if each is None else copy_all_reduce(each, self.axis) for each in (self._shard, self.bias)]
         weight, bias = (None if w is None else torch.cat([w[self.rows], w[-self.last :]]) for w in wholes)
         assert weight is not None
         return weight, bias
@@ -218,7 +218,7 @@ class EmbeddingSharded(ReadOutside):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up this rank's part of the vectors."""
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self._shard)
 
 
 class ShardedRMSNorm(nn.Module):

@@ -8,6 +8,7 @@ ledger.py: every public name of DeepSpeed, and its place in triax or the reason 
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
 grids.py: a grid with the methods of DeepSpeed's ``PipelineParallelGrid`` and of Megatron's ``mpu``.
 engine.py: the two engines, with all of DeepSpeed's members.
+assignments.py: assignments to the engines' members act, or raise an error.
 autotp.py: the section ``tensor_parallel``, which shards a module by the configuration alone.
 offload_states.py: ``engine.offload_states``: states wait in host memory.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.

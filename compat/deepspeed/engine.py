@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, partialmethod, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.modules.module_calls import ModuleCalls
 from ...zero.state_dict_guard import allow_empty_entries
+from .assignments import EngineType, check_assignment, reason
 from .grids import ParallelGrid
 from .offload_states import OffloadedStates, OffloadStateTypeEnum
 
@@ -48,7 +49,6 @@ _PROPERTIES = {
 _PIPELINE_PROPERTIES = {
     "stage_id": "grid.pipe.rank",
     "num_stages": "grid.pipe.size",
-    "micro_batches": "batch.accumulation",
     "micro_batch_size": "batch.micro",
 }
 # Methods that return a value: name -> its place.
@@ -107,10 +107,10 @@ def _value(engine: Engine, path: str) -> Any:
 def _add_members(cls: type, properties: Mapping[str, str], methods: Mapping[str, str]) -> None:
     """Add properties and methods, by the places of their values."""
     for name, path in properties.items():
-        setattr(cls, name, property(partial(_value, path=path), doc=f"``engine.{path}``"))
+        type.__setattr__(cls, name, property(partial(_value, path=path), doc=f"``engine.{path}``"))
     for name, path in methods.items():
         if name not in vars(cls):
-            setattr(cls, name, partialmethod(_value, path))
+            type.__setattr__(cls, name, partialmethod(_value, path))
 
 
 def _require_states(cls: Any) -> None:
@@ -128,7 +128,7 @@ def _require_states(cls: Any) -> None:
 
     for name in _NEEDS:
         if hasattr(cls, name):
-            setattr(cls, name, guarded(name, getattr(cls, name)))
+            type.__setattr__(cls, name, guarded(name, getattr(cls, name)))
 
 
 class DeepSpeedError(AgreedError, AssertionError):
@@ -152,7 +152,7 @@ def deepspeed_errors() -> Iterator[None]:
         raise
 
 
-class DeepSpeedMembers(Engine):
+class DeepSpeedMembers(Engine, metaclass=EngineType):
     """Members of DeepSpeed's engine that both engines have.
 
     Attributes:
@@ -168,6 +168,10 @@ class DeepSpeedMembers(Engine):
     _applied = False
 
     offloaded_states: OffloadedStates
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_assignment(self, name, value)
+        super().__setattr__(name, value)
 
     def _start_members(self) -> None:
         self.offloaded_states = OffloadedStates()
@@ -379,14 +383,19 @@ class DeepSpeedMembers(Engine):
         with deepspeed_errors(), super().all_or_none(call):
             yield
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...  # members of the tables
+    def __getattr__(self, name: str) -> Any:
+        """Return a member of the module: ``engine.parameters()``."""
+        module = self.__dict__.get("module")
+        if module is not None and hasattr(module, name):
+            return getattr(module, name)
+        raise AttributeError(
+            f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}{reason(name)}"
+        )
 
 
 _add_members(DeepSpeedMembers, _PROPERTIES, _METHODS)
 for _name in _IDLE:
-    setattr(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
+    type.__setattr__(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
 
 
 class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
@@ -489,12 +498,40 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
         super().__init__(module, config, schedule, parts)
         self._start_members()
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a member of the module: ``engine.parameters()``."""
-        module = self.__dict__.get("module")
-        if module is not None and hasattr(module, name):
-            return getattr(module, name)
-        raise AttributeError(f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}")
+    @property
+    def micro_batches(self) -> int:
+        """Microbatches per step and replica. Assigned, the next batches have as many: ``set_train_batch_size``."""
+        return self.batch.accumulation
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        with deepspeed_errors():
+            self.set_train_batch_size(count * self.batch.micro * self.grid.replicas)
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """True if the model has several stages."""
+        return self.grid.pipe.size > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """True if the grid has several replicas."""
+        return self.grid.data.size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """True if layers are sharded over several tensor ranks."""
+        return self.grid.tensor.size > 1
+
+    @property
+    def prev_stage(self) -> int:
+        """Number of the stage before; -1 on the first one."""
+        return self.grid.pipe.rank - 1
+
+    @property
+    def next_stage(self) -> int:
+        """Number of the stage behind; the number of stages on the last one."""
+        return self.grid.pipe.rank + 1
 
     def set_dataloader(self, loader: Any) -> None:
         """Let ``train_batch`` without an argument read from a loader, which begins again at its end."""

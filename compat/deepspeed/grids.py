@@ -35,6 +35,15 @@ _AXES = {
     "expert_parallel": ("expert",),
     "expert_data_parallel": ("expert_data",),
 }
+# Other names of them: name -> axis, and what of it.
+_GROUPS = {
+    "pp_group": ("pipe_parallel", "group_ranks"),
+    "pp_proc_group": ("pipe_parallel", "group"),
+    "dp_group": ("data_parallel", "group_ranks"),
+    "dp_proc_group": ("data_parallel", "group"),
+    "slice_group": ("slice_parallel", "group_ranks"),
+    "slice_proc_group": ("slice_parallel", "group"),
+}
 
 
 class ParallelGrid(Grid):
@@ -51,6 +60,9 @@ class ParallelGrid(Grid):
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return operator.attrgetter(_ATTRIBUTES[name])(self)
+        if name in _GROUPS:
+            theirs, what = _GROUPS[name]
+            return self._ask(_AXES[theirs], what)
         wanted = name.removeprefix("get_")
         if wanted != name and wanted in _ATTRIBUTES:
             return partial(getattr, self, wanted)

@@ -94,8 +94,12 @@ def _get(module: str, here: str, name: str) -> Any:
         raise AttributeError(f"deepspeed.{full}: {found}")
     elif ledger.is_module(full):
         return importlib.import_module(f"{PACKAGE}.{full}")
-    raise AttributeError(
-        f"triax has no deepspeed.{full}, which is not among DeepSpeed's public names: docs/deepspeed.md lists those "
+    raise AttributeError(_unknown(full))
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"triax has no deepspeed.{name}, which is not among DeepSpeed's public names: docs/deepspeed.md lists those "
         "that triax has"
     )
 
@@ -127,7 +131,9 @@ class Finder(MetaPathFinder):
             raise ImportError(f"deepspeed.{full}: {found}", name=fullname)
         ours = f"{PACKAGE}.{full}"
         if not ledger.is_module(full):
-            return None
+            if full.rpartition(".")[2].startswith("__"):  # Python itself asks
+                return None
+            raise ImportError(_unknown(full), name=fullname)
         return ModuleSpec(fullname, Made() if fullname == ours else Renamed(ours), is_package=True)
 
     def find_distributions(

@@ -25,6 +25,7 @@ from .names import Entry, Names, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
 _LARGEST = 2**40  # of all numbers
 # Ids of tokens: without a tokenizer there are none, but the defaults of transformers' configurations are others.
@@ -290,16 +291,24 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
 
 def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
-    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
+    parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     found: dict[str, Any] = {}
+    rope: Config = scaling or parameters  # as transformers, which lets the older key win
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window
-        local, other = _object(rope, "sliding_attention"), "rope_local_base_freq"
+        local, whole, other = _object(parameters, _LOCAL), _object(parameters, _GLOBAL), "rope_local_base_freq"
         found[other] = _number(
             {**config, **local}, "rope_theta" if local.get("rope_theta") else other, family.rope[other]
         )
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"{config['model_type']} with scaled rotary positions in sliding_attention is unknown.")
-        rope = _object(rope, "full_attention") or ({} if "sliding_attention" in rope else rope)
+            raise ValueError(f"{config['model_type']} with scaled rotary positions in {_LOCAL} is unknown.")
+        for key in parameters.keys() - {_LOCAL, _GLOBAL}:
+            raise ValueError(
+                f"rope_parameters have {_shown(key)}, but those of {config['model_type']} have {_GLOBAL} and {_LOCAL}: "
+                "write it there."
+            )
+        if "type" in scaling and "rope_type" not in scaling and not whole:
+            raise ValueError(f"rope_scaling of {config['model_type']} has no rope_type. Write it in place of type.")
+        rope = {**whole, **scaling}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *family.scalings):
         raise ValueError(
@@ -308,7 +317,7 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
             + " triax.parallelize shards the Hugging Face model itself."
             * (family.plan is not None)
         )
-    scaling = None
+    scaled = None
     if kind != "default":
         rope = dict(rope)
         if kind != "linear":  # as transformers reads the length of pretraining
@@ -321,11 +330,11 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
             if rope.get(each.name) is not None:
                 _check_type(config, each.name, rope[each.name], str(each.type))
         given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
-        scaling = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
+        scaled = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
     if "partial_rotary_factor" in family.rope:
         found["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
     theta = _of_positions(config, rope, family, "rope_theta", "rotary_emb_base")
-    return {**found, "rope_theta": theta, "rope_scaling": scaling}
+    return {**found, "rope_theta": theta, "rope_scaling": scaled}
 
 
 def _of_positions(config: Config, rope: Config, family: Family, key: str, former: str) -> float:
@@ -369,13 +378,19 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
 
 def _read_window(config: Config, family: Family) -> dict[str, Any]:
     window, words = config.get("sliding_window", family.window_size), family.window.split()
-    if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
-        return {"sliding_window": None}
-    _check_type(config, "sliding_window", window, "int")
     depth, types = layer_count(config), config.get("layer_types") if "types" in words else None
     if types is not None and not (isinstance(types, (list, tuple)) and all(isinstance(each, str) for each in types)):
         raise ValueError(f"layer_types are {_shown(types)}, but must be a list of words.")
     types = tuple((types or ())[:depth])
+    if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
+        if "sliding_attention" in types:  # transformers has a window in the mask, and none in the kernel
+            key = "sliding_window" if window is None else "use_sliding_window"
+            raise ValueError(
+                f"layer_types have sliding_attention, but {key} is {_shown(config.get(key))}. Set it, or write "
+                "full_attention."
+            )
+        return {"sliding_window": None}
+    _check_type(config, "sliding_window", window, "int")
     if not types and family.slides is not None:
         types = tuple(("full_attention", "sliding_attention")[family.slides(config, i)] for i in range(depth))
     return {"sliding_window": window, **({"layer_types": types} if types else {})}

@@ -300,11 +300,95 @@ def pipeline() -> list[Any]:
     assert grid.get_pipe_parallel_rank() == grid.get_stage_id() == engine.stage_id == grid.stage_id
     assert grid.get_model_parallel_world_size() == 2 and grid.get_slice_parallel_world_size() == 1
     assert dist.get_world_size(grid.get_data_parallel_group()) == grid.get_data_parallel_world_size() == 1
+    assert grid.pp_group == [0, 1] and grid.dp_group == [grid.rank] and engine.is_pipe_parallel
+    assert (engine.prev_stage, engine.next_stage) == (grid.rank - 1, grid.rank + 1) and not engine.is_data_parallel
     return [engine.is_first_stage(), engine.is_last_stage(), engine.micro_batches, grid.stage_to_global(1)]
 
 
 def test_members_of_the_pipeline_engine(ranks: Any) -> None:
     assert ranks(2, pipeline) == [[True, False, 2, 1], [False, True, 2, 1]]
+
+
+def pipeline_of_one() -> Any:
+    model = PipelineModule([Square(), Square()], num_stages=1, loss_fn=nn.MSELoss())
+    settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    return deepspeed.initialize(model=model, config=settings)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        # those that diffusion-pipe assigns
+        ("_report_progress", "steps_per_print"),
+        ("_broadcast_model", "the engine does this itself"),
+        ("clip_fp32_gradients", "gradient_clipping"),
+        ("_INSTRUCTION_MAP", "a schedule is a value"),
+        ("communication_data_type", "the configuration"),
+        # and others that DeepSpeed's engines call or read
+        ("_exec_forward_pass", "a schedule is a value"),
+        ("_exec_optimizer_step", "a schedule is a value"),
+        ("_configure_optimizer", "optimizer="),
+        ("_take_model_step", "optimizer="),
+        ("gradient_clipping", "gradient_clipping"),
+        ("gradient_accumulation_steps", "set_train_batch_size"),
+        ("is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary"),
+        ("_is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary"),
+        ("allreduce_gradients", "no_sync"),
+        ("module_state_dict", "exclude_frozen_parameters"),
+        ("_save_checkpoint", "exclude_frozen_parameters"),
+        ("global_samples", "the state of the run"),
+        ("zero_optimization_stage", "the configuration"),
+        ("loss_model", "loss_fn="),
+        ("_config", "the configuration"),
+        ("curriculum_enabled_legacy", "the engine does this itself"),
+    ],
+)
+def test_an_assignment_without_effect_is_refused(name: str, advice: str) -> None:
+    """diffusion-pipe assigns methods on DeepSpeed's engine class, which triax's engine would never call."""
+    engine = pipeline_of_one()
+    for owner in (deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine, engine):
+        before = vars(owner).get(name)
+        with pytest.raises(AttributeError, match=rf"{name} was assigned, which would have no effect.*{advice}"):
+            setattr(owner, name, lambda *args: None)
+        assert vars(owner).get(name) is before
+
+
+def test_another_optimizer_is_refused_after_the_start() -> None:
+    engine = pipeline_of_one()
+    with pytest.raises(AttributeError, match="another optimizer, which would not step"):
+        engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.0)
+    with pytest.raises(AttributeError, match=r"enable_backward_allreduce was assigned.*no_sync"):
+        engine.enable_backward_allreduce = False
+    engine.enable_backward_allreduce = True  # as it is
+    for owner in (engine, deepspeed.PipelineEngine):  # read, as diffusion-pipe does for this name
+        with pytest.raises(AttributeError, match=r"_INSTRUCTION_MAP.*a schedule is a value"):
+            owner._INSTRUCTION_MAP  # noqa: B018
+
+
+def test_an_assignment_that_acts_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-NeoX sets the number of microbatches of an evaluation; others wrap methods, and set a schedule."""
+    engine = pipeline_of_one()
+    data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
+    read = iter(data)
+    engine.micro_batches = 1
+    engine.first_output_send, engine.pipe_recv_buf = True, None  # each batch sends its shapes
+    loss, outputs = engine.eval_batch(read, return_logits=True)
+    assert len(outputs) == 1 and len(list(read)) == 1
+    torch.testing.assert_close(loss.float(), nn.functional.mse_loss(outputs[0], data[0][1]))
+    engine.micro_batches = 2
+    assert engine.gradient_accumulation_steps() == 2 and engine.train_batch_size() == 4
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5**step)
+    plain, called = deepspeed.PipelineEngine.train_batch, []
+
+    def wrapped(self: Any, *args: Any) -> Any:
+        called.append(self)
+        return plain(self, *args)
+
+    monkeypatch.setattr(deepspeed.PipelineEngine, "train_batch", wrapped)
+    engine.train_batch(iter(data))
+    assert called == [engine] and engine.get_lr() == [0.5 * engine.optimizer.defaults["lr"]]
+    engine.total_params = 3  # the script's own
+    assert engine.total_params == 3
 
 
 def test_an_outermost_key_that_nobody_knows_has_no_effect_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:

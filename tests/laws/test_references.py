@@ -20,13 +20,17 @@ from readme_blocks import commands
 
 _NAME = re.compile(r"(?<![\w./-])triax((?:\.[A-Za-z_]\w*)+)")
 _COMMAND = re.compile(r"`triax((?: +[^\s`]+)*)`?")  # in a sentence
-_FILES = ("json", "yaml", "toml", "png")  # triax.schema.json is a file
+_IMPORT = re.compile(r"from triax((?:\.\w+)*) import (\([^)]*\)|[\w, ]+)")
+_FILES = (".json", ".yaml", ".toml", ".png")  # triax.schema.json is a file
 
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:
     """Each file of the library and each page: its name, and its text."""
     patterns = ["*.md", "docs/**/*.md", "docs/**/*.ipynb", "examples/**/*.py", "examples/**/*.[mysj]*"]
-    pages = [page for pattern in patterns for page in root.glob(pattern) if page.is_file()]
+    patterns += ["benchmarks/**/*.py", "**/__init__.pyi"]
+    pages = [
+        page for pattern in patterns for page in root.glob(pattern) if page.is_file() and ".venv" not in page.parts
+    ]
     for file in [*(root / name for name in library(root)), *pages]:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".ipynb":
@@ -57,12 +61,20 @@ def missing_names(root: Path) -> Iterator[str]:
     }
     known: dict[str, bool] = {}
     for file, text in everything:
-        for match in _NAME.finditer(text):
-            name = match[1][1:]
+        for place, name in _names(text):
             if name not in known:
                 known[name] = name in groups or name.endswith(_FILES) or _exists(name)
             if not known[name]:
-                yield f"{file}:{text.count(chr(10), 0, match.start()) + 1} names triax.{name}, which does not exist"
+                yield f"{file}:{text.count(chr(10), 0, place) + 1} names triax.{name}, which does not exist"
+
+
+def _names(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the dotted names of a text, and those that it imports, each with its place."""
+    for match in _NAME.finditer(text):
+        yield match.start(), match[1][1:]
+    for match in _IMPORT.finditer(text):
+        for name in re.findall(r"\w+", re.sub(r"\bas \w+|#.*", "", match[2])):
+            yield match.start(), f"{match[1]}.{name}"[1:]
 
 
 def _commands(file: str, text: str) -> Iterator[tuple[int, list[str]]]:
@@ -107,6 +119,8 @@ def test_every_command_exists() -> None:
     [
         (missing_names, "# as triax.GPTLoss does", "names triax.GPTLoss"),
         (missing_names, '"""Call triax.models.huggingface.hf_layers."""', "triax.models.huggingface.hf_layers"),
+        (missing_names, '"from triax.grid import Grid, Gird"', "names triax.grid.Gird"),
+        (missing_names, "# as triax.config.load_json does", "names triax.config.load_json"),
         (missing_names, "# as triax.NextTokenLoss and triax.models.gpt.GPTLoss do, in triax.schema.json", None),
         (missing_commands, '"""Call `triax grids`."""', "there is no grids"),
         (missing_commands, '"""Call `triax checkpoint shows x`."""', "there is no shows"),

@@ -188,3 +188,52 @@ def test_a_width_of_heads_that_a_family_does_not_have_is_refused(family: str) ->
     assert from_hf(config | {"head_dim": 16}) == from_hf(config)  # hidden_size / num_attention_heads
     with pytest.raises(ValueError, match="head_dim=8 is not implemented"):
         from_hf(config | {"head_dim": 8})
+
+
+def test_a_window_that_is_asked_for_and_switched_off_is_refused() -> None:
+    """transformers has such a window in its mask and none in its kernels; triax computed without one."""
+    for family, key in (
+        ("smollm3", "use_sliding_window"),
+        ("qwen3", "use_sliding_window"),
+        ("gemma2", "sliding_window"),
+    ):
+        config = whole(family) | {"layer_types": ["sliding_attention"] * 4, "sliding_window": 5}
+        config |= {key: False if key == "use_sliding_window" else None}
+        with pytest.raises(ValueError, match=rf"config.json: layer_types have sliding_attention, but {key} is "):
+            from_hf(config)
+        assert from_hf(config | {"layer_types": ["full_attention"] * 4}).sliding_window is None
+
+
+def test_a_divisor_of_the_scores_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"config.json: query_pre_attn_scalar is -1\. Give a number above 0"):
+        from_hf(whole("gemma3_text") | {"query_pre_attn_scalar": -1})
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in KNOWN if "linear" in FAMILIES[name].scalings and FAMILIES[name].rope]
+)
+def test_old_and_new_keys_of_rotary_positions_together(family: str) -> None:
+    """transformers takes rope_scaling where both are there; triax took rope_parameters."""
+    plain = {"rope_type": "default", "rope_theta": 5e3}
+    nested = "rope_local_base_freq" in FAMILIES[family].rope
+    both = whole(family) | {"rope_parameters": {"full_attention": plain} if nested else plain, "rope_scaling": LINEAR}
+    theirs = class_of(family).from_dict(json.loads(json.dumps(both))).rope_parameters
+    theirs = theirs["full_attention"] if nested else theirs
+    found: Any = from_hf(both)
+    assert found.rope_scaling.factor == theirs["factor"] == 2.0 and found.rope_theta == theirs["rope_theta"]
+
+
+def test_rotary_positions_of_gemma3_that_transformers_does_not_read_are_refused() -> None:
+    flat = whole("gemma3_text") | {"rope_parameters": {"rope_theta": 5e3}}
+    with pytest.raises(
+        ValueError, match=r"have 'rope_theta', but those of gemma3_text have full_attention and sliding"
+    ):
+        from_hf(flat)
+    old = {key: value for key, value in flat.items() if key != "rope_parameters"}
+    found: Any = from_hf(old | {"rope_scaling": LINEAR})
+    assert found.rope_scaling.factor == 2.0
+    with pytest.raises(ValueError, match="rope_scaling of gemma3_text has no rope_type"):
+        from_hf(old | {"rope_scaling": {"type": "linear", "factor": 2.0}})

@@ -50,6 +50,10 @@ class MyTuple(tuple[Any, ...]):
     pass
 
 
+class MyTensor(Tensor):
+    pass
+
+
 def packed(x: Tensor) -> PackedSequence:
     return pack_padded_sequence(x, torch.tensor([3, 1]), batch_first=True, enforce_sorted=False)
 
@@ -75,6 +79,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "defaultdict": lambda x: defaultdict(list, x=x),
     "Local": lambda x: local_class()(x),
     "set": lambda x: (x, {1}),
+    "MyTensor": lambda x: x.as_subclass(MyTensor),
+    "sparse Tensor": lambda x: x.flatten(1).to_sparse(),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import triax
 from triax.grid import Grid
@@ -73,7 +74,41 @@ MISUSES: dict[str, Callable[[Any], Any]] = {
     "a column-parallel layer": lambda model: F.linear(X, model[1].weight),
     "a row-parallel layer": lambda model: F.linear(torch.ones(3, model[2].weight.shape[1]).double(), model[2].weight),
     "a singular value": lambda model: torch.linalg.svdvals(model[1].weight),
+    # of what was made of it element by element
+    "a sum of squares": lambda model: model[3].weight.pow(2).sum(),
+    "a product with an average": lambda model: X @ model[3].weight.lerp(model[3].weight, 0.5).T,
+    "a product with a masked copy": lambda model: X @ torch.where(model[3].weight > 0, model[3].weight, 0).T,
+    "a product with a filled tensor": lambda model: X @ torch.zeros_like(model[3].weight).copy_(model[3].weight).T,
+    "a product of chunks": lambda model: [X @ part.T for part in model[3].weight.chunk(3)],
+    "a product of rows": lambda model: [X @ row for row in model[3].weight],
+    "a row by its number": lambda model: X @ model[0].weight[5],
+    "a greatest value": lambda model: model[3].weight.amax(0),
+    "a broadcast product": lambda model: (X[:, None] * model[3].weight).sum(-1),
+    # by functions that no list names
+    "a fused loss of torch": lambda model: F.linear_cross_entropy(X, model[3].weight, IDS % 6),
+    "a convolution": lambda model: F.conv1d(X[None].mT, model[3].weight[:, :, None]),
+    "an array": lambda model: X.numpy() @ model[3].weight.detach().numpy().T,
+    "a vector": lambda model: nn.utils.parameters_to_vector([model[3].weight]).norm(),
+    # by code of torch that calls, or is called, for others
+    "another layer": lambda model: torch.func.functional_call(
+        nn.Linear(WIDTH, VOCAB, bias=False), {"weight": model[3].weight}, X
+    ),
+    "a layer tied by hand": lambda model: tied_by_hand(model[3].weight)(X),
+    "a copy as a parameter": lambda model: X @ nn.Parameter(model[3].weight).T,
+    "recomputation": lambda model: checkpoint(F.linear, X, model[3].weight, use_reentrant=False),
+    "vmap": lambda model: torch.vmap(lambda x: model[3].weight @ x)(X),
+    "a compiled product": lambda model: torch.compile(lambda x: x @ model[3].weight.T, backend="eager")(X),
+    "a compiled loss": lambda model: torch.compile(lambda x, w: (x @ w.T).sum(), backend="eager")(X, model[3].weight),
+    # writes to rows by their numbers
+    "a written row": lambda model: model[0].weight.data[5:6].fill_(0.0),
+    "an assigned row": lambda model: model[0].weight.data.__setitem__(5, 0.0),
 }
+
+
+def tied_by_hand(weight: Any) -> nn.Linear:
+    layer = nn.Linear(WIDTH, len(weight), bias=False)
+    layer.weight = weight
+    return layer
 
 
 def complaints() -> dict[str, str]:
@@ -165,6 +200,31 @@ def test_the_whole_weight_trains_as_on_one_process(ranks: Any, tied: bool) -> No
             assert found.keys() == wanted.keys()
             for name, value in wanted.items():
                 torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+def compiled() -> list[float]:
+    """Compiled layers, and a compiled step, over weights that other code has read."""
+    model = sharded(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = model(IDS).detach()
+    assert all(layer.weight.dtype == torch.float64 for layer in model)
+    found: list[float] = []
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        outputs = torch.compile(model, backend=backend)(IDS)
+        outputs.sum().backward()
+        found.append((outputs - wanted).abs().max().item())
+    before = model[3].full_weight().detach()
+    torch.compile(optimizer.step, backend="eager")()
+    moved = (model[3].full_weight().detach() - before).abs().max().item()
+    with pytest.raises(Exception, match="full_weight"):
+        torch.compile(lambda x: x @ model[3].weight.T, backend="eager", fullgraph=True)(X)
+    torch.compiler.reset()
+    return [*found, float(moved == 0)]
+
+
+def test_compiled_layers_use_weights_that_were_read(ranks: Any) -> None:
+    assert ranks(2, compiled) == [[0.0, 0.0, 0.0]] * 2
 
 
 def own_layers() -> tuple[float, str]:

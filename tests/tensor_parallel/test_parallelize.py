@@ -427,6 +427,20 @@ def test_errors_name_the_module_and_what_fits(ranks: Any) -> None:
             assert said.startswith(expected)
 
 
+def over_adapters() -> str:
+    import peft
+
+    model = peft.get_peft_model(make("qwen2"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(TypeError) as caught:
+        parallelize(model, Grid(tensor=2))
+    return str(caught.value)
+
+
+def test_layers_of_peft_are_refused_with_what_to_write(ranks: Any) -> None:
+    for message in ranks(2, over_adapters):
+        assert "self_attn.q_proj is a layer of PEFT" in message and "write the section lora" in message
+
+
 class Scaled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 3.0
